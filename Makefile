@@ -1,0 +1,43 @@
+# Two commands do everything: `make demo` and `make test`. Set-up is a part of them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
+# 2 test processes with one thread each are faster than one process with two.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test soak bench gpu-check docs clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(PEERS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	touch $@
+
+demo: $(READY)  ## train digits at batch 1024 in micro-batches of 64 and show the table
+	$(BIN)/python -m benchmarks.mbs.demo.run
+
+test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every large count
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(PYTEST) -n 2
+
+soak: $(READY)  ## the full counts; writes benchmarks/mbs/soak/results.json with its seeds
+	$(PYTEST) -n 2 --soak
+
+bench: $(PEERS)  ## every table of README and docs, from the machine it runs on
+	$(BIN)/python -m benchmarks.all
+
+gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there is no GPU
+	$(BIN)/python -m pytest tests/gpu
+
+docs: $(READY)  ## write docs/api.md, docs/benchmarks.md and the tables of README from results files
+	$(BIN)/python scripts/docs.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist
