@@ -1,0 +1,1 @@
+"""Speed of one forward and backward against the best loop by hand."""
