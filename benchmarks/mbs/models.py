@@ -15,7 +15,7 @@ from torch.nn import functional
 def _conv(n_in: int, n_out: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False),
-        nn.GroupNorm(min(4, n_out), n_out),
+        nn.GroupNorm(min(4, n_out // 2), n_out),
     )
 
 

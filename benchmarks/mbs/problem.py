@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-LossFn = Callable[[Any, Any], Tensor]
+LossFn = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 def loss_of(problem: Problem, outputs: Any, targets: Any) -> Tensor:
     """The loss that the person wrote, or the one that the model returned."""
     if problem.loss_fn is not None:
-        return problem.loss_fn(outputs, targets)
+        alone = problem.targets is None  # a loss on the outputs only
+        return problem.loss_fn(outputs) if alone else problem.loss_fn(outputs, targets)
     if isinstance(outputs, Tensor):
         return outputs
     loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
@@ -70,22 +71,22 @@ def loss_of(problem: Problem, outputs: Any, targets: Any) -> Tensor:
     return loss
 
 
-def rows(tree: Any, start: int, stop: int) -> Any:
-    """Samples start..stop of every tensor of a tree; everything else as it is."""
+def rows(tree: Any, index: slice | Tensor) -> Any:
+    """The samples `index` of every tensor of a tree; everything else as it is."""
     if isinstance(tree, Tensor):
-        return tree[start:stop]
+        return tree[index]
     if isinstance(tree, Mapping):
-        return {key: rows(value, start, stop) for key, value in tree.items()}
+        return {key: rows(value, index) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(rows(value, start, stop) for value in tree)
+        return type(tree)(rows(value, index) for value in tree)
     return tree
 
 
 def micro_batches(problem: Problem, micro_batch: int) -> Iterator[tuple[Any, Any]]:
     """The inputs and targets of each micro-batch, the last one as small as it is."""
     for start in range(0, problem.batch, micro_batch):
-        stop = min(start + micro_batch, problem.batch)
-        yield rows(problem.inputs, start, stop), rows(problem.targets, start, stop)
+        part = slice(start, start + micro_batch)
+        yield rows(problem.inputs, part), rows(problem.targets, part)
 
 
 def number_of(problem: Problem, micro_batch: int) -> int:

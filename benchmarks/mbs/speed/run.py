@@ -3,7 +3,9 @@
 Timings on a shared machine drift by more than the difference asked about, so nothing is
 compared across time: by_hand and a subject run back to back, the order alternating, and the
 figure is the median over pairs of time(by_hand) / time(subject). Above 1 the subject is
-faster. by_hand against itself shows the noise. Both glibc malloc modes run, each in a child
+faster. The engine gets twice the pairs, and by_hand against itself shows the noise. Beside the
+wall's ratio stands that of processor time, which other work on the machine disturbs less: with
+one thread and nothing else to do they are the same. Both glibc malloc modes run, each in a child
 process started with them (design, 5.10).
 """
 
@@ -13,9 +15,8 @@ import os
 import statistics
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Annotated, Any
 
 import torch
@@ -23,33 +24,37 @@ import typer
 from rich.progress import track
 
 from benchmarks.environment import MALLOC, environment
-from benchmarks.mbs.loops import PEERS, Loop
-from benchmarks.mbs.ours import SUBJECTS
+from benchmarks.mbs.loops import Loop
+from benchmarks.mbs.measure import installed
 from benchmarks.mbs.problem import Problem
 from benchmarks.mbs.speed.problems import STEPS
 from benchmarks.results import console, write
 
 HERE = Path(__file__).parent
 SEED = 0
+Seconds = tuple[float, float]  # on the wall, of the processor
 WARM_UP = 3  # untimed runs of each loop
 
 
-def seconds(loop: Loop, problem: Problem, micro_batch: int) -> float:
-    """One forward and backward, from empty gradients; the device is idle at both ends."""
+def seconds(loop: Loop, problem: Problem, micro_batch: int) -> Seconds:
+    """Wall and processor seconds of one forward and backward from empty gradients.
+
+    The device is idle at both ends.
+    """
     problem.model.zero_grad(set_to_none=True)
     cuda = next(problem.model.parameters()).is_cuda
     if cuda:
         torch.cuda.synchronize()
-    start = perf_counter()
+    wall, processor = perf_counter(), process_time()
     loop(problem, micro_batch)
     if cuda:
         torch.cuda.synchronize()
-    return perf_counter() - start
+    return perf_counter() - wall, process_time() - processor
 
 
 def pairs(
     first: Loop, second: Loop, problem: Problem, micro_batch: int, count: int
-) -> list[tuple[float, float]]:
+) -> list[tuple[Seconds, Seconds]]:
     """`count` back-to-back timings of both, the order alternating."""
     for loop in (first, second) * WARM_UP:
         seconds(loop, problem, micro_batch)
@@ -63,16 +68,17 @@ def pairs(
     return found
 
 
-def summary(found: list[tuple[float, float]]) -> dict[str, float]:
+def summary(found: list[tuple[Seconds, Seconds]]) -> dict[str, float]:
     """Median and quartiles of the paired ratio, and the median seconds of both loops."""
-    ratios = [a / b for a, b in found]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = statistics.quantiles([a[0] / b[0] for a, b in found], n=4)
     return {
+        "pairs": len(found),
         "ratio": round(middle, 4),
         "ratio_low": round(low, 4),
         "ratio_high": round(high, 4),
-        "seconds_by_hand": round(statistics.median(a for a, _ in found), 5),
-        "seconds": round(statistics.median(b for _, b in found), 5),
+        "ratio_processor": round(statistics.median(a[1] / b[1] for a, b in found), 4),
+        "seconds_by_hand": round(statistics.median(a[0] for a, _ in found), 5),
+        "seconds": round(statistics.median(b[0] for _, b in found), 5),
     }
 
 
@@ -82,29 +88,30 @@ def on_device(problem: Problem, device: str) -> Problem:
     return dataclasses.replace(problem, model=problem.model.to(device), **moved)
 
 
-def one_mode(device: str, count: int, threads: int) -> dict[str, Any]:
-    """Every step and subject in this process and its malloc mode."""
+def one_mode(device: str, names: list[str], count: int, threads: int) -> dict[str, Any]:
+    """Every subject on the named steps, in this process and its malloc mode."""
     torch.set_num_threads(threads)
-    missing = [name for name, module in PEERS.items() if find_spec(module) is None]
+    loops, missing = installed()
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for name, (make, micro_batch) in STEPS.items():
+    for name in names:
+        make, micro_batch = STEPS[name]
         torch.manual_seed(SEED)
         problem = on_device(make(), device)
-        loops = {key: loop for key, loop in SUBJECTS.items() if key not in missing}
         results[name] = {
-            key: summary(pairs(loops["by_hand"], loop, problem, micro_batch, count))
-            for key, loop in track(loops.items(), name, len(loops), console=console)
+            key: summary(pairs(loops["by_hand"], loop, problem, micro_batch, times * count))
+            for key, loop in track(loops.items(), name, console=console, auto_refresh=False)
+            for times in [2 if key == "anybatch" else 1]
         }
     return {"environment": environment(), "steps": results, "missing": missing}
 
 
-def child(mode: str, device: str, count: int, threads: int) -> dict[str, Any]:
+def child(mode: str, device: str, names: list[str], count: int, threads: int) -> dict[str, Any]:
     """The same in a new process whose malloc was set before it started."""
     console.print(f"malloc mode {mode}")
     ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     command = [sys.executable, "-m", "benchmarks.mbs.speed.run", "--here", "--device", device]
     done = subprocess.run(
-        [*command, "--pairs", str(count), "--threads", str(threads)],
+        [*command, "--steps", ",".join(names), "--pairs", str(count), "--threads", str(threads)],
         env={**ours, **MALLOC[mode]},
         stdout=subprocess.PIPE,
         check=True,
@@ -119,19 +126,22 @@ def main(
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
     device: str = "cpu",
-    count: Annotated[int, typer.Option("--pairs", help="pairs of timings, >= 30")] = 40,
+    count: Annotated[int, typer.Option("--pairs", help="pairs of timings, >= 30")] = 32,
     threads: int = 1,
+    steps: Annotated[str, typer.Option(help="names of steps, comma between")] = ",".join(STEPS),
     here: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Time every step in both malloc modes and write results.json."""
-    count = 2 if quick else count
+    names, count = (["transformer"], 2) if quick else (steps.split(","), count)
     if here:
-        print(json.dumps(one_mode(device, count, threads)))
+        print(json.dumps(one_mode(device, names, count, threads)))
         return
     modes = list(MALLOC) if device == "cpu" else ["default"]
-    found = {mode: child(mode, device, count, threads) for mode in modes}
+    found = {mode: child(mode, device, names, count, threads) for mode in modes}
     name = "results.json" if device == "cpu" else f"results_{device}.json"
-    sizes = {name: {"batch": make().batch, "micro_batch": n} for name, (make, n) in STEPS.items()}
+    sizes = {
+        step: {"batch": STEPS[step][0]().batch, "micro_batch": STEPS[step][1]} for step in names
+    }
     write(out / name, {"seed": SEED, "pairs": count, "sizes": sizes, "modes": found})
 
 
