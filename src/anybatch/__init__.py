@@ -1,1 +1,35 @@
 """Any batch size, in the memory you have, with the gradient of the whole batch."""
+
+from anybatch._check import Report, check
+from anybatch._plan import Plan
+from anybatch.batch import LazyBatch
+from anybatch.engine import Engine, StepReport
+from anybatch.errors import (
+    AnybatchError,
+    BatchError,
+    LossError,
+    NotExactError,
+    NotReproducibleError,
+    NotYetError,
+)
+from anybatch.joint import joint
+from anybatch.loss.declared import Loss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AnybatchError",
+    "BatchError",
+    "Engine",
+    "LazyBatch",
+    "Loss",
+    "LossError",
+    "NotExactError",
+    "NotReproducibleError",
+    "NotYetError",
+    "Plan",
+    "Report",
+    "StepReport",
+    "check",
+    "joint",
+]

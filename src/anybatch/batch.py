@@ -1,0 +1,181 @@
+"""The mini-batch B of the paper, and the micro-batches it is split into (MBS, Eq. 1-3).
+
+A mini-batch lies on the host in two ways: as tensors (`TensorBatch`: a micro-batch is a view of
+its rows) or as a data set and indices (`LazyBatch`: a micro-batch is made when its turn comes, so
+the mini-batch may be larger than the host's memory, up to the whole data set).
+
+    mini-batch      |----- mu_0 -----|----- mu_1 -----|- mu_2 -|     the last one may be smaller
+    rows            0               n                2n        N
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from anybatch import tree
+from anybatch.errors import BatchError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of the mini-batch: what is streamed and what is computed on at once."""
+
+    inputs: Any
+    targets: Any
+    size: int
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the micro-batch with ``fn(tensor)`` in place of each tensor."""
+        return replace(
+            self,
+            inputs=tree.map_tensors(fn, self.inputs),
+            targets=tree.map_tensors(fn, self.targets),
+        )
+
+    def fingerprint(self) -> int:
+        """Return a checksum of every bit of it."""
+        check = 0
+        for _, tensor in tree.tensors((self.inputs, self.targets)):
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            check = zlib.crc32(flat.view(torch.uint8).numpy().data, check)
+        return check
+
+
+class Batch(Protocol):
+    """A mini-batch: its size, and its micro-batches in order, as often as asked."""
+
+    @property
+    def size(self) -> int:
+        """The number of samples N_B."""
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Yield micro-batches of `micro_batch` samples, the last one smaller when ragged."""
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """A mini-batch of tensors on the host or the device; its micro-batches are views."""
+
+    inputs: Any
+    targets: Any
+    size: int
+
+    @classmethod
+    def of(cls, inputs: Any, targets: Any) -> TensorBatch:
+        """Return the batch, or raise `BatchError` naming the leaves that do not fit."""
+        named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
+        return cls(inputs, targets, tree.batch_size(**named))
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Yield views of `micro_batch` rows."""
+        for start in range(0, self.size, micro_batch):
+            stop = min(start + micro_batch, self.size)
+            yield MicroBatch(
+                tree.rows(self.inputs, start, stop),
+                tree.rows(self.targets, start, stop),
+                stop - start,
+            )
+
+
+class LazyBatch:
+    """A mini-batch that is never whole in memory: samples of a data set, loaded when needed.
+
+    It goes where the inputs go: ``engine.backward(LazyBatch(dataset))`` takes the whole data set
+    as one batch. An item is a pair ``(input, target)``; with a loss inside the model
+    (`Loss.inside`) an item is the input alone.
+
+    Args:
+        dataset: any map-style ``torch.utils.data.Dataset``.
+        indices: which samples, in order; None (default) is all of them.
+        workers: processes that load ahead; 0 (default) loads in this one.
+        collate_fn: makes a micro-batch of a list of items; None is torch's default.
+
+    Raises:
+        BatchError: no index, or the data set has no length and no indices were given.
+
+    Source: MBS, section 4.3.2 (a batch "up to the total size of the dataset").
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        indices: Sequence[int] | None = None,
+        *,
+        workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if indices is None:
+            if not isinstance(dataset, Sized):
+                raise BatchError(
+                    f"a lazy batch must know its samples, and {type(dataset).__name__} has no "
+                    "length: pass indices=..."
+                )
+            indices = range(len(dataset))
+        if len(indices) == 0:
+            raise BatchError("a batch must hold at least one sample, and indices is empty")
+        self.dataset = dataset
+        self.indices = indices
+        self.workers = workers
+        self.collate_fn = collate_fn
+        self.paired = True
+        self._seed = int(torch.randint(2**31, ()))
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.indices)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Load and yield micro-batches; the same ones each time the dice are the same."""
+        chunks = [
+            list(self.indices[start : start + micro_batch])
+            for start in range(0, self.size, micro_batch)
+        ]
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=chunks,
+            num_workers=self.workers,
+            collate_fn=self.collate_fn,
+            generator=torch.Generator().manual_seed(self._seed),
+        )
+        for item, chunk in zip(loader, chunks, strict=True):
+            inputs, targets = self._split(item)
+            named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
+            size = tree.batch_size(**named)
+            if size != len(chunk):
+                raise BatchError(
+                    f"collate_fn must give as many rows as it was given items: {len(chunk)} "
+                    f"items became {size} rows. Drop samples from indices=, not in collate_fn"
+                )
+            yield MicroBatch(inputs, targets, size)
+
+    def _split(self, item: Any) -> tuple[Any, Any]:
+        if not self.paired:
+            return item, None
+        if isinstance(item, tuple | list) and len(item) == 2:
+            return cast("tuple[Any, Any]", tuple(item))
+        raise BatchError(
+            f"an item of a lazy batch must be a pair (input, target), and it is "
+            f"{type(item).__name__}: return pairs from the data set or from collate_fn"
+        )
+
+
+def count_micro_batches(size: int, micro_batch: int) -> int:
+    """Return N_S, the number of micro-batches (MBS, Algorithm 1, line 5).
+
+    Args:
+        size: N_B, samples in the mini-batch.
+        micro_batch: N_mu, samples in a micro-batch.
+    """
+    return math.ceil(size / micro_batch)

@@ -1,0 +1,88 @@
+"""Buffers that a forward pass moves, and what the undivided batch would have made of them.
+
+The undivided batch runs forward once; K micro-batches run it K times. A buffer whose new value does
+not depend on the samples (the vectors of spectral_norm, a counter) is set back before each
+micro-batch, so that every one of them computes with, and leaves, what the single forward would. If
+two micro-batches leave different values, the buffer depends on the samples it saw, and no order of
+forwards gives the value of the whole batch: that is refused.
+
+    start -> mu_0 -> value;   start -> mu_1 -> value (the same, or refused);   ...
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import NotExactError
+from anybatch.undo import BufferState
+
+
+class ForwardBuffers:
+    """Keeps the buffers of a step as one forward would have them.
+
+    Args:
+        states: every buffer before the step.
+        exempt: ``(id(module), name)`` of buffers that may run on (``batchnorm="local"``).
+        known: paths of the buffers that forward is known to move; None compares the values of all
+            of them, once, after which `moving` is what to pass.
+    """
+
+    def __init__(
+        self,
+        states: list[BufferState],
+        exempt: set[tuple[int, str]],
+        known: frozenset[str] | None = None,
+    ) -> None:
+        self._kept = [s for s in states if (id(s.module), s.name) not in exempt]
+        self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
+        self._known = known
+        self._left: list[tuple[BufferState, Tensor]] | None = None
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Paths of the buffers that forward moved in this step."""
+        return frozenset(state.path for state, _ in self._left or ())
+
+    def before(self) -> None:
+        """Set the buffers that forward moves back to where the step found them."""
+        for state, _ in self._left or ():
+            state.put_back()
+
+    def after(self) -> None:
+        """Check that forward moved what it moved before, to the same values.
+
+        Raises:
+            NotExactError: a buffer depends on the samples.
+        """
+        if self._left is None:
+            self._left = [
+                (state, _now(state).clone()) for state in self._kept if self._moves(state)
+            ]
+            return
+        first = {id(state) for state, _ in self._left}
+        late = [s.path for s in self._kept if id(s) not in first and self._moves(s)]
+        other = [state.path for state, value in self._left if not torch.equal(_now(state), value)]
+        if late or other:
+            raise NotExactError(
+                "a buffer must not depend on the samples of a micro-batch, and these do: "
+                f"{', '.join(late + other)}. Call eval() on the modules that own them, or give "
+                "micro_batch >= the batch size"
+            )
+
+    def restart(self) -> None:
+        """Set back what has moved, running statistics too: a second pass begins."""
+        self.before()
+        for state in self._exempt:
+            state.put_back()
+
+    def _moves(self, state: BufferState) -> bool:
+        if self._known is None:
+            return state.moved()
+        return state.path in self._known or state.written()
+
+
+def _now(state: BufferState) -> Tensor:
+    tensor = state.module._buffers[state.name]
+    assert tensor is not None
+    return tensor.detach()

@@ -1,0 +1,127 @@
+"""Micro-batches on their way to the device, one ahead of the one being computed (MBS, Fig. 1).
+
+``tensor.to(device, non_blocking=True)`` overlaps nothing unless the source is pinned and another
+stream does the copy. `CudaLink` copies each micro-batch into one of two pinned buffers, sends it on
+a stream of its own, and lets the computing stream wait for just that copy. `HostLink` is its null
+object: the same calls, nothing to do. The streaming code knows neither.
+
+    copy stream      mu_0   mu_1   mu_2   mu_3
+    compute stream          mu_0   mu_1   mu_2   mu_3
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.batch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """A micro-batch on its way: its tensors on the device, and what to wait for."""
+
+    micro_batch: MicroBatch
+    copied: Any = None
+    borrowed: bool = False
+
+
+class Link(Protocol):
+    """How a micro-batch reaches the device."""
+
+    def send(self, micro_batch: MicroBatch) -> Shipment:
+        """Start the copy."""
+
+    def receive(self, shipment: Shipment) -> MicroBatch:
+        """Make the present stream wait for that copy, and return what has arrived."""
+
+
+def feed(micro_batches: Iterable[MicroBatch], link: Link) -> Iterator[MicroBatch]:
+    """Yield each micro-batch on the device while the next one is already on its way."""
+    ahead: Shipment | None = None
+    for micro_batch in micro_batches:
+        coming = link.send(micro_batch)
+        if ahead is not None:
+            yield link.receive(ahead)
+        ahead = coming
+    if ahead is not None:
+        yield link.receive(ahead)
+
+
+def link_to(device: torch.device) -> Link:
+    """Return the link to `device`."""
+    return CudaLink(device) if device.type == "cuda" else HostLink(device)
+
+
+class HostLink:
+    """The null object: on the CPU a micro-batch is already where it is needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, micro_batch: MicroBatch) -> Shipment:
+        """Return the micro-batch; leaves that lie elsewhere are moved."""
+        return Shipment(micro_batch.map(lambda tensor: tensor.to(self.device)))
+
+    def receive(self, shipment: Shipment) -> MicroBatch:
+        """Return it as it is."""
+        return shipment.micro_batch
+
+
+class CudaLink:
+    """Two sets of pinned buffers, a copy stream, and an event for each copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def send(self, micro_batch: MicroBatch) -> Shipment:
+        """Copy through the pinned buffers whose turn it is, on the copy stream."""
+        turn, self._turn = self._turn, 1 - self._turn
+        before = self._copied[turn]
+        if before is not None:
+            before.synchronize()  # what these buffers held has left them
+        leaf = itertools.count()
+        with torch.cuda.stream(self.stream):
+            sent = micro_batch.map(lambda t: self._copy(t, self._buffers[turn], next(leaf)))
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self.stream)
+        self._copied[turn] = copied
+        borrowed = any(
+            tensor.device.type == "cpu" and tensor.is_pinned()
+            for _, tensor in tree.tensors((micro_batch.inputs, micro_batch.targets))
+        )
+        return Shipment(sent, copied, borrowed)
+
+    def receive(self, shipment: Shipment) -> MicroBatch:
+        """Let the computing stream wait for the copy, and tell the allocator who uses it."""
+        compute = torch.cuda.current_stream(self.device)
+        compute.wait_event(shipment.copied)
+        if shipment.borrowed:  # the caller may write to its own pinned memory after the step
+            shipment.copied.synchronize()
+        micro_batch = shipment.micro_batch
+        for _, tensor in tree.tensors((micro_batch.inputs, micro_batch.targets)):
+            tensor.record_stream(compute)
+        return micro_batch
+
+    def _copy(self, tensor: Tensor, buffers: dict[int, Tensor], leaf: int) -> Tensor:
+        if tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        if tensor.is_pinned() or tensor.requires_grad or tensor.dim() == 0:
+            return tensor.to(self.device, non_blocking=True)
+        buffer = buffers.get(leaf)
+        if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
+            buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+            buffers[leaf] = buffer
+        pinned = buffer[: tensor.numel()].view(tensor.shape)
+        pinned.copy_(tensor)
+        return pinned.to(self.device, non_blocking=True)

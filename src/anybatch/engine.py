@@ -1,0 +1,360 @@
+"""`Engine`: a person's training step, for a batch of any size, in micro-batches.
+
+The engine owns no model, no optimizer and no loop. It takes the two lines that do not survive a
+batch that is too big, ``loss = loss_fn(model(x), y); loss.backward()``, and does them in parts,
+with the gradient of the whole. Everything around them stays the person's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import tree
+from anybatch._plan import Facts, Plan, decide
+from anybatch.batch import Batch, LazyBatch, TensorBatch
+from anybatch.batchnorm import refuse, running_statistics, training_batchnorms
+from anybatch.buffers import ForwardBuffers
+from anybatch.device import Link, link_to
+from anybatch.errors import AnybatchError, LossError, NotYetError
+from anybatch.gather import COUPLED, gather
+from anybatch.gradients import HALF, Gradients, gradient_dtype
+from anybatch.loss.declared import Inside, Loss, Watched
+from anybatch.step import Observer, Scaler, Step
+from anybatch.stream import stream
+from anybatch.undivided import undivided
+from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
+
+BatchNormMode = Literal["exact", "local"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last step was.
+
+    Attributes:
+        loss: of the whole batch, a detached 0-dim tensor.
+        samples: N_B.
+        micro_batch: N_mu, samples in a micro-batch.
+        micro_batches: N_S.
+        seconds: host time of the call; on CUDA the device may still be computing.
+        peak_bytes: bytes the CUDA allocator has had in use at most, in this process; None on the
+            CPU.
+        predicted_bytes: None until memory is planned.
+        moved_bytes: bytes moved out of the device: 0.
+        retries: 0.
+    """
+
+    loss: Tensor
+    samples: int
+    micro_batch: int
+    micro_batches: int
+    seconds: float
+    peak_bytes: int | None
+    predicted_bytes: int | None = None
+    moved_bytes: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the first step of a signature found out, and later ones need not look for.
+
+    A signature is the kinds of the tensors of a batch, without its size, and the training flag.
+    """
+
+    coupled: bool
+    moving: frozenset[str]
+
+
+class Engine:
+    """Train a model at any batch size with the gradient of the whole batch.
+
+    After `backward`, ``.grad`` of every parameter holds what
+    ``loss_fn(model(inputs), targets).backward()`` on the undivided batch would have added, up to
+    rounding.
+
+    Args:
+        model: any module. It stays where and as it is.
+        loss_fn: ``loss_fn(outputs, targets)`` -> 0-dim tensor, or a `Loss`. torch's own losses and
+            sums of them need one pass; any other function is exact too, with a second forward.
+            None is refused: a loss inside the model is declared by `Loss.inside`.
+        optimizer: the optimizer, if there is one. Its parameters count as trained too.
+        memory: reserved for the memory budget; not yet.
+        micro_batch: samples in a micro-batch, at least 1.
+        batchnorm: "exact" (default) refuses BatchNorm in training mode when the batch is split;
+            "local" lets each micro-batch be normalised by its own statistics, which is another
+            function than that of the batch.
+        rng: "lane" (default): each micro-batch draws its own random numbers, in order.
+        plan: reserved for a plan made before; not yet.
+
+    Raises:
+        NotYetError: `memory`, `plan`, ``rng="batch"`` or a missing `micro_batch`.
+        LossError: `loss_fn` is None.
+        ValueError: `micro_batch` or `batchnorm` is not one of what is said above.
+
+    Example:
+        >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), micro_batch=64)
+        >>> for inputs, targets in loader:
+        ...     optimizer.zero_grad()
+        ...     loss = engine.backward(inputs, targets)
+        ...     optimizer.step()
+
+    Source: MBS, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | Loss | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        memory: int | str | None = None,
+        micro_batch: int | None = None,
+        batchnorm: BatchNormMode = "exact",
+        rng: Literal["lane", "batch"] = "lane",
+        plan: Plan | None = None,
+    ) -> None:
+        _check_later(memory, plan, rng, micro_batch)
+        assert micro_batch is not None
+        _check_now(model, loss_fn, micro_batch, batchnorm)
+        self.model = model
+        self.optimizer = optimizer
+        self.loss = loss_fn if isinstance(loss_fn, Loss) else Watched(_callable(loss_fn))
+        self.micro_batch = micro_batch
+        self.batchnorm = batchnorm
+        self._plan: Plan | None = None
+        self._last: StepReport | None = None
+        self._facts: Facts | None = None
+        self._link: tuple[torch.device, Link] | None = None
+        self._seen: dict[Any, Seen] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last step; None before the first one."""
+        return self._plan
+
+    @property
+    def last(self) -> StepReport | None:
+        """What the last step was; None before the first one."""
+        return self._last
+
+    def backward(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        scaler: Scaler | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Add the gradient of the whole batch to ``.grad``, and return its loss.
+
+        Args:
+            inputs: tree of tensors of shape [N_B, ...]: a tensor is passed as ``model(x)``, a tuple
+                or list as ``model(*x)``, a mapping as ``model(**x)``. Or a `LazyBatch`.
+            targets: any tree of tensors [N_B, ...], sliced alike; None calls
+                ``loss_fn(outputs)``.
+            scaler: ``torch.amp.GradScaler``; the gradients are then scaled, the loss is not.
+            observe: called ``observe(outputs, targets)`` for each micro-batch, once, in order, with
+                detached tensors.
+
+        Returns:
+            The loss of the whole batch, a detached 0-dim tensor.
+
+        Raises:
+            BatchError: the leaves do not share a first dimension; each is named.
+            NotExactError: the gradient of the whole batch cannot be had this way.
+            LossError: the loss does not do what it must.
+
+        Nothing has changed after an exception, KeyboardInterrupt included.
+        """
+        batch = self._batch(inputs, targets)
+        parameters = self._parameters(inputs)
+        before = Before(self.model, parameters)
+        gradients = Gradients(parameters, wide=batch.size > self.micro_batch)
+        step = self._step(batch, before, gradients, observe)
+        step.scaler = scaler
+        with whole_or_nothing(before, gradients.deliver):
+            gradients.set_aside()
+            with no_optimizer_step(before), torch.enable_grad():
+                return self._run(step, before)
+
+    def evaluate(
+        self, inputs: Any, targets: Any = None, *, observe: Observer | None = None
+    ) -> Tensor:
+        """Return the loss of the whole batch without gradients, one micro-batch at a time.
+
+        The model is used in the mode it is in: call ``model.eval()`` before.
+
+        Args:
+            inputs: as in `backward`.
+            targets: as in `backward`.
+            observe: as in `backward`.
+
+        Returns:
+            The loss of the whole batch, a detached 0-dim tensor.
+
+        Raises:
+            BatchError: as in `backward`.
+            NotExactError: as in `backward`.
+        """
+        batch = self._batch(inputs, targets)
+        before = Before(self.model, [])
+        step = self._step(batch, before, None, observe)
+        with whole_or_nothing(before, lambda: None), torch.no_grad():
+            return self._run(step, before)
+
+    def _run(self, step: Step, before: Before) -> Tensor:
+        start = perf_counter()
+        loss = undivided(step) if step.count == 1 else self._divided(step, before)
+        self._note(step, before, loss, perf_counter() - start)
+        return loss
+
+    def _divided(self, step: Step, before: Before) -> Tensor:
+        """Stream, unless the loss couples the samples: that is known, or found out on the way."""
+        signature = self._signature(step.batch)
+        seen = self._seen.get(signature)
+        loss = None if seen is not None and seen.coupled else stream(step)
+        if loss is None:
+            before.dice.put_back()
+            step.buffers.restart()
+            loss = gather(step)
+        self._seen[signature] = Seen(step.found == COUPLED, step.buffers.moving)
+        return loss
+
+    def _step(
+        self, batch: Batch, before: Before, gradients: Gradients | None, observe: Observer | None
+    ) -> Step:
+        split = batch.size > self.micro_batch
+        if split and self.batchnorm == "exact":
+            refuse(training_batchnorms(self.model))
+        exempt = running_statistics(self.model) if self.batchnorm == "local" else set()
+        seen = self._seen.get(self._signature(batch))
+        compiled = hasattr(self.model, "_orig_mod")
+        return Step(
+            model=self.model,
+            loss=self.loss,
+            batch=batch,
+            micro_batch=self.micro_batch,
+            link=self._link_to_model(),
+            buffers=ForwardBuffers(
+                before.buffers if split else [], exempt, seen.moving if seen else None
+            ),
+            gradients=gradients,
+            observe=observe,
+            watch=seen is None and self.batchnorm == "exact" and not compiled,
+        )
+
+    def _batch(self, inputs: Any, targets: Any) -> Batch:
+        _check_one_process()
+        if not isinstance(inputs, LazyBatch):
+            return TensorBatch.of(inputs, targets)
+        if targets is not None:
+            raise AnybatchError(
+                "the targets of a LazyBatch must come from its items, and targets= was given too: "
+                "return (input, target) from the data set and leave targets out"
+            )
+        inputs.paired = not isinstance(self.loss, Inside)
+        return inputs
+
+    def _parameters(self, inputs: Any) -> list[Tensor]:
+        """Return every leaf that may receive a gradient, once."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        leaves = [] if isinstance(inputs, LazyBatch) else [t for _, t in tree.tensors(inputs)]
+        every = [
+            *self.model.parameters(),
+            *self.loss.parameters(),
+            *(p for group in groups for p in group["params"]),
+            *(leaf for leaf in leaves if leaf.requires_grad),
+        ]
+        return list({id(p): p for p in every}.values())
+
+    def _link_to_model(self) -> Link:
+        parameter = next(self.model.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
+        if self._link is None or self._link[0] != device:
+            self._link = (device, link_to(device))
+        return self._link[1]
+
+    def _signature(self, batch: Batch) -> Any:
+        kinds: tuple[Any, ...] = ("lazy",)
+        if isinstance(batch, TensorBatch):
+            pair = (batch.inputs, batch.targets)
+            kinds = tuple((path, t.dim(), t.dtype) for path, t in tree.tensors(pair))
+        return kinds, self.model.training
+
+    def _note(self, step: Step, before: Before, loss: Tensor, seconds: float) -> None:
+        split = step.count > 1
+        local = len(training_batchnorms(self.model)) if split and self.batchnorm == "local" else 0
+        halves = {gradient_dtype(p) for p, _ in before.gradients} & set(HALF)
+        facts = Facts(
+            micro_batch=self.micro_batch,
+            divided=split,
+            loss=step.found,
+            coupled=step.found == COUPLED,
+            late=isinstance(step.batch, LazyBatch),
+            half=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in halves)),
+            before=any(gradient is not None for _, gradient in before.gradients),
+            local=local,
+        )
+        # A last partial batch that needs no splitting does not change the plan of the others.
+        if facts != self._facts and (split or self._plan is None):
+            self._facts, self._plan = facts, decide(facts)
+        peak = torch.cuda.max_memory_allocated() if loss.is_cuda else None
+        self._last = StepReport(loss, step.batch.size, self.micro_batch, step.count, seconds, peak)
+
+
+def _check_later(memory: Any, plan: Any, rng: str, micro_batch: int | None) -> None:
+    if memory is not None:
+        raise NotYetError("memory= is not there yet: give micro_batch=N, the samples that fit")
+    if plan is not None:
+        raise NotYetError("plan= is not there yet: give micro_batch=N")
+    if rng == "batch":
+        raise NotYetError('rng="batch" is not there yet: leave rng="lane"')
+    if rng != "lane":
+        raise ValueError(f'rng must be "lane", and it is {rng!r}')
+    if micro_batch is None:
+        raise NotYetError(
+            "anybatch cannot choose a micro-batch yet: give micro_batch=N, the samples that fit"
+        )
+
+
+def _check_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
+    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+        raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
+    if batchnorm not in ("exact", "local"):
+        raise ValueError(f'batchnorm must be "exact" or "local", and it is {batchnorm!r}')
+    if loss_fn is None:
+        raise LossError(
+            "the denominator of a loss that the model computes itself must be declared, and "
+            "loss_fn is None: pass Loss.inside(count=lambda inputs, targets: ...), such as "
+            'lambda inputs, targets: (inputs["labels"] != -100).sum()'
+        )
+
+
+def _callable(loss_fn: Any) -> Callable[..., Tensor]:
+    if not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function of (outputs, targets) or an anybatch.Loss, and it is "
+            f"{type(loss_fn).__name__}"
+        )
+    checked: Callable[..., Tensor] = loss_fn
+    return checked
+
+
+def _check_one_process() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise NotYetError(
+                f"the batch over several ranks is not there yet, and there are {ranks}: train in "
+                "one process"
+            )

@@ -1,0 +1,1 @@
+"""A loss as numerator over denominator: declared, known from torch, or watched once."""

@@ -1,0 +1,370 @@
+"""A loss as numerator over denominator, so that a part of the batch can do its part of it.
+
+Dividing each micro-batch's mean by the number of micro-batches (MBS, Algorithm 1, line 11) is the
+loss of the batch only when every micro-batch has the same denominator: not for a ragged tail, not
+for ignored or weighted targets. Here the denominator D is that of the whole batch, counted first,
+and micro-batch i contributes
+
+    sum_k  c_k * numerator_k,i / D_k
+
+`Loss` is the declaration; a plain callable becomes a `Watched` one. The streaming code asks a loss
+two questions: `totals` (what will be divided by, over the whole batch; None if the loss couples the
+samples) and `parts` (the numerators of one micro-batch).
+Source: MBS, section 3.4, Eq. 14-17; the exact form is ours.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import tree
+from anybatch.batch import MicroBatch, TensorBatch
+from anybatch.errors import LossError
+from anybatch.loss.watch import Term, Watch
+
+Number = float | int | Tensor
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The whole mini-batch, as far as it is known when its first micro-batch has run.
+
+    Attributes:
+        size: N_B, samples.
+        micro_batches: N_S.
+        batch: its tensors; None where they are loaded micro-batch by micro-batch.
+        outputs: the first micro-batch's.
+        first: the first micro-batch.
+    """
+
+    size: int
+    micro_batches: int
+    batch: TensorBatch | None
+    outputs: Any
+    first: MicroBatch
+
+
+@dataclass(frozen=True)
+class Total:
+    """A term of the whole batch's loss: its weight c and denominator D (None: not yet known)."""
+
+    weight: float
+    denominator: Number | None
+    term: Term | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A term of one micro-batch: its numerator, and its share of the denominator."""
+
+    numerator: Tensor
+    denominator: Callable[[], Number]
+
+
+class Loss(ABC):
+    """A loss that says how it divides.
+
+    torch's own losses need no declaration, nor does a sum of them. Declare a loss of your own with
+    `per_sample`, `ratio` or `inside`; an undeclared one is exact too, at the price of a second
+    forward pass.
+
+    Example:
+        >>> loss = anybatch.Loss.per_sample(lambda out, y: (out - y).square().sum(-1))
+    """
+
+    name: str
+
+    @staticmethod
+    def per_sample(fn: Callable[..., Tensor]) -> Loss:
+        """Declare a mean over samples.
+
+        Args:
+            fn: ``fn(outputs, targets)`` -> losses of shape [n], one a sample; without targets
+                ``fn(outputs)``.
+
+        Returns:
+            The loss ``mean(fn(outputs, targets))``.
+
+        Raises:
+            LossError: at the first step, where `fn` does not return shape [n].
+        """
+        return PerSample(fn)
+
+    @staticmethod
+    def ratio(num: Callable[..., Tensor], den: Callable[[Any], Number]) -> Loss:
+        """Declare a sum over samples divided by a number that the targets decide.
+
+        Args:
+            num: ``num(outputs, targets)`` -> 0-dim tensor, a sum over the samples it is given.
+            den: ``den(targets)`` -> number or 0-dim tensor, which adds up over samples.
+
+        Returns:
+            The loss ``sum num / den(all targets)``.
+        """
+        return Ratio(num, den)
+
+    @staticmethod
+    def inside(*, count: Callable[[Any, Any], Number]) -> Loss:
+        """Declare what a loss computed inside the model is divided by.
+
+        Args:
+            count: ``count(inputs, targets)`` -> the denominator of the mean that the model takes,
+                such as the number of targets that are not ignored; it adds up over samples.
+
+        Returns:
+            The loss that the model returns: a 0-dim tensor, an object with ``.loss``, or a mapping
+            with ``"loss"``.
+        """
+        return Inside(count)
+
+    @staticmethod
+    def algorithm1(fn: Callable[..., Tensor]) -> Loss:
+        """Take the paper's loss normalization to the letter: micro-batch loss / N_S.
+
+        It is the gradient of the whole batch only where all micro-batches are equal (Eq. 17), and
+        is here to reproduce the paper.
+
+        Args:
+            fn: ``fn(outputs, targets)`` -> 0-dim tensor, a mean over the micro-batch.
+
+        Source: MBS, Algorithm 1, line 11, Eq. 14.
+        """
+        return Algorithm1(fn)
+
+    @abstractmethod
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss of an undivided batch, a 0-dim tensor."""
+
+    @abstractmethod
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """Return the terms of the whole batch's loss; None where it couples the samples."""
+
+    @abstractmethod
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return a micro-batch's part of each of `totals`."""
+
+    def describe(self, totals: list[Total]) -> str:
+        """Return the loss in words, once its terms are known."""
+        terms = dict.fromkeys(total.term.name for total in totals if total.term is not None)
+        return " + ".join(terms) or self.name
+
+    def parameters(self) -> list[Tensor]:
+        """Return what the loss itself would train."""
+        return []
+
+
+class Ratio(Loss):
+    """`Loss.ratio`."""
+
+    def __init__(self, num: Callable[..., Tensor], den: Callable[[Any], Number]) -> None:
+        self.name = "declared: sum / count of targets"
+        self._num, self._den = num, den
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return num / den."""
+        return self._numerator(outputs, micro) / self._den(micro.targets)
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """Count over all targets at once."""
+        batch = scope.batch
+        return [Total(1.0, None if batch is None else self._den(batch.targets))]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return the micro-batch's sum and count."""
+        del totals
+        return [Part(self._numerator(outputs, micro), lambda: self._den(micro.targets))]
+
+    def _numerator(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        return scalar(call_loss(self._num, outputs, micro.targets), "num")
+
+
+class PerSample(Loss):
+    """`Loss.per_sample`."""
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        self.name = "declared: mean over samples"
+        self._fn = fn
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the mean."""
+        return self._losses(outputs, micro).mean()
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """The denominator is the number of samples."""
+        return [Total(1.0, scope.size)]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return the sum over the micro-batch."""
+        del totals
+        return [Part(self._losses(outputs, micro).sum(), lambda: micro.size)]
+
+    def _losses(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        losses = call_loss(self._fn, outputs, micro.targets)
+        if not isinstance(losses, Tensor) or losses.shape != (micro.size,):
+            came = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise LossError(
+                f"Loss.per_sample must return one loss a sample, shape ({micro.size},), and it "
+                f"returned {came}: average over all other dimensions, or declare Loss.ratio"
+            )
+        return losses
+
+
+class Inside(Loss):
+    """`Loss.inside`."""
+
+    def __init__(self, count: Callable[[Any, Any], Number]) -> None:
+        self.name = "inside the model, its count declared"
+        self._count = count
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the model's loss."""
+        del micro
+        return loss_inside(outputs)
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """Count over the whole batch."""
+        batch = scope.batch
+        return [Total(1.0, None if batch is None else self._count(batch.inputs, batch.targets))]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Turn the micro-batch's mean back into its sum; a mean over nothing is no part."""
+        count = self._count(micro.inputs, micro.targets)
+        loss = loss_inside(outputs)
+        empty = torch.as_tensor(count, device=loss.device) == 0
+        known = torch.as_tensor(totals[0].denominator if totals[0].denominator is not None else 1)
+        skip = empty & (known.to(loss.device) != 0)
+        # where() blocks the value but not a NaN gradient: a micro-batch without any target is cut.
+        if loss.device.type == "cpu" and bool(skip):
+            return [Part(torch.zeros_like(loss), lambda: count)]
+        return [Part(torch.where(skip, 0.0, loss * count), lambda: count)]
+
+
+class Algorithm1(Loss):
+    """`Loss.algorithm1`."""
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        self.name = "MBS Algorithm 1: mean / number of micro-batches"
+        self._fn = fn
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss: N_S is 1."""
+        return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """The denominator is N_S."""
+        return [Total(1.0, scope.micro_batches)]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return the micro-batch's mean loss."""
+        del totals
+        return [Part(self.whole(outputs, micro), lambda: 1)]
+
+
+class Watched(Loss):
+    """A plain callable: watched at every step, coupled if it is not a sum of known losses."""
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        self.name = "as written"
+        self._fn = fn
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss as the person wrote it."""
+        return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """Call the loss on outputs that have shapes and no data, and on the real targets."""
+        n, size = scope.first.size, scope.size
+        outputs = tree.map_tensors(lambda t: _shape_only(t, n, size), scope.outputs)
+        if scope.batch is not None:
+            targets = scope.batch.targets
+        else:
+            targets = tree.map_tensors(lambda t: _shape_only(t, n, size), scope.first.targets)
+        found = self._watch(outputs, targets, size)
+        if found is None:
+            return None
+        if scope.batch is not None:
+            return [Total(weight, term.denominator(), term) for weight, term in found]
+        first = self._watch(
+            tree.map_tensors(lambda t: _shape_only(t, n, n), scope.outputs),
+            tree.map_tensors(lambda t: _shape_only(t, n, n), scope.first.targets),
+            n,
+        )
+        weights = [weight for weight, _ in found]
+        if len(found) > 1 or first is None or weights != [weight for weight, _ in first]:
+            return None  # one late denominator can be made good at the end, not two
+        return [Total(weight, None, term) for weight, term in found]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Call the loss, and take the numerators from it."""
+        watch = Watch(outputs, micro.targets, micro.size)
+        with watch:
+            result = call_loss(self._fn, outputs, micro.targets)
+        found = watch.combination(result)
+        same = (
+            found is not None
+            and len(found) == len(totals)
+            and all(
+                total.term is not None and term.same_as(total.term)
+                for (_, term), total in zip(found, totals, strict=True)
+            )
+        )
+        if found is None or not same:
+            names = [term.name for _, term in found] if found is not None else "no sum of these"
+            raise LossError(
+                "a loss must be the same function of every micro-batch, and "
+                f"{[total.term.name for total in totals if total.term]} of the whole batch was "
+                f"{names} of {micro.size} samples: declare it by Loss.per_sample or Loss.ratio"
+            )
+        return [Part(term.numerator, term.denominator) for _, term in found]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of a loss that is a module."""
+        return list(self._fn.parameters()) if isinstance(self._fn, nn.Module) else []
+
+    def _watch(self, outputs: Any, targets: Any, size: int) -> list[tuple[float, Term]] | None:
+        watch = Watch(outputs, targets, size, count_only=True)
+        try:
+            with watch:
+                result = call_loss(self._fn, outputs, targets)
+        except Exception:  # whatever it did with data that is not there: not known
+            return None
+        return watch.combination(result)
+
+
+def call_loss(fn: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+    """Return ``fn(outputs, targets)``, or ``fn(outputs)`` where there are no targets."""
+    return fn(outputs) if targets is None else fn(outputs, targets)
+
+
+def scalar(value: Any, what: str) -> Tensor:
+    """Return `value`, which must be a 0-dim tensor."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise LossError(
+        f"{what} must return one number as a tensor, and it returned {came}: sum or average it, "
+        "or declare Loss.per_sample"
+    )
+
+
+def loss_inside(outputs: Any) -> Tensor:
+    """Return the loss that a model computed itself."""
+    value = outputs
+    if isinstance(outputs, Mapping):
+        value = outputs.get("loss")
+    elif not isinstance(outputs, Tensor):
+        value = getattr(outputs, "loss", None)
+    return scalar(value, "a model with its loss inside")
+
+
+def _shape_only(tensor: Tensor, n: int, size: int) -> Tensor:
+    rows = tensor.dim() > 0 and tensor.shape[0] == n
+    shape = (size, *tensor.shape[1:]) if rows else tensor.shape
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)

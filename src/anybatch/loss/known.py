@@ -1,0 +1,179 @@
+"""What is known of torch's own losses: a sum over samples, and what the sum is divided by.
+
+``reduction="mean"`` hides the denominator, and that is where accumulation goes wrong: a mean over
+the targets that are not ignored, or weighted by their classes, is not the mean of the
+micro-batches' means. For each functional of ``torch.nn.functional`` this table says how to get the
+numerator (it adds up over micro-batches) and the denominator (it can be counted without the model).
+
+    CrossEntropy mean = sum_i w[y_i] nll_i / sum_i w[y_i],     i over targets != ignore_index
+
+Only losses in which a row meets no other row are here. A form that is not listed, such as
+``reduction="none"``, is not known, and what is not known is never guessed.
+Source: the formulas in the documentation of torch's loss modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Arguments = dict[str, Any]
+Count = int | Tensor
+
+
+@dataclass(frozen=True)
+class Known:
+    """One functional.
+
+    Attributes:
+        rows: arguments that hold samples, and the dimension in which they lie; None where any
+            dimension will do as long as it is the same for all (element by element).
+        count: arguments -> the denominator of ``reduction="mean"``.
+        fits: arguments -> whether their shapes make every row one sample's.
+        constants: arguments that must not vary with the sample (class weights).
+    """
+
+    rows: dict[str, int | None]
+    count: Callable[[Arguments], Count]
+    fits: Callable[[Arguments], bool]
+    constants: tuple[str, ...] = ()
+
+
+def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    """Return the arguments of a call by name, defaults filled in."""
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def divides(arguments: Arguments) -> bool | None:
+    """Say whether the call divides its sum; None where it does not reduce in a known way."""
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        return None
+    return {"mean": True, "batchmean": True, "sum": False}.get(arguments.get("reduction", ""))
+
+
+def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
+    """Return the sum over the rows whose mean the call asked for."""
+    if function is F.ctc_loss and arguments["reduction"] == "mean":
+        each = function(**{**arguments, "reduction": "none"})
+        lengths = arguments["target_lengths"].clamp(min=1).to(each)
+        return torch.as_tensor((each / lengths).sum())
+    return torch.as_tensor(function(**{**arguments, "reduction": "sum"}))
+
+
+_signatures: dict[Callable[..., Any], inspect.Signature] = {}
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    if function not in _signatures:
+        _signatures[function] = inspect.signature(function)
+    return _signatures[function]
+
+
+def _dims(value: Any) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _elements(name: str) -> Callable[[Arguments], Count]:
+    return lambda a: int(a[name].numel())
+
+
+def _samples(name: str) -> Callable[[Arguments], Count]:
+    return lambda a: int(a[name].shape[0])
+
+
+def _class_targets(a: Arguments) -> Count:
+    """Targets that are not ignored, each counted with the weight of its class."""
+    scores, target, weight = a["input"], a["target"], a.get("weight")
+    if target.is_floating_point():  # probabilities: every position counts, whatever the weight
+        return int(scores.numel() // scores.shape[1])
+    kept = target != a["ignore_index"]
+    if weight is None:
+        return torch.as_tensor(kept.sum())
+    weight = weight.detach().to(target.device)
+    return torch.where(kept, weight[target.clamp(min=0, max=len(weight) - 1)], 0).sum()
+
+
+def _kl(a: Arguments) -> Count:
+    return int(a["input"].shape[0] if a["reduction"] == "batchmean" else a["input"].numel())
+
+
+def _elementwise(
+    *names: str, count: Callable[[Arguments], Count] | None = None, constants: tuple[str, ...] = ()
+) -> Known:
+    def broadcast(a: Arguments) -> Count:
+        shapes = [a[name].shape for name in names if isinstance(a[name], Tensor)]
+        return math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+    def same_dims(a: Arguments) -> bool:
+        dims = {_dims(a[name]) for name in names} - {0}
+        unweighted = "weight" in constants or a.get("weight") is None
+        return len(dims) <= 1 and unweighted
+
+    return Known(dict.fromkeys(names), count or broadcast, same_dims, constants)
+
+
+def _classes() -> Known:
+    def fits(a: Arguments) -> bool:
+        dims = a["input"].dim() - a["target"].dim()
+        return a["input"].dim() >= 2 and dims in (0, 1)
+
+    return Known({"input": 0, "target": 0}, _class_targets, fits, ("weight",))
+
+
+def _matrices(*constants: str) -> Known:
+    return Known(
+        {"input": 0, "target": 0}, _samples("input"), lambda a: a["input"].dim() == 2, constants
+    )
+
+
+TABLE: dict[Callable[..., Any], Known] = {
+    F.cross_entropy: _classes(),
+    F.nll_loss: _classes(),
+    F.binary_cross_entropy: _elementwise(
+        "input", "target", count=_elements("input"), constants=("weight",)
+    ),
+    F.binary_cross_entropy_with_logits: _elementwise(
+        "input", "target", count=_elements("input"), constants=("weight", "pos_weight")
+    ),
+    F.mse_loss: _elementwise("input", "target"),
+    F.l1_loss: _elementwise("input", "target"),
+    F.smooth_l1_loss: _elementwise("input", "target"),
+    F.huber_loss: _elementwise("input", "target"),
+    F.kl_div: _elementwise("input", "target", count=_kl),
+    F.poisson_nll_loss: _elementwise("input", "target"),
+    F.gaussian_nll_loss: _elementwise("input", "target", "var", count=_elements("input")),
+    F.hinge_embedding_loss: _elementwise("input", "target"),
+    F.soft_margin_loss: _elementwise("input", "target"),
+    F.margin_ranking_loss: _elementwise("input1", "input2", "target"),
+    F.cosine_embedding_loss: Known(
+        {"input1": 0, "input2": 0, "target": 0},
+        _samples("input1"),
+        lambda a: (a["input1"].dim(), a["input2"].dim(), a["target"].dim()) == (2, 2, 1),
+    ),
+    F.triplet_margin_loss: Known(
+        {"anchor": 0, "positive": 0, "negative": 0},
+        lambda a: int(a["anchor"].numel() // a["anchor"].shape[-1]),
+        lambda a: (
+            a["anchor"].shape == a["positive"].shape == a["negative"].shape
+            and a["anchor"].dim() >= 2
+        ),
+    ),
+    F.multi_margin_loss: _matrices("weight"),
+    F.multilabel_margin_loss: _matrices(),
+    F.multilabel_soft_margin_loss: _matrices("weight"),
+    F.ctc_loss: Known(
+        {"log_probs": 1, "targets": 0, "input_lengths": 0, "target_lengths": 0},
+        lambda a: int(a["log_probs"].shape[1]),
+        lambda a: a["log_probs"].dim() == 3 and a["targets"].dim() == 2,
+    ),
+}
+"""Every loss that is known, by its functional; torch's loss modules call these."""

@@ -1,0 +1,145 @@
+"""Micro-Batch Streaming, with the gradient of the whole batch (MBS, Algorithm 1, made exact).
+
+The paper divides each micro-batch's loss by the number of micro-batches. Here line 11 divides each
+numerator by the denominator of the whole batch, which is counted before the first backward; where
+it is known only at the end (samples loaded on the way), an estimate stands in and the sum is
+multiplied by estimate / truth when it is delivered.
+
+    mu_0: forward, backward(numerator_0 / D) │ mu_1: ... │ mu_2: ... │ add to .grad
+    memory: one micro-batch, one set of gradients
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from anybatch.gradients import HALF
+from anybatch.loss.declared import Number, Part, Total
+from anybatch.step import Step, check_trains
+
+
+def stream(step: Step) -> Tensor | None:
+    """Run the step, or return None, having delivered nothing, where the loss couples samples.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.step`.
+
+    Returns:
+        The loss of the whole batch, a detached 0-dim tensor.
+
+    Source: MBS, Algorithm 1; its lines are numbered on the right.
+    """
+    normalize: Normalization | None = None
+    total: Tensor | float = 0.0
+    dtype, trained = torch.float32, 0
+    for micro in step.feed():  # 8
+        outputs = step.forward(micro)  # 9
+        if normalize is None:
+            totals = step.loss.totals(step.scope(outputs, micro))
+            if totals is None:
+                return None
+            step.found = step.loss.describe(totals)
+            normalize = Normalization(totals, step.batch.size)
+        parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
+        share = normalize(parts, micro.size)  # 11
+        if share.requires_grad:
+            step.backward([share])  # 12
+            trained += 1
+        total = total + _wide(share.detach())
+        dtype = share.dtype
+        step.show(outputs, micro)
+    if step.gradients is not None:
+        check_trains(trained)
+    assert normalize is not None
+    assert isinstance(total, Tensor)
+    correction = normalize.correction()
+    step.finish(correction)
+    return (total * correction).to(dtype)
+
+
+class Normalization:
+    """Line 11: what a numerator is multiplied by, and what the sum still lacks at the end.
+
+    Where the terms come in half precision they are multiplied by a power of two, which rounds
+    nothing; 1/D itself, rounded to half, would bend every gradient the same way.
+
+    Args:
+        totals: the terms of the whole batch's loss; at most one denominator is still unknown.
+        size: N_B, samples in the mini-batch.
+    """
+
+    def __init__(self, totals: list[Total], size: int) -> None:
+        self.totals = totals
+        self._size = size
+        self._late = totals[0].denominator is None
+        self._counted: Number = 0
+        self._estimate: Number = 1.0
+        self._lacks: Number = 1.0
+        self._scales: list[Number] | None = None
+
+    def __call__(self, parts: list[Part], n: int) -> Tensor:
+        """Return a micro-batch's share of the loss of the whole batch.
+
+        Args:
+            parts: its numerators, one for each of `totals`.
+            n: its samples.
+        """
+        if self._scales is None:
+            self._scales = self._first_scales(parts, n)
+        if self._late:
+            self._counted = self._counted + parts[0].denominator()
+        shares = [part.numerator * s for part, s in zip(parts, self._scales, strict=True)]
+        return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+
+    def correction(self) -> float | Tensor:
+        """Return what the delivered sum must be multiplied by; 1.0 in the plain case."""
+        if not self._late:
+            return self._lacks
+        return self._lacks * _ratio(self._estimate, _number(self._counted))
+
+    def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
+        divisors = [_number(total.denominator) for total in self.totals if not self._late]
+        if self._late:
+            first = _number(parts[0].denominator())
+            positive = isinstance(first, Tensor) or first > 0
+            self._estimate = first * (self._size / n) if positive else float(self._size)
+            divisors = [self._estimate]
+        scales = [
+            _ratio(total.weight, divisor)
+            for total, divisor in zip(self.totals, divisors, strict=True)
+        ]
+        if any(part.numerator.dtype in HALF for part in parts):
+            scales = self._powers_of_two([float(scale) for scale in scales])
+        return scales
+
+    def _powers_of_two(self, scales: list[float]) -> list[Number]:
+        first = abs(scales[0])
+        if first == 0.0 or not math.isfinite(first):
+            return list(scales)
+        power = 2.0 ** round(math.log2(first))
+        self._lacks = first / power
+        return [scale * power / first for scale in scales]
+
+
+def _number(value: Number | None) -> Number:
+    """Return a host number for anything on the host; what lies on a device stays there."""
+    assert value is not None
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" else value.detach().double()
+    return float(value)
+
+
+def _ratio(above: Number, below: Number) -> Number:
+    """Return above / below, with the infinities and NaN of IEEE instead of an exception."""
+    if isinstance(below, Tensor) or isinstance(above, Tensor):
+        return above / below
+    if below == 0.0:
+        return math.nan if above == 0.0 or math.isnan(above) else math.copysign(math.inf, above)
+    return above / below
+
+
+def _wide(share: Tensor) -> Tensor:
+    return share.float() if share.dtype in HALF else share

@@ -1,0 +1,31 @@
+"""The whole batch at once: where it is no larger than a micro-batch, nothing is divided.
+
+The loss is called as the person wrote it, so the step is bit for bit what torch would do alone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anybatch.step import Step, check_trains
+
+
+def undivided(step: Step) -> Tensor:
+    """Run forward, loss and backward once.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.step`.
+
+    Returns:
+        The loss, a detached 0-dim tensor.
+    """
+    step.found = step.loss.name
+    (micro,) = step.feed()
+    outputs = step.forward(micro)
+    loss = step.loss.whole(outputs, micro)
+    if step.gradients is not None:
+        check_trains(int(loss.requires_grad))
+        step.backward([loss])
+    step.finish()
+    step.show(outputs, micro)
+    return loss.detach()

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.oracle import assert_exact, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from anybatch import BatchError, Engine, LazyBatch, Loss, NotReproducibleError
+from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def data(n: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 5, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Draws from the three global generators."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(()) + random.random() + float(np.random.rand())
+        return self.x[index] * noise, self.y[index]
+
+
+def test_the_number_of_micro_batches_is_rounded_up() -> None:
+    assert [count_micro_batches(10, n) for n in (1, 3, 4, 10, 11)] == [10, 4, 3, 1, 1]
+
+
+def test_micro_batches_are_views_in_order() -> None:
+    x, y = data()
+    parts = list(TensorBatch.of(x, y).micro_batches(4))
+    assert [part.size for part in parts] == [4, 4, 2]
+    assert parts[1].inputs.data_ptr() == x[4:].data_ptr()
+    assert torch.equal(torch.cat([part.targets for part in parts]), y)
+
+
+def test_a_fingerprint_changes_with_any_bit() -> None:
+    x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.bfloat16)
+    first = MicroBatch(x, y, 3).fingerprint()
+    assert MicroBatch(x.clone(), y.clone(), 3).fingerprint() == first
+    y[2] = 1e-30
+    assert MicroBatch(x, y, 3).fingerprint() != first
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 5, 20])
+@pytest.mark.parametrize("ignored", [(), (0,), (0, 1, 2, 3), (8, 9)])
+def test_a_lazy_batch_is_exact_though_its_denominator_comes_last(
+    micro_batch: int, ignored: tuple[int, ...]
+) -> None:
+    net, (x, y) = model(), data()
+    y[list(ignored)] = -100
+    lazy = LazyBatch(TensorDataset(x, y))
+    for loss in (
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(weight=torch.tensor([0.1, 1.0, 5.0]).double()),
+        Loss.ratio(lambda o, t: F.cross_entropy(o, t, reduction="sum"), lambda t: (t >= 0).sum()),
+        lambda o, t: F.cross_entropy(o, t) + F.mse_loss(o, torch.zeros_like(o)),
+        lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(o),
+    ):
+        fn = nn.CrossEntropyLoss() if isinstance(loss, Loss) else loss
+        got = state_after(
+            net, lambda m, f=loss: Engine(m, f, micro_batch=micro_batch).backward(lazy)
+        )
+        assert_exact(got, undivided(net, fn, x, y))
+
+
+def test_a_lazy_batch_takes_the_samples_it_is_told_in_that_order() -> None:
+    x, y = data()
+    order = [7, 7, 0, 3, 9]
+    net = model()
+    lazy = LazyBatch(TensorDataset(x, y), order)
+    assert (len(lazy), lazy.size) == (5, 5)
+    got = state_after(net, lambda m: Engine(m, F.cross_entropy, micro_batch=2).backward(lazy))
+    assert_exact(got, undivided(net, F.cross_entropy, x[order], y[order]))
+
+
+def test_a_loss_inside_the_model_takes_items_as_inputs() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": F.cross_entropy(self.net(x), labels)}
+
+    x, y = data()
+    y[:4] = -100
+
+    class Items(Dataset[dict[str, Tensor]]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"x": x[index], "labels": y[index]}
+
+    net = Inside()
+    loss = Loss.inside(count=lambda inputs, _: (inputs["labels"] != -100).sum())
+    want = undivided(net, lambda out: out["loss"], {"x": x, "labels": y}, None)
+    for inputs in (LazyBatch(Items()), {"x": x, "labels": y}):
+        got = state_after(net, lambda m, i=inputs: Engine(m, loss, micro_batch=4).backward(i))
+        assert_exact(got, want)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_two_passes_over_augmented_samples_meet_the_same_ones(workers: int) -> None:
+    net, (x, y) = model(), data()
+    lazy = LazyBatch(Augmented(x, y), workers=workers)
+    seen: list[Tensor] = []
+
+    class Record(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            seen.append(inputs.clone())
+            return self.net(inputs)
+
+    def coupled(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out - out.mean(0), target)
+
+    engine = Engine(Record(), coupled, micro_batch=4)
+    loss = engine.backward(lazy)
+    whole = torch.cat(seen[-3:])
+    assert torch.equal(torch.cat(seen[-6:-3]), whole)
+    assert torch.allclose(loss, coupled(net(whole), y).detach(), rtol=0, atol=1e-13)
+
+
+def test_samples_that_change_between_the_passes_are_refused() -> None:
+    x, y = data()
+
+    class Drifting(Augmented):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            self.x = self.x + 1
+            return self.x[index], self.y[index]
+
+    engine = Engine(model(), lambda o, t: F.cross_entropy(o - o.mean(0), t), micro_batch=4)
+    with pytest.raises(NotReproducibleError, match="second loaded others.*one pass"):
+        engine.backward(LazyBatch(Drifting(x, y)))
+
+
+def test_a_lazy_batch_is_in_memory_one_micro_batch_at_a_time() -> None:
+
+    class Huge(Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.full((2**20,), float(index % 3)), torch.tensor(index % 3)
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(1, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            live.append(x.untyped_storage().nbytes())
+            return self.net(x[:, :1])
+
+    live: list[int] = []
+    Engine(First(), F.cross_entropy, micro_batch=2).backward(LazyBatch(Huge()))
+    assert max(live) == 2 * 2**20 * 4, "one micro-batch at a time"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LazyBatch(TensorDataset(torch.zeros(3)), []), "indices is empty"),
+        (lambda: LazyBatch(Endless()), "Endless has no length: pass indices"),
+    ],
+)
+def test_a_batch_that_cannot_be_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        make()
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_items_that_are_no_pairs_are_refused() -> None:
+    lazy = LazyBatch(TensorDataset(torch.zeros(3, 5)))
+    with pytest.raises(BatchError, match=r"must be a pair \(input, target\)"):
+        Engine(model(), F.cross_entropy, micro_batch=2).backward(lazy)
+
+
+def test_a_collate_that_drops_samples_is_refused() -> None:
+    x, y = data()
+
+    def drop(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        kept = items[:1]
+        return torch.stack([a for a, _ in kept]), torch.stack([b for _, b in kept])
+
+    lazy = LazyBatch(TensorDataset(x, y), collate_fn=drop)
+    with pytest.raises(BatchError, match="4 items became 1 rows"):
+        Engine(model(), F.cross_entropy, micro_batch=4).backward(lazy)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine, NotExactError
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(10, 5, dtype=torch.float64), torch.randint(0, 3, (10,))
+
+
+def coupled(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+class Counter(nn.Linear):
+    """Counts its calls, by a new tensor or in place."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__(5, 3)
+        self.in_place = in_place
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.calls += 1
+        else:
+            self.calls = self.calls + 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_counter_counts_one_forward_a_step(loss: object, in_place: bool) -> None:
+    model, (x, y) = Counter(in_place=in_place).double(), batch()
+
+    def two_steps(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=4)
+        engine.backward(x, y)
+        copied.zero_grad()
+        return engine.backward(x, y)
+
+    def truth(copied: nn.Module) -> Tensor:
+        copied(x)
+        value: Tensor = loss(copied(x), y)
+        value.backward()
+        return value
+
+    assert_exact(state_after(model, two_steps), state_after(model, truth))
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
+@pytest.mark.parametrize(
+    "norm",
+    [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm],
+    ids=["parametrization", "hook"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm`:FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_spectral_norm_iterates_once_a_step(loss: object, norm: object) -> None:
+    model, (x, y) = nn.Sequential(norm(nn.Linear(5, 3))).double(), batch()
+    got = state_after(model, lambda m: Engine(m, loss, micro_batch=4).backward(x, y))
+    assert_exact(got, undivided(model, loss, x, y))
+
+
+class Average(nn.Linear):
+    """Keeps a running mean of what it sees, as a codebook does."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return super().forward(x - self.mean)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (Average(), "mean"),
+        (
+            nn.Sequential(
+                nn.Unflatten(1, (1, 5)),
+                nn.InstanceNorm1d(1, track_running_stats=True),
+                nn.Flatten(),
+                nn.Linear(5, 3),
+            ),
+            "1.running_mean",
+        ),
+    ],
+    ids=["codebook", "InstanceNorm"],
+)
+def test_a_buffer_that_depends_on_the_samples_is_refused(
+    model: nn.Module, name: str, steps: int
+) -> None:
+    model, (x, y) = model.train().double(), batch()
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    for _ in range(steps):
+        before = snapshot(model)
+        with pytest.raises(NotExactError, match=f"must not depend on the samples.*{name}.*eval"):
+            engine.backward(x, y)
+        assert same(before, snapshot(model))
+    Engine(model, F.cross_entropy, micro_batch=10).backward(x, y)
+    model.eval()
+    if isinstance(model, nn.Sequential):
+        engine.backward(x, y)
