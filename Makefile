@@ -28,16 +28,18 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(PYTEST) -n 2
 
 soak: $(READY)  ## the full counts; writes benchmarks/mbs/soak/results.json with its seeds
-	$(PYTEST) -n 2 --soak
+	$(PYTEST) -n 2 --soak --soak-results benchmarks/mbs/soak/results.json
+	$(BIN)/python -m scripts.docs
 
 bench: $(PEERS)  ## every table of README and docs, from the machine it runs on
 	$(BIN)/python -m benchmarks.all
+	$(BIN)/python -m scripts.docs
 
 gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there is no GPU
 	$(BIN)/python -m pytest tests/gpu
 
 docs: $(READY)  ## write docs/api.md, docs/benchmarks.md and the tables of README from results files
-	$(BIN)/python scripts/docs.py
+	$(BIN)/python -m scripts.docs
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist

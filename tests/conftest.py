@@ -1,25 +1,72 @@
-"""What every test shares: one thread, a seed, and the size of large counts."""
+"""What every test shares: one thread, a seed, the size of large counts, and soak's results file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.environment import environment
+from hypothesis import settings
+
+SEED = 0
+EXAMPLES = 1000
+settings.register_profile("tenth", max_examples=EXAMPLES // 10, derandomize=True, deadline=None)
+settings.register_profile("soak", max_examples=EXAMPLES, derandomize=True, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="full counts instead of a seeded tenth")
+    parser.addoption("--soak-results", help="file that receives the counts of a soak")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("soak" if config.getoption("--soak") else "tenth")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def counted(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Return how many of `full` cases to run: all under --soak, else a tenth, at least one."""
+    """Return how many of `full` cases to run, all under --soak, else a tenth; and note it."""
     soak = bool(request.config.getoption("--soak"))
-    return lambda full: full if soak else max(1, full // 10)
+
+    def count(full: int) -> int:
+        chosen = full if soak else max(1, full // 10)
+        request.node.user_properties.append(("counted", chosen))
+        return chosen
+
+    return count
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Write what a soak has counted, for the pages."""
+    config = terminalreporter.config
+    target = config.getoption("--soak-results")
+    if not target:
+        return
+    stats = terminalreporter.stats
+    counted = {
+        report.nodeid: value
+        for report in stats.get("passed", [])
+        for name, value in report.user_properties
+        if name == "counted"
+    }
+    found = {
+        "environment": environment(),
+        "seed": SEED,
+        "soak": bool(config.getoption("--soak")),
+        "examples": EXAMPLES if config.getoption("--soak") else EXAMPLES // 10,
+        "outcomes": {kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "skipped")},
+        "exactness": sum("claims/test_exactness" in r.nodeid for r in stats.get("passed", [])),
+        "counted": dict(sorted(counted.items())),
+    }
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

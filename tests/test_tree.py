@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
@@ -51,7 +51,6 @@ def test_paths_read_like_the_expression_that_reaches_the_tensor() -> None:
 
 
 @given(n=st.integers(1, 9), size=st.integers(1, 10))
-@settings(max_examples=50, deadline=None)
 def test_rows_joined_are_the_whole_and_types_stay(n: int, size: int) -> None:
     whole = nested(n)
     parts = [tree.rows(whole, i, min(i + size, n)) for i in range(0, n, size)]

@@ -10,6 +10,7 @@ from tests.oracle import same, snapshot
 from torch import nn
 
 from anybatch import NotExactError
+from anybatch.modules import walk
 from anybatch.undo import Before, no_optimizer_step, note_buffers, uninterrupted, whole_or_nothing
 
 
@@ -22,7 +23,7 @@ def _ctrl_c() -> Iterator[None]:
 
 def test_buffers_come_back_as_the_tensors_they_were() -> None:
     norm = nn.BatchNorm1d(3)
-    (mean, *_) = states = note_buffers(norm)
+    (mean, *_) = states = note_buffers(walk(norm))
     assert [state.path for state in states] == [
         "running_mean",
         "running_var",
@@ -40,7 +41,7 @@ def test_buffers_come_back_as_the_tensors_they_were() -> None:
 
 def test_batch_norm_moves_statistics_without_a_version_and_is_seen_all_the_same() -> None:
     norm = nn.BatchNorm1d(3)
-    mean = note_buffers(norm)[0]
+    mean = note_buffers(walk(norm))[0]
     norm(torch.randn(8, 3))
     assert not mean.written(), "if this fails torch counts the write now: written() suffices"
     assert mean.moved()
@@ -51,7 +52,7 @@ def test_batch_norm_moves_statistics_without_a_version_and_is_seen_all_the_same(
 def test_failure_puts_back_what_was_noted() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[0].weight.grad = torch.ones(3, 3)
-    before, note = snapshot(model), Before(model, model.parameters())
+    before, note = snapshot(model), Before(walk(model), model.parameters())
     with pytest.raises(ZeroDivisionError), whole_or_nothing(note, lambda: None):
         model[0].weight.grad = None
         model(torch.randn(4, 3)).sum().backward()
@@ -72,7 +73,7 @@ def test_an_interrupt_during_delivery_comes_after_it() -> None:
 
     with (
         pytest.raises(KeyboardInterrupt),
-        whole_or_nothing(Before(model, model.parameters()), deliver),
+        whole_or_nothing(Before(walk(model), model.parameters()), deliver),
     ):
         pass
     assert delivered == ["all of it"]
@@ -119,7 +120,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 def test_an_optimizer_may_step_again_when_the_step_is_over() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = Before(model, model.parameters())
+    before = Before(walk(model), model.parameters())
     with no_optimizer_step(before), pytest.raises(NotExactError, match="SGD"):
         optimizer.step()
     optimizer.step()

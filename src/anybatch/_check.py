@@ -24,6 +24,7 @@ from anybatch.engine import Engine
 from anybatch.errors import AnybatchError, BatchError, NotExactError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
+from anybatch.modules import walk
 from anybatch.rng import Dice
 
 ROUNDING = {True: 1e-9, False: 1e-3}
@@ -212,7 +213,7 @@ class _Check:
         self._explain_loss(splits)
         model, batch = self.model, self.batch
         moved = diagnose.moved_buffers(model, batch)
-        norms = training_batchnorms(model)
+        norms = training_batchnorms(walk(model))
         if norms:
             self._explain_batchnorm(norms, splits, truth)
         elif moved:

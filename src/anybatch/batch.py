@@ -137,7 +137,14 @@ class LazyBatch:
         return self.size
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
-        """Load and yield micro-batches; the same ones each time the dice are the same."""
+        """Load and yield micro-batches; the same ones each time the dice are the same.
+
+        Args:
+            micro_batch: samples in a micro-batch; the last one may be smaller.
+
+        Raises:
+            BatchError: `collate_fn` changed the number of rows, or an item is no pair.
+        """
         chunks = [
             list(self.indices[start : start + micro_batch])
             for start in range(0, self.size, micro_batch)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import NotExactError
+from anybatch.modules import Modules
 
 WAY_OUT = (
     'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '
@@ -24,21 +24,21 @@ WAY_OUT = (
 )
 
 
-def training_batchnorms(model: nn.Module) -> list[str]:
+def training_batchnorms(modules: Modules) -> list[str]:
     """Return the names of the BatchNorm modules that would use the statistics of their rows."""
     return [
         f"{name or 'the model'} ({type(module).__name__})"
-        for name, module in model.named_modules()
+        for name, module in modules
         if isinstance(module, _BatchNorm)
         and (module.training or (module.running_mean is None and module.running_var is None))
     ]
 
 
-def running_statistics(model: nn.Module) -> set[tuple[int, str]]:
+def running_statistics(modules: Modules) -> set[tuple[int, str]]:
     """Return ``(id(module), buffer name)`` of every running statistic."""
     return {
         (id(module), name)
-        for module in model.modules()
+        for _, module in modules
         if isinstance(module, _NormBase)
         for name in module._buffers
     }

@@ -70,11 +70,20 @@ class ForwardBuffers:
                 "micro_batch >= the batch size"
             )
 
+    def statistics(self) -> list[Tensor]:
+        """Return the present values of the exempt buffers."""
+        return [_now(state).clone() for state in self._exempt]
+
     def restart(self) -> None:
         """Set back what has moved, running statistics too: a second pass begins."""
         self.before()
         for state in self._exempt:
             state.put_back()
+
+    def settle(self, statistics: list[Tensor]) -> None:
+        """Give the exempt buffers the values that `statistics` returned after the first pass."""
+        for state, values in zip(self._exempt, statistics, strict=True):
+            state.tensor.copy_(values)
 
     def _moves(self, state: BufferState) -> bool:
         if self._known is None:

@@ -21,10 +21,12 @@ from anybatch.batch import Batch, LazyBatch, TensorBatch
 from anybatch.batchnorm import refuse, running_statistics, training_batchnorms
 from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, link_to
-from anybatch.errors import AnybatchError, LossError, NotYetError
+from anybatch.errors import AnybatchError
 from anybatch.gather import COUPLED, gather
-from anybatch.gradients import HALF, Gradients, gradient_dtype
+from anybatch.gradients import Gradients
 from anybatch.loss.declared import Inside, Loss, Watched
+from anybatch.modules import Modules, parameters, walk
+from anybatch.refusals import as_function, refuse_later, refuse_now, refuse_ranks
 from anybatch.step import Observer, Scaler, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
@@ -120,12 +122,12 @@ class Engine:
         rng: Literal["lane", "batch"] = "lane",
         plan: Plan | None = None,
     ) -> None:
-        _check_later(memory, plan, rng, micro_batch)
+        refuse_later(memory, plan, rng, micro_batch)
         assert micro_batch is not None
-        _check_now(model, loss_fn, micro_batch, batchnorm)
+        refuse_now(model, loss_fn, micro_batch, batchnorm)
         self.model = model
         self.optimizer = optimizer
-        self.loss = loss_fn if isinstance(loss_fn, Loss) else Watched(_callable(loss_fn))
+        self.loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
         self.micro_batch = micro_batch
         self.batchnorm = batchnorm
         self._plan: Plan | None = None
@@ -173,16 +175,18 @@ class Engine:
 
         Nothing has changed after an exception, KeyboardInterrupt included.
         """
-        batch = self._batch(inputs, targets)
-        parameters = self._parameters(inputs)
-        before = Before(self.model, parameters)
-        gradients = Gradients(parameters, wide=batch.size > self.micro_batch)
-        step = self._step(batch, before, gradients, observe)
-        step.scaler = scaler
+        start = perf_counter()
+        batch, modules = self._batch(inputs, targets), walk(self.model)
+        leaves = self._parameters(modules, inputs)
+        before = Before(modules, leaves)
+        gradients = Gradients(leaves, wide=batch.size > self.micro_batch)
+        step = self._step(batch, modules, before, gradients)
+        step.scaler, step.observe = scaler, observe
         with whole_or_nothing(before, gradients.deliver):
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
-                return self._run(step, before)
+                loss = self._run(step, before)
+        return self._note(step, loss, perf_counter() - start)
 
     def evaluate(
         self, inputs: Any, targets: Any = None, *, observe: Observer | None = None
@@ -203,17 +207,17 @@ class Engine:
             BatchError: as in `backward`.
             NotExactError: as in `backward`.
         """
-        batch = self._batch(inputs, targets)
-        before = Before(self.model, [])
-        step = self._step(batch, before, None, observe)
+        start = perf_counter()
+        batch, modules = self._batch(inputs, targets), walk(self.model)
+        before = Before(modules, [])
+        step = self._step(batch, modules, before, None)
+        step.observe = observe
         with whole_or_nothing(before, lambda: None), torch.no_grad():
-            return self._run(step, before)
+            loss = self._run(step, before)
+        return self._note(step, loss, perf_counter() - start)
 
     def _run(self, step: Step, before: Before) -> Tensor:
-        start = perf_counter()
-        loss = undivided(step) if step.count == 1 else self._divided(step, before)
-        self._note(step, before, loss, perf_counter() - start)
-        return loss
+        return undivided(step) if step.count == 1 else self._divided(step, before)
 
     def _divided(self, step: Step, before: Before) -> Tensor:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
@@ -228,12 +232,12 @@ class Engine:
         return loss
 
     def _step(
-        self, batch: Batch, before: Before, gradients: Gradients | None, observe: Observer | None
+        self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
     ) -> Step:
         split = batch.size > self.micro_batch
-        if split and self.batchnorm == "exact":
-            refuse(training_batchnorms(self.model))
-        exempt = running_statistics(self.model) if self.batchnorm == "local" else set()
+        norms = training_batchnorms(modules) if split else []
+        if self.batchnorm == "exact":
+            refuse(norms)
         seen = self._seen.get(self._signature(batch))
         compiled = hasattr(self.model, "_orig_mod")
         return Step(
@@ -243,15 +247,17 @@ class Engine:
             micro_batch=self.micro_batch,
             link=self._link_to_model(),
             buffers=ForwardBuffers(
-                before.buffers if split else [], exempt, seen.moving if seen else None
+                before.buffers if split else [],
+                running_statistics(modules) if self.batchnorm == "local" else set(),
+                seen.moving if seen else None,
             ),
             gradients=gradients,
-            observe=observe,
             watch=seen is None and self.batchnorm == "exact" and not compiled,
+            local=len(norms),
         )
 
     def _batch(self, inputs: Any, targets: Any) -> Batch:
-        _check_one_process()
+        refuse_ranks()
         if not isinstance(inputs, LazyBatch):
             return TensorBatch.of(inputs, targets)
         if targets is not None:
@@ -262,12 +268,12 @@ class Engine:
         inputs.paired = not isinstance(self.loss, Inside)
         return inputs
 
-    def _parameters(self, inputs: Any) -> list[Tensor]:
+    def _parameters(self, modules: Modules, inputs: Any) -> list[Tensor]:
         """Return every leaf that may receive a gradient, once."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         leaves = [] if isinstance(inputs, LazyBatch) else [t for _, t in tree.tensors(inputs)]
         every = [
-            *self.model.parameters(),
+            *parameters(modules),
             *self.loss.parameters(),
             *(p for group in groups for p in group["params"]),
             *(leaf for leaf in leaves if leaf.requires_grad),
@@ -288,73 +294,21 @@ class Engine:
             kinds = tuple((path, t.dim(), t.dtype) for path, t in tree.tensors(pair))
         return kinds, self.model.training
 
-    def _note(self, step: Step, before: Before, loss: Tensor, seconds: float) -> None:
-        split = step.count > 1
-        local = len(training_batchnorms(self.model)) if split and self.batchnorm == "local" else 0
-        halves = {gradient_dtype(p) for p, _ in before.gradients} & set(HALF)
+    def _note(self, step: Step, loss: Tensor, seconds: float) -> Tensor:
+        gradients = step.gradients
         facts = Facts(
             micro_batch=self.micro_batch,
-            divided=split,
+            divided=step.count > 1,
             loss=step.found,
             coupled=step.found == COUPLED,
             late=isinstance(step.batch, LazyBatch),
-            half=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in halves)),
-            before=any(gradient is not None for _, gradient in before.gradients),
-            local=local,
+            half=gradients.half if gradients is not None else (),
+            before=gradients is not None and gradients.added,
+            local=step.local,
         )
         # A last partial batch that needs no splitting does not change the plan of the others.
-        if facts != self._facts and (split or self._plan is None):
+        if facts != self._facts and (facts.divided or self._plan is None):
             self._facts, self._plan = facts, decide(facts)
         peak = torch.cuda.max_memory_allocated() if loss.is_cuda else None
         self._last = StepReport(loss, step.batch.size, self.micro_batch, step.count, seconds, peak)
-
-
-def _check_later(memory: Any, plan: Any, rng: str, micro_batch: int | None) -> None:
-    if memory is not None:
-        raise NotYetError("memory= is not there yet: give micro_batch=N, the samples that fit")
-    if plan is not None:
-        raise NotYetError("plan= is not there yet: give micro_batch=N")
-    if rng == "batch":
-        raise NotYetError('rng="batch" is not there yet: leave rng="lane"')
-    if rng != "lane":
-        raise ValueError(f'rng must be "lane", and it is {rng!r}')
-    if micro_batch is None:
-        raise NotYetError(
-            "anybatch cannot choose a micro-batch yet: give micro_batch=N, the samples that fit"
-        )
-
-
-def _check_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
-    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
-        raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
-    if batchnorm not in ("exact", "local"):
-        raise ValueError(f'batchnorm must be "exact" or "local", and it is {batchnorm!r}')
-    if loss_fn is None:
-        raise LossError(
-            "the denominator of a loss that the model computes itself must be declared, and "
-            "loss_fn is None: pass Loss.inside(count=lambda inputs, targets: ...), such as "
-            'lambda inputs, targets: (inputs["labels"] != -100).sum()'
-        )
-
-
-def _callable(loss_fn: Any) -> Callable[..., Tensor]:
-    if not callable(loss_fn):
-        raise TypeError(
-            "loss_fn must be a function of (outputs, targets) or an anybatch.Loss, and it is "
-            f"{type(loss_fn).__name__}"
-        )
-    checked: Callable[..., Tensor] = loss_fn
-    return checked
-
-
-def _check_one_process() -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise NotYetError(
-                f"the batch over several ranks is not there yet, and there are {ranks}: train in "
-                "one process"
-            )
+        return loss

@@ -3,17 +3,21 @@
 Dice, InfoNCE, or any function that is not known to be a sum over samples needs all outputs at once;
 outputs are small, what the model saves for backward is not. So the outputs come first, without
 graphs; the loss is taken on all of them; and a second pass hands each micro-batch its rows of the
-gradient of the loss. It is exact for every loss, and costs one more forward.
+gradient of the loss. It is exact for every loss, and costs one more forward of all micro-batches
+but the last, whose graph is still there when the loss has been taken.
 
-    pass 1:  forward mu_0, mu_1, mu_2            outputs kept, no graph
-             loss(all outputs), backward         d loss / d outputs
-    pass 2:  forward mu_0, backward(its rows); mu_1; mu_2      the same samples, the same dice
+    pass 1:  forward mu_0, mu_1, mu_2           outputs kept; a graph of mu_2 only
+             loss(all outputs), backward        d loss / d outputs;  backward of mu_2
+    pass 2:  forward mu_0, backward(its rows);  mu_1                 the same samples and dice
 
 Source: the chain rule; as gradient caching, Gao et al. 2021, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,7 +32,24 @@ from anybatch.step import Step, check_trains
 COUPLED = "coupled"
 """What such a loss is called in a plan."""
 
-Prints = list[int | None]
+
+@dataclass(frozen=True)
+class FirstPass:
+    """What the first pass keeps.
+
+    Attributes:
+        outputs: of the whole batch, without graph.
+        targets: of the whole batch.
+        prints: a fingerprint of each micro-batch of samples that are loaded again.
+        last: the last micro-batch.
+        graph: its outputs, with their graph.
+    """
+
+    outputs: Any
+    targets: Any
+    prints: list[int | None]
+    last: MicroBatch
+    graph: Any
 
 
 def gather(step: Step) -> Tensor:
@@ -46,38 +67,48 @@ def gather(step: Step) -> Tensor:
     """
     step.found = COUPLED
     start = Dice.now()
-    outputs, targets, prints = _first_pass(step)
-    whole = MicroBatch(None, targets, step.batch.size)
+    first = _first_pass(step)
+    whole = MicroBatch(None, first.targets, step.batch.size)
     if step.gradients is None:
-        return step.loss.whole(outputs, whole).detach()
-    loss, gradients = _loss_of_all(step, outputs, whole)
-    end = Dice.now()
+        return step.loss.whole(first.outputs, whole).detach()
+    loss, gradients = _loss_of_all(step, first.outputs, whole)
+    end, statistics = Dice.now(), step.buffers.statistics()
+    last = step.batch.size - first.last.size
+    trained = step.pull(*_rows(first.graph, gradients, last))
     start.put_back()
     step.buffers.restart()
-    _second_pass(step, outputs, gradients, prints)
+    outputs = [tensor for _, tensor in tree.tensors(first.outputs)]
+    trained += _second_pass(step, outputs, gradients, first.prints[:-1])
+    check_trains(trained)
+    step.show(first.graph, first.last)
     end.put_back()
+    step.buffers.settle(statistics)
     step.finish()
     return loss
 
 
-def _first_pass(step: Step) -> tuple[Any, Any, Prints]:
-    """Return the outputs and targets of the whole batch, and a fingerprint a micro-batch."""
+def _first_pass(step: Step) -> FirstPass:
     outputs, targets = [], []
-    prints: Prints = []
+    prints: list[int | None] = []
     lazy = not isinstance(step.batch, TensorBatch)
-    device_type = _device_type(step)
-    with torch.no_grad():
-        for micro in step.feed():
+    for index, micro in enumerate(step.feed()):
+        with torch.set_grad_enabled(step.gradients is not None and index == step.count - 1):
+            _forget_casts(step)
             out = step.forward(micro)
-            _check_rows(out, micro.size)
-            outputs.append(tree.map_tensors(Tensor.detach, out))
-            targets.append(micro.targets)
-            prints.append(micro.fingerprint() if lazy else None)
-            if step.gradients is None:
-                step.show(out, micro)
-    if torch.is_autocast_enabled(device_type):
-        torch.clear_autocast_cache()  # its casts were made without a graph
-    return tree.join(outputs), tree.join(targets), prints
+        _check_rows(out, micro.size)
+        outputs.append(tree.map_tensors(Tensor.detach, out))
+        targets.append(micro.targets)
+        prints.append(micro.fingerprint() if lazy else None)
+        if step.gradients is None:
+            step.show(out, micro)
+    return FirstPass(tree.join(outputs), tree.join(targets), prints, micro, out)
+
+
+def _forget_casts(step: Step) -> None:
+    """Drop the casts of the weights that autocast keeps: some were made without a graph."""
+    parameter = next(step.model.parameters(), None)
+    if parameter is not None and torch.is_autocast_enabled(parameter.device.type):
+        torch.clear_autocast_cache()
 
 
 def _loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, list[Tensor | None]]:
@@ -90,38 +121,45 @@ def _loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, l
 
     leaves = tree.map_tensors(leaf, outputs)
     loss = step.loss.whole(leaves, whole)
-    check_trains(int(loss.requires_grad))
-    step.backward([loss])
+    check_trains(step.backward([loss], [torch.ones_like(loss)]))
     return loss.detach(), [tensor.grad for _, tensor in tree.tensors(leaves)]
 
 
-def _second_pass(step: Step, outputs: Any, gradients: list[Tensor | None], prints: Prints) -> None:
-    kept = [tensor for _, tensor in tree.tensors(outputs)]
+def _second_pass(
+    step: Step, outputs: list[Tensor], gradients: list[Tensor | None], prints: list[int | None]
+) -> int:
+    """Run all micro-batches but the last again, and hand out their gradients."""
     begin = trained = 0
-    for micro, fingerprint in zip(step.feed(), prints, strict=True):
+    for micro, fingerprint in zip(_but_the_last(step), prints, strict=True):
         if fingerprint is not None and micro.fingerprint() != fingerprint:
             raise NotReproducibleError(
                 "both passes over a lazy batch must load the same samples, and the second loaded "
                 "others: draw augmentations from torch's, numpy's or random's global generator, or "
                 "declare the loss by Loss.per_sample or Loss.ratio, which needs one pass"
             )
-        end = begin + micro.size
         out = step.forward(micro)
-        roots, grads = [], []
-        for (path, tensor), first, share in zip(
-            tree.tensors(out, "outputs"), kept, gradients, strict=True
-        ):
-            if tensor.dim() > 0:
-                _check_same(path, tensor, first[begin:end])
-            if share is not None and tensor.requires_grad:
-                roots.append(tensor)
-                grads.append(share[begin:end] if tensor.dim() > 0 else share)
-        if roots:
-            step.backward(roots, grads)
-            trained += 1
+        for (path, now), before in zip(tree.tensors(out, "outputs"), outputs, strict=True):
+            _check_same(path, now, before[begin : begin + micro.size])
+        trained += step.pull(*_rows(out, gradients, begin))
         step.show(out, micro)
-        begin = end
-    check_trains(trained)
+        begin += micro.size
+    return trained
+
+
+def _but_the_last(step: Step) -> Iterator[MicroBatch]:
+    return islice(step.feed(), step.count - 1)
+
+
+def _rows(
+    outputs: Any, gradients: list[Tensor | None], begin: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the output tensors that the loss depends on, and their rows of its gradient."""
+    pairs = [
+        (tensor, gradient[begin : begin + len(tensor)])
+        for (_, tensor), gradient in zip(tree.tensors(outputs), gradients, strict=True)
+        if gradient is not None
+    ]
+    return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _check_rows(outputs: Any, n: int) -> None:
@@ -148,8 +186,3 @@ def _check_same(path: str, now: Tensor, before: Tensor) -> None:
         "generator of its own, or changes from call to call. Use the global generators, or "
         "declare the loss by Loss.per_sample or Loss.ratio, which needs one pass"
     )
-
-
-def _device_type(step: Step) -> str:
-    parameter = next(step.model.parameters(), None)
-    return "cpu" if parameter is None else parameter.device.type

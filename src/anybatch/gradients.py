@@ -40,6 +40,16 @@ class Gradients:
         self._before: dict[Tensor, Tensor] = {}
         self._totals: dict[Tensor, Tensor | None] = {}
 
+    @property
+    def half(self) -> tuple[str, ...]:
+        """Names of the dtypes whose gradients are summed in float32."""
+        return tuple(sorted({str(gradient_dtype(p)).removeprefix("torch.") for p in self._half}))
+
+    @property
+    def added(self) -> bool:
+        """Whether gradients were there before, to which the sum is added."""
+        return bool(self._before)
+
     def set_aside(self) -> None:
         """Take away the gradients that are there, so that the step starts from none."""
         for parameter in self.parameters:
@@ -65,6 +75,8 @@ class Gradients:
         Args:
             factor: what the sum still lacks: a denominator known only at the end.
         """
+        if _is_one(factor) and not self._sums and not self._before:
+            return  # the sums are where they belong
         with torch.no_grad():
             self._totals = {p: self._total(p, factor) for p in self.parameters}
 

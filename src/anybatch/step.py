@@ -39,6 +39,7 @@ class Step:
     Attributes:
         gradients: where gradients come together; None runs forward only.
         watch: look for a bare ``F.batch_norm`` in forward (first step of a signature).
+        local: BatchNorm layers that normalise each micro-batch by itself.
         found: what the mechanism found the loss to be, in words.
     """
 
@@ -52,6 +53,7 @@ class Step:
     scaler: Scaler | None = None
     observe: Observer | None = None
     watch: bool = False
+    local: int = 0
     found: str = ""
 
     @property
@@ -80,15 +82,28 @@ class Step:
         self.buffers.after()
         return outputs
 
-    def backward(self, roots: list[Tensor], gradients: list[Tensor] | None = None) -> None:
-        """Accumulate the gradients of `roots`; a single loss is scaled first."""
-        if self.gradients is None:
-            return
-        if gradients is None and self.scaler is not None:
-            roots = [self.scaler.scale(root) for root in roots]
-        with _outside_autocast(roots[0].device.type):
-            torch.autograd.backward(roots, gradients)
+    def backward(self, losses: list[Tensor], weights: list[Tensor]) -> int:
+        """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.
+
+        Returns:
+            How many of `losses` have a gradient.
+        """
+        if self.scaler is not None and self.gradients is not None:
+            weights = [self.scaler.scale(weight).to(weight.dtype) for weight in weights]
+        return self.pull(losses, weights)
+
+    def pull(self, roots: list[Tensor], gradients: list[Tensor]) -> int:
+        """Accumulate what flows back from `gradients` of `roots`; return how many do.
+
+        Roots without a graph are left out.
+        """
+        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
+        if self.gradients is None or not pairs:
+            return 0
+        with _outside_autocast(pairs[0][0].device.type):
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         self.gradients.collect()
+        return len(pairs)
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients ready, times `factor`."""

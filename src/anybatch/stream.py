@@ -33,8 +33,7 @@ def stream(step: Step) -> Tensor | None:
     Source: MBS, Algorithm 1; its lines are numbered on the right.
     """
     normalize: Normalization | None = None
-    total: Tensor | float = 0.0
-    dtype, trained = torch.float32, 0
+    trained = 0
     for micro in step.feed():  # 8
         outputs = step.forward(micro)  # 9
         if normalize is None:
@@ -44,27 +43,22 @@ def stream(step: Step) -> Tensor | None:
             step.found = step.loss.describe(totals)
             normalize = Normalization(totals, step.batch.size)
         parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
-        share = normalize(parts, micro.size)  # 11
-        if share.requires_grad:
-            step.backward([share])  # 12
-            trained += 1
-        total = total + _wide(share.detach())
-        dtype = share.dtype
+        weights = normalize(parts, micro.size)  # 11
+        trained += step.backward([part.numerator for part in parts], weights)  # 12
         step.show(outputs, micro)
     if step.gradients is not None:
         check_trains(trained)
     assert normalize is not None
-    assert isinstance(total, Tensor)
-    correction = normalize.correction()
-    step.finish(correction)
-    return (total * correction).to(dtype)
+    step.finish(normalize.correction())
+    return normalize.loss()
 
 
 class Normalization:
     """Line 11: what a numerator is multiplied by, and what the sum still lacks at the end.
 
-    Where the terms come in half precision they are multiplied by a power of two, which rounds
-    nothing; 1/D itself, rounded to half, would bend every gradient the same way.
+    The multiplication is left to backward, which starts from the weight instead of 1. Where the
+    terms come in half precision the weights are powers of two, which rounds nothing; 1/D itself,
+    rounded to half, would bend every gradient the same way.
 
     Args:
         totals: the terms of the whole batch's loss; at most one denominator is still unknown.
@@ -78,27 +72,42 @@ class Normalization:
         self._counted: Number = 0
         self._estimate: Number = 1.0
         self._lacks: Number = 1.0
-        self._scales: list[Number] | None = None
+        self._scales: list[Number] = []
+        self._weights: list[Tensor] = []
+        self._sums: list[Tensor] = []
 
-    def __call__(self, parts: list[Part], n: int) -> Tensor:
-        """Return a micro-batch's share of the loss of the whole batch.
+    def __call__(self, parts: list[Part], n: int) -> list[Tensor]:
+        """Return the weight of each numerator, and note its value.
 
         Args:
-            parts: its numerators, one for each of `totals`.
+            parts: a micro-batch's numerators, one for each of `totals`.
             n: its samples.
         """
-        if self._scales is None:
+        values = [part.numerator.detach() for part in parts]
+        if not self._weights:
             self._scales = self._first_scales(parts, n)
+            self._weights = [
+                torch.as_tensor(scale, dtype=value.dtype, device=value.device)
+                for scale, value in zip(self._scales, values, strict=True)
+            ]
+            self._sums = [torch.zeros_like(_wide(value)) for value in values]
         if self._late:
             self._counted = self._counted + parts[0].denominator()
-        shares = [part.numerator * s for part, s in zip(parts, self._scales, strict=True)]
-        return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        for total, value in zip(self._sums, values, strict=True):
+            total.add_(value)
+        return self._weights
 
     def correction(self) -> float | Tensor:
         """Return what the delivered sum must be multiplied by; 1.0 in the plain case."""
         if not self._late:
             return self._lacks
         return self._lacks * _ratio(self._estimate, _number(self._counted))
+
+    def loss(self) -> Tensor:
+        """Return the loss of the whole batch."""
+        shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
+        whole = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        return (whole * self.correction()).to(self._weights[0].dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]

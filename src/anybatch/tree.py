@@ -106,7 +106,13 @@ def join(parts: Sequence[Any]) -> Any:
     return map_tensors(lambda _: next(joined), parts[0])
 
 
+LEAVES = frozenset([int, float, str, bool, bytes, type(None), torch.dtype, torch.device, slice])
+"""Types without children, asked for first: the general questions below are slow."""
+
+
 def _children(tree: Any) -> Iterator[tuple[str, Any]]:
+    if type(tree) in LEAVES:
+        return
     if isinstance(tree, PackedSequence):
         raise BatchError(
             "the rows of a batch must be samples, and those of a PackedSequence are time steps: "

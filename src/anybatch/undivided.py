@@ -5,6 +5,7 @@ The loss is called as the person wrote it, so the step is bit for bit what torch
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from anybatch.step import Step, check_trains
@@ -24,8 +25,7 @@ def undivided(step: Step) -> Tensor:
     outputs = step.forward(micro)
     loss = step.loss.whole(outputs, micro)
     if step.gradients is not None:
-        check_trains(int(loss.requires_grad))
-        step.backward([loss])
+        check_trains(step.backward([loss], [torch.ones_like(loss)]))
     step.finish()
     step.show(outputs, micro)
     return loss.detach()

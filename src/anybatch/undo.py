@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _pop_mode
 
 from anybatch.errors import NotExactError
+from anybatch.modules import Modules
 from anybatch.rng import Dice
 
 
@@ -61,19 +62,21 @@ class BufferState:
             self.tensor.copy_(self.values)
 
 
-def note_buffers(module: nn.Module) -> list[BufferState]:
-    """Return the state of every buffer of `module`, its values copied."""
-    seen: set[tuple[int, str]] = set()
-    states = []
-    for prefix, owner in module.named_modules():
-        for name, tensor in owner._buffers.items():
-            if tensor is None or (id(owner), name) in seen:
-                continue
-            seen.add((id(owner), name))
-            path = f"{prefix}.{name}" if prefix else name
-            copy = tensor.detach().clone()
-            states.append(BufferState(owner, name, path, tensor, tensor._version, copy))
-    return states
+def note_buffers(modules: Modules) -> list[BufferState]:
+    """Return the state of every buffer of `modules`, its values copied."""
+    return [
+        BufferState(
+            owner,
+            name,
+            f"{path}.{name}" if path else name,
+            tensor,
+            tensor._version,
+            tensor.detach().clone(),
+        )
+        for path, owner in modules
+        for name, tensor in owner._buffers.items()
+        if tensor is not None
+    ]
 
 
 class Before:
@@ -83,9 +86,9 @@ class Before:
     and what that was to undo is then still on.
     """
 
-    def __init__(self, module: nn.Module, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
         self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in parameters]
-        self.buffers = note_buffers(module)
+        self.buffers = note_buffers(modules)
         self.dice = Dice.now()
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()

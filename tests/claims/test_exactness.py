@@ -10,7 +10,7 @@ import torch
 from benchmarks.mbs.cases import CASES, Case, splits
 from benchmarks.mbs.loops import LOOPS
 from benchmarks.mbs.problem import Problem, rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
@@ -80,7 +80,6 @@ LOSSES: dict[str, Any] = {
     length=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
 def test_shapes_and_splits_drawn_at_random(
     name: str, n: int, micro_batch: int, width: int, length: int, seed: int
 ) -> None:

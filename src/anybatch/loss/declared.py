@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
-from anybatch.loss.watch import Term, Watch
+from anybatch.loss.watch import Numerators, Term, Watch
 
 Number = float | int | Tensor
 
@@ -302,26 +302,18 @@ class Watched(Loss):
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Call the loss, and take the numerators from it."""
-        watch = Watch(outputs, micro.targets, micro.size)
-        with watch:
-            result = call_loss(self._fn, outputs, micro.targets)
-        found = watch.combination(result)
-        same = (
-            found is not None
-            and len(found) == len(totals)
-            and all(
-                total.term is not None and term.same_as(total.term)
-                for (_, term), total in zip(found, totals, strict=True)
-            )
-        )
-        if found is None or not same:
-            names = [term.name for _, term in found] if found is not None else "no sum of these"
+        terms = [total.term for total in totals if total.term is not None]
+        with Numerators(terms) as mode:
+            call_loss(self._fn, outputs, micro.targets)
+        same = len(mode.found) == len(terms) and all(map(Term.same_as, mode.found, terms))
+        if not same:
             raise LossError(
-                "a loss must be the same function of every micro-batch, and "
-                f"{[total.term.name for total in totals if total.term]} of the whole batch was "
-                f"{names} of {micro.size} samples: declare it by Loss.per_sample or Loss.ratio"
+                "a loss must be the same function of every micro-batch, and what was "
+                f"{[term.name for term in terms]} for the whole batch was "
+                f"{[term.name for term in mode.found]}, or had other weights, for {micro.size} "
+                "samples: declare it by Loss.per_sample or Loss.ratio"
             )
-        return [Part(term.numerator, term.denominator) for _, term in found]
+        return [Part(term.numerator, term.denominator) for term in mode.found]
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of a loss that is a module."""

@@ -18,6 +18,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,9 +49,8 @@ class Known:
 
 def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """Return the arguments of a call by name, defaults filled in."""
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+    names, defaults = _signature(function)
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def divides(arguments: Arguments) -> bool | None:
@@ -69,13 +69,12 @@ def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
     return torch.as_tensor(function(**{**arguments, "reduction": "sum"}))
 
 
-_signatures: dict[Callable[..., Any], inspect.Signature] = {}
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    if function not in _signatures:
-        _signatures[function] = inspect.signature(function)
-    return _signatures[function]
+@cache
+def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], Arguments]:
+    """Return the names of the parameters, in order, and the defaults."""
+    parameters = inspect.signature(function).parameters
+    defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    return tuple(parameters), defaults
 
 
 def _dims(value: Any) -> int:

@@ -31,12 +31,36 @@ ANY = -1
 
 @dataclass(frozen=True)
 class Term:
-    """One call of a known functional."""
+    """One call of a known functional.
 
+    Attributes:
+        index: its place among the calls of known functionals.
+        name: the functional's.
+        numerator: the sum over the rows.
+        denominator: counts what the sum is divided by.
+        constants: the arguments that hold no samples (class weights).
+    """
+
+    index: int
     name: str
     numerator: Tensor
     denominator: Callable[[], known.Count]
-    constants: tuple[Any, ...] = ()
+    constants: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls, index: int, func: Callable[..., Any], arguments: dict[str, Any], numerator: Tensor
+    ) -> Term:
+        """Return the term that a call is."""
+        entry = known.TABLE[func]
+        counts = known.divides(arguments)
+        return cls(
+            index,
+            func.__name__,
+            numerator,
+            lambda: entry.count(arguments) if counts else 1,
+            tuple(arguments.get(name) for name in entry.constants),
+        )
 
     def same_as(self, other: Term) -> bool:
         """Say whether both are calls of one functional with the same constants."""
@@ -59,6 +83,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, outputs: Any, targets: Any, size: int, *, count_only: bool = False) -> None:
         super().__init__()
         self.terms: list[Term] = []
+        self._calls = 0
         self._size = size
         self._count_only = count_only
         self._unknown = False
@@ -93,7 +118,7 @@ class Watch(TorchFunctionMode):
             term = self._term(func, args, kwargs)
             if term is not None:
                 return term
-        touched = [t for _, t in tree.tensors((args, kwargs)) if id(t) in self._touched]
+        touched = [t for t in _tensors(args, kwargs) if id(t) in self._touched]
         if not all(map(self._intact, touched)):
             self._unknown = True
         result = func(*args, **kwargs)
@@ -103,20 +128,13 @@ class Watch(TorchFunctionMode):
     def _term(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
+        index, self._calls = self._calls, self._calls + 1
         arguments = known.bind(func, args, kwargs)
-        entry, divides = known.TABLE[func], known.divides(arguments)
-        if divides is None or not self._lies_apart(entry, arguments):
+        if known.divides(arguments) is None or not self._lies_apart(known.TABLE[func], arguments):
             return None
         result = _nothing() if self._count_only else known.numerator(func, arguments)
         self._sums[id(result)] = {len(self.terms): 1.0}
-        self.terms.append(
-            Term(
-                func.__name__,
-                result,
-                lambda: entry.count(arguments) if divides else 1,
-                tuple(arguments.get(name) for name in entry.constants),
-            )
-        )
+        self.terms.append(Term.of(index, func, arguments, result))
         self._touch(result)
         return result
 
@@ -215,6 +233,38 @@ class Watch(TorchFunctionMode):
         return self._touched.get(id(tensor)) is tensor.grad_fn
 
 
+class Numerators(TorchFunctionMode):
+    """Take the numerators of a loss whose form is known, and follow nothing.
+
+    Args:
+        terms: the terms that `Watch` found; `found` holds the same calls on other samples.
+    """
+
+    def __init__(self, terms: list[Term]) -> None:
+        super().__init__()
+        self.found: list[Term] = []
+        self._terms = {term.index: term for term in terms}
+        self._calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer a known functional that is a term with its numerator."""
+        if func in known.TABLE:
+            term = self._terms.get(self._calls)
+            self._calls += 1
+            if term is not None and func.__name__ == term.name:
+                arguments = known.bind(func, args, kwargs or {})
+                numerator = known.numerator(func, arguments)
+                self.found.append(Term.of(term.index, func, arguments, numerator))
+                return numerator
+        return func(*args, **(kwargs or {}))
+
+
 def _arithmetic(name: str, operands: list[Any]) -> dict[int, float] | None:
     """Return the weighted sum that ``name(*operands)`` is; a sum is a dict, the rest numbers."""
     match name, operands:
@@ -234,6 +284,17 @@ def _arithmetic(name: str, operands: list[Any]) -> dict[int, float] | None:
         case (("float" | "double" | "clone"), [dict() as left]):
             return left
     return None
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return every tensor among the arguments; most calls have no nested ones."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list | dict):
+            found.extend(tensor for _, tensor in tree.tensors(value))
+    return found
 
 
 def _nothing() -> Tensor:

@@ -1,0 +1,35 @@
+"""Every benchmark in turn, then the pages: `python -m benchmarks.all`."""
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+
+from benchmarks import report
+from benchmarks.results import HERE, console
+
+
+def modules() -> list[str]:
+    """The run modules under benchmarks, by name."""
+    found = sorted(HERE.glob("*/*/run.py"))
+    return [
+        ".".join(("benchmarks", *path.relative_to(HERE).with_suffix("").parts)) for path in found
+    ]
+
+
+def main(
+    *,
+    quick: bool = False,
+    only: Annotated[str, typer.Option(help="run modules whose name holds this")] = "",
+) -> None:
+    """Run all benchmarks, each in its own process, and write README and docs pages."""
+    chosen = [name for name in modules() if only in name]
+    for index, name in enumerate(chosen, 1):
+        console.rule(f"{index} of {len(chosen)}: {name}")
+        subprocess.run([sys.executable, "-m", name, *(["--quick"] if quick else [])], check=True)
+    report.main()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""`make demo`: a real training in under three minutes."""

@@ -1,0 +1,1 @@
+"""What writes the pages that no person should write."""

@@ -1,0 +1,163 @@
+"""docs/api.md: the docstrings of the public names, as they are in the source.
+
+A documentation builder would bring a theme, a server and a dozen packages for one page of plain
+text. The docstrings already have fixed sections (Args, Returns, Raises ...), so a page is a walk
+over ``anybatch.__all__`` that turns a section into a list.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from textwrap import dedent
+from typing import Any
+
+import anybatch
+
+HEAD = """# API
+
+Written from the docstrings by `make docs`: do not edit. The [guide](guide.md) shows these names at
+work."""
+SECTIONS = "Args|Attributes|Returns|Raises|Example|Source"
+LISTS = {"Args", "Attributes", "Raises"}
+WIDTH = 100
+
+
+def sections(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield ``(section, text)`` in order; text outside of any section has the name ""."""
+    name, lines = "", list[str]()
+    for line in docstring.splitlines():
+        start = re.match(rf"({SECTIONS}):\s*(.*)", line)
+        if start or (name and line and not line.startswith(" ")):
+            yield name, dedent("\n".join(lines)).strip()
+            name, lines = (start[1], [start[2]]) if start else ("", [line])
+        else:
+            lines.append(line)
+    yield name, dedent("\n".join(lines)).strip()
+
+
+def entries(text: str) -> list[tuple[str, str]]:
+    """Return ``(name, meaning)`` of each line ``name: meaning`` and of what is indented below."""
+    found = list[tuple[str, str]]()
+    for line in text.splitlines():
+        if line.startswith(" "):
+            found[-1] = (found[-1][0], f"{found[-1][1]} {line.strip()}")
+        else:
+            name, _, meaning = line.partition(": ")
+            found.append((name, meaning))
+    return found
+
+
+def prose(docstring: str) -> str:
+    """Return a docstring as markdown."""
+    parts = []
+    for name, text in sections(docstring):
+        if name in LISTS:
+            rows = [f"- `{entry}`: {meaning}" for entry, meaning in entries(text)]
+            parts.append(f"**{name}**\n\n" + "\n".join(rows))
+        elif name == "Example":
+            parts.append(f"**Example**\n\n```pycon\n{text}\n```")
+        elif name:
+            parts.append(f"**{name}**: {text}")
+        elif text:
+            parts.append(text)
+    return "\n\n".join(parts)
+
+
+def signature(name: str, function: Callable[..., Any]) -> str:
+    """Return ``name(x: int, *, y=1) -> str`` as written, one argument a line where it is long."""
+    found = inspect.signature(function)
+    arguments, kind = list[str](), None
+    for parameter in found.parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        starred = parameter.VAR_POSITIONAL in (kind, parameter.kind)
+        if parameter.kind is parameter.KEYWORD_ONLY and kind != parameter.kind and not starred:
+            arguments.append("*")
+        kind = parameter.kind
+        arguments.append(_argument(parameter))
+    returns = "" if found.return_annotation in ("None", found.empty) else _type(found)
+    line = f"{name}({', '.join(arguments)}){returns}"
+    if len(line) > WIDTH:
+        line = f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + f"){returns}"
+    return f"```text\n{line}\n```"
+
+
+def members(cls: type) -> dict[str, tuple[str, Any]]:
+    """Return name -> (kind, function) of the public methods and properties that a class defines.
+
+    An abstract class is used through its constructors, so only these are listed.
+    """
+    found = {}
+    for name, value in vars(cls).items():
+        made_by = isinstance(value, staticmethod | classmethod)
+        if name.startswith("_") or (inspect.isabstract(cls) and not made_by):
+            continue
+        if isinstance(value, property):
+            found[name] = ("property", value.fget)
+        elif made_by:
+            found[name] = ("constructor", value.__func__)
+        elif inspect.isfunction(value) and name != "forward":
+            found[name] = ("method", value)
+    return found
+
+
+def is_error(value: Any) -> bool:
+    """Say whether a public name is an exception."""
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
+def public() -> dict[str, Any]:
+    """Return the public names and what they stand for."""
+    return {name: getattr(anybatch, name) for name in anybatch.__all__}
+
+
+def reference() -> str:
+    """Return docs/api.md."""
+    parts, errors = [HEAD], ["## Errors"]
+    for name, value in public().items():
+        if is_error(value):
+            bases = " and ".join(f"`{base.__name__}`" for base in value.__bases__)
+            errors.append(f"### {name}\n\n{prose(_doc(value))}\n\nCaught as {bases} too.")
+            continue
+        parts += [f"## {name}", *_head(name, value), prose(_doc(value))]
+        if isinstance(value, type):
+            parts += _members(name, value)
+    return "\n\n".join([*parts, *errors]) + "\n"
+
+
+def _head(name: str, value: Any) -> list[str]:
+    made_by_us = dataclasses.is_dataclass(value) or inspect.isabstract(value)
+    return [] if made_by_us else [signature(f"anybatch.{name}", value)]
+
+
+def _members(owner: str, cls: type) -> Iterator[str]:
+    for name, (kind, function) in members(cls).items():
+        yield f"### {owner}.{name}"
+        before = f"anybatch.{owner}" if kind == "constructor" else owner.lower()
+        if kind == "property":
+            yield f"```text\n{before}.{name}{_type(inspect.signature(function))}\n```"
+        else:
+            yield signature(f"{before}.{name}", function)
+        yield prose(_doc(function))
+
+
+def _doc(value: Any) -> str:
+    return inspect.getdoc(value) or ""
+
+
+def _type(found: inspect.Signature) -> str:
+    return f" -> {_words(found.return_annotation)}"
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    text = parameter.name
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        text = f"*{text}"
+    if parameter.annotation is not parameter.empty:
+        text += f": {_words(parameter.annotation)}"
+    return text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}"
+
+
+def _words(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

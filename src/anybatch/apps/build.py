@@ -1,0 +1,142 @@
+"""From settings to the parts of a run: views, model, loss, optimizer. Used by train and check."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import Loss
+from anybatch.apps.data import Data, open_data
+from anybatch.apps.faults import SettingsError
+from anybatch.apps.losses import make_loss
+from anybatch.apps.models.find import find_model
+from anybatch.apps.recipes import Recipe, choose, chosen_image_size
+from anybatch.apps.settings import Settings
+from anybatch.apps.summary import versions
+from anybatch.apps.views import Loader, Views, make_views
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of; the model is on its device."""
+
+    recipe: Recipe
+    data: Data
+    train: Views
+    test: Views
+    model: nn.Module
+    loss: Callable[..., Tensor] | Loss
+    device: torch.device
+
+    def loader(self, settings: Settings, *, shuffle: bool) -> Loader:
+        """Return the mini-batches of the training views, shuffled, or of the test views."""
+        return Loader(
+            self.train if shuffle else self.test,
+            settings.batch_size,
+            seed=settings.seed,
+            shuffle=shuffle,
+            workers=settings.workers,
+        )
+
+
+def build(settings: Settings) -> Parts:
+    """Open the data and make everything that `settings` name.
+
+    Raises:
+        AnybatchError: one of the command's errors, when something does not fit together.
+    """
+    settings.checked()
+    device = find_device(settings.device)
+    data = open_data(settings, chosen_image_size(settings))
+    recipe = choose(settings, data.task)
+    loss = make_loss(recipe.loss, data.task)
+    flip = settings.data != "digits" if settings.flip is None else settings.flip
+    train, test = make_views(
+        data, crop=recipe.crop, crops=settings.crops, pad=recipe.pad, flip=flip, seed=settings.seed
+    )
+    model = find_model(
+        recipe.model,
+        num_classes=data.num_classes,
+        in_channels=data.in_channels,
+        image_size=train.crop,
+        norm=settings.norm,
+    )
+    return Parts(
+        recipe=recipe,
+        data=data,
+        train=train,
+        test=test,
+        model=model.to(device),
+        loss=loss,
+        device=device,
+    )
+
+
+def describe(settings: Settings, parts: Parts) -> dict[str, Any]:
+    """Return what config.json holds: all that was said, and all that was decided from it."""
+    data = parts.data
+    return {
+        "settings": {
+            **dataclasses.asdict(settings),
+            "out": None if settings.out is None else str(settings.out),
+        },
+        "recipe": dataclasses.asdict(parts.recipe),
+        "data": {
+            "task": data.task,
+            "num_classes": data.num_classes,
+            "in_channels": data.in_channels,
+            "size": data.size,
+            "crop": parts.train.crop,
+            "mean": data.mean,
+            "std": data.std,
+            "train_samples": len(data.train),
+            "test_samples": len(data.test),
+            "test_views": len(parts.test),
+            "notes": data.notes,
+        },
+        "versions": versions(),
+    }
+
+
+def find_device(name: str | None) -> torch.device:
+    """Return the device called `name`; None is CUDA where there is one, else the CPU.
+
+    Raises:
+        SettingsError: when there is no such device here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(
+            f"device must be one that torch can use here; got {name!r} ({_first_line(error)}). "
+            "Leave --device out to have it chosen."
+        ) from error
+    return device
+
+
+@contextlib.contextmanager
+def seeded(seed: int, threads: int | None) -> Iterator[None]:
+    """Run a block with torch's generators at `seed` and `threads` threads; put both back after."""
+    before = torch.get_num_threads()
+    devices = range(torch.cuda.device_count())
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(seed)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

@@ -1,0 +1,34 @@
+"""What can go wrong in the command, one type for each thing a person can put right.
+
+A command must end in one line that says what must hold, what came and what to do, never in a
+traceback. Python's own exceptions do not tell a fault of the person's data from a fault of ours,
+so the command prints exactly the errors below (and the library's) and lets everything else through.
+"""
+
+from __future__ import annotations
+
+from anybatch import AnybatchError
+
+
+class SettingsError(AnybatchError):
+    """A setting of the command does not make sense."""
+
+
+class DataError(AnybatchError):
+    """The data folder, or something in it, cannot be used."""
+
+
+class ModelError(AnybatchError):
+    """The model cannot be found, built, or used with this data."""
+
+
+class RunFolderError(AnybatchError):
+    """The run folder cannot be used or written."""
+
+
+class TrainingError(AnybatchError):
+    """Training itself went wrong: its loss is no longer a number."""
+
+
+class MissingExtraError(AnybatchError):
+    """An optional package is needed here and is not installed."""

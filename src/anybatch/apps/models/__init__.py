@@ -1,0 +1,1 @@
+"""The built-in models: ResNets, U-Net, AmoebaNet-D and a small network for digits."""

@@ -1,0 +1,200 @@
+"""What a model sees of a sample: a random view to train on, fixed views to test on; and the loader.
+
+torchvision's transforms draw from a global generator, so an image's crop depends on how many
+workers there are and on what else drew. Here the sampler hands out (epoch, index) and a view is
+drawn from (seed, epoch, index) alone: the same images in the same order for any number of workers.
+
+    training    pad, random crop, random flip        test, classes    centre crop
+                                                     test, masks      whole tiles of the crop's size
+
+A batch carries the files that could not be read beside the samples that could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from anybatch.apps.data import Data
+from anybatch.apps.faults import SettingsError
+from anybatch.apps.images import Pixels, Size, Unreadable, unit_range
+from anybatch.apps.sources import Sample, Source, cached
+
+Key = tuple[int, int]  # epoch, index of the view
+View = tuple[Tensor, Tensor]
+A = TypeVar("A", bound=np.generic)
+
+
+class Batch(NamedTuple):
+    """A mini-batch on the host: inputs [N, C, H, W], targets [N] or [N, 1, H, W], bad files."""
+
+    inputs: Tensor
+    targets: Tensor
+    unreadable: tuple[Unreadable, ...]
+
+
+class InEpochs(Sampler[Key]):
+    """Hands out (epoch, index) for `size` indices: shuffled anew each epoch, or in order."""
+
+    def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
+        self.size, self.seed, self.shuffle = size, seed, shuffle
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Key]:
+        order = np.arange(self.size)
+        if self.shuffle:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
+        return iter([(self.epoch, int(index)) for index in order])
+
+
+@dataclass
+class Views(Dataset[View | Unreadable]):
+    """The views of a source: random ones of each sample, or all its fixed ones.
+
+    `offsets` are the (top, left) corners of the fixed views; None means `crops` random ones.
+    """
+
+    source: Source
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop: Size
+    offsets: tuple[tuple[int, int], ...] | None = None
+    crops: int = 1
+    pad: int = 0
+    flip: bool = False
+    seed: int = 0
+    sample_bytes: int = 1
+    _read: Callable[[int], Sample | Unreadable] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.source) * self._each()
+
+    def __getitem__(self, key: Key) -> View | Unreadable:
+        epoch, index = key
+        views = self._each()
+        if self._read is None:  # made where it is used: a cache does not travel to a worker
+            self._read = cached(self.source, self.sample_bytes)
+        sample = self._read(index // views)
+        if isinstance(sample, Unreadable):
+            return sample
+        pixels, target = sample
+        if self.offsets:
+            corner, mirrored = self.offsets[index % views], False
+        else:
+            corner, mirrored = self._draw((self.seed, epoch, index), pixels.shape)
+        if self.pad and not self.offsets:  # padding is zero, the mean, so it comes after scaling
+            image = self._cut(self._scaled(pixels), corner, mirrored=mirrored)
+        else:
+            image = self._scaled(self._cut(pixels, corner, mirrored=mirrored))
+        if isinstance(target, int):
+            return torch.from_numpy(image), torch.tensor(target)
+        mask = self._cut(target, corner, mirrored=mirrored)
+        return torch.from_numpy(image), torch.from_numpy(mask).float()
+
+    def _each(self) -> int:
+        return len(self.offsets) if self.offsets else self.crops
+
+    def _scaled(self, pixels: Pixels) -> NDArray[np.float32]:
+        image = unit_range(pixels)
+        image -= np.asarray(self.mean, np.float32)[:, None, None]
+        image /= np.asarray(self.std, np.float32)[:, None, None]
+        return image
+
+    def _draw(self, key: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], bool]:
+        draw = np.random.default_rng(key)
+        room = [s + 2 * self.pad - c + 1 for s, c in zip(shape[1:], self.crop, strict=True)]
+        corner = (int(draw.integers(room[0])), int(draw.integers(room[1])))
+        return corner, self.flip and bool(draw.integers(2))
+
+    def _cut(self, image: NDArray[A], corner: tuple[int, int], *, mirrored: bool) -> NDArray[A]:
+        if self.pad and not self.offsets:
+            image = np.pad(image, ((0, 0), (self.pad, self.pad), (self.pad, self.pad)))
+        (top, left), (height, width) = corner, self.crop
+        part = image[:, top : top + height, left : left + width]
+        return np.ascontiguousarray(part[:, :, ::-1] if mirrored else part)
+
+
+def fixed_offsets(size: Size, crop: Size, *, tiles: bool) -> tuple[tuple[int, int], ...]:
+    """Return the corners of the test views: as many whole tiles as fit, or one; centred."""
+    counts = [s // c if tiles else 1 for s, c in zip(size, crop, strict=True)]
+    starts = [(s - n * c) // 2 for s, c, n in zip(size, crop, counts, strict=True)]
+    tops, lefts = (
+        [a + i * c for i in range(n)] for a, c, n in zip(starts, crop, counts, strict=True)
+    )
+    return tuple((top, left) for top in tops for left in lefts)
+
+
+def make_views(
+    data: Data, *, crop: int | None, crops: int, pad: int, flip: bool, seed: int
+) -> tuple[Views, Views]:
+    """Return the training views and the test views of `data`.
+
+    Raises:
+        SettingsError: when the crop is larger than the padded image.
+    """
+    window = (crop, crop) if crop is not None else data.size
+    if crop is not None and crop > min(data.size):
+        raise SettingsError(
+            f"crop must be at most the image's {min(data.size)} pixels; got {crop}. "
+            "Use a larger --image-size or a smaller --crop."
+        )
+    offsets = fixed_offsets(data.size, window, tiles=data.task == "segmentation")
+    sample_bytes = data.size[0] * data.size[1] * (data.in_channels + 1)
+    common = (data.mean, data.std, window)
+    return (
+        Views(data.train, *common, None, crops, pad, flip, seed, sample_bytes),
+        Views(data.test, *common, offsets, sample_bytes=sample_bytes),
+    )
+
+
+class Loader:
+    """Mini-batches of views, epoch by epoch; the last one of an epoch may be smaller."""
+
+    def __init__(
+        self, views: Views, batch_size: int, *, seed: int, shuffle: bool, workers: int
+    ) -> None:
+        self.order = InEpochs(len(views), seed, shuffle=shuffle)
+        self.batch_size = batch_size
+        self._loader: DataLoader[View | Unreadable] = DataLoader(
+            views,
+            batch_size,
+            sampler=self.order,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=collate,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """Yield the mini-batches of epoch `number`."""
+        self.order.epoch = number
+        return iter(self._loader)
+
+    def micro_batches(self, micro_batch: int) -> int:
+        """Return how many micro-batches an epoch has when every file can be read."""
+        whole, rest = divmod(len(self.order), self.batch_size)
+        return whole * -(-self.batch_size // micro_batch) + -(-rest // micro_batch)
+
+
+def collate(items: Sequence[View | Unreadable]) -> Batch:
+    """Stack the views that could be read; keep the files that could not."""
+    broken = tuple(item for item in items if isinstance(item, Unreadable))
+    views = [item for item in items if not isinstance(item, Unreadable)]
+    if not views:
+        return Batch(torch.empty(0), torch.empty(0), broken)
+    return Batch(
+        torch.stack([image for image, _ in views]), torch.stack([t for _, t in views]), broken
+    )

@@ -1,0 +1,34 @@
+"""One walk through a model, for all that a step asks of its modules.
+
+``named_modules`` is a chain of generators as deep as the model; asked four times a step, it costs
+more than the rest of the bookkeeping together. The list made here is asked instead.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+Modules = list[tuple[str, nn.Module]]
+"""``(path, module)``, each module once, parents before children; the model's own path is ""."""
+
+
+def walk(model: nn.Module) -> Modules:
+    """Return every module of `model` with its path."""
+    found: Modules = []
+    seen: set[int] = set()
+    ahead: Modules = [("", model)]
+    while ahead:
+        path, module = ahead.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((path, module))
+        prefix = f"{path}." if path else ""
+        children = reversed(module._modules.items())
+        ahead.extend((prefix + name, child) for name, child in children if child is not None)
+    return found
+
+
+def parameters(modules: Modules) -> list[Tensor]:
+    """Return every parameter, tied ones as often as they are tied."""
+    return [p for _, module in modules for p in module._parameters.values() if p is not None]

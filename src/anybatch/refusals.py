@@ -1,0 +1,66 @@
+"""What an engine is not given: refused at once, with what must hold, what came and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.errors import LossError, NotYetError
+
+
+def refuse_later(memory: Any, plan: Any, rng: str, micro_batch: int | None) -> None:
+    """Refuse what has its place and is not there yet."""
+    if memory is not None:
+        raise NotYetError("memory= is not there yet: give micro_batch=N, the samples that fit")
+    if plan is not None:
+        raise NotYetError("plan= is not there yet: give micro_batch=N")
+    if rng == "batch":
+        raise NotYetError('rng="batch" is not there yet: leave rng="lane"')
+    if rng != "lane":
+        raise ValueError(f'rng must be "lane", and it is {rng!r}')
+    if micro_batch is None:
+        raise NotYetError(
+            "anybatch cannot choose a micro-batch yet: give micro_batch=N, the samples that fit"
+        )
+
+
+def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> None:
+    """Refuse arguments that mean nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
+    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+        raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
+    if batchnorm not in ("exact", "local"):
+        raise ValueError(f'batchnorm must be "exact" or "local", and it is {batchnorm!r}')
+    if loss_fn is None:
+        raise LossError(
+            "the denominator of a loss that the model computes itself must be declared, and "
+            "loss_fn is None: pass Loss.inside(count=lambda inputs, targets: ...), such as "
+            'lambda inputs, targets: (inputs["labels"] != -100).sum()'
+        )
+
+
+def as_function(loss_fn: Any) -> Callable[..., Tensor]:
+    """Return `loss_fn`, which must be one that can be called."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function of (outputs, targets) or an anybatch.Loss, and it is "
+            f"{type(loss_fn).__name__}"
+        )
+    checked: Callable[..., Tensor] = loss_fn
+    return checked
+
+
+def refuse_ranks() -> None:
+    """Refuse more than one rank: the batch over all of them is not there yet."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise NotYetError(
+                f"the batch over several ranks is not there yet, and there are {ranks}: train in "
+                "one process"
+            )

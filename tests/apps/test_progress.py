@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+import signal
+import threading
+
+import pytest
+from rich.console import Console
+
+from anybatch.apps.interrupts import unbroken
+from anybatch.apps.progress import Live, Plain, Silent, make_progress
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_plain_lines_come_every_ten_seconds() -> None:
+    clock, text = Clock(), io.StringIO()
+    shown = Plain(Console(file=text, width=200), clock)
+    shown.begin_epoch(1, 3, 40)
+    shown.micro_batch(8)
+    assert text.getvalue() == ""
+    clock.now += 9
+    shown.micro_batch(8)
+    clock.now += 1
+    shown.step(0.25)
+    shown.micro_batch(4)
+    clock.now += 9
+    shown.micro_batch(4)
+    clock.now += 1
+    shown.micro_batch(16)
+    assert text.getvalue().splitlines() == [
+        "epoch 1/3: 3/40 micro-batches, 2 images/s, loss 0.2500",
+        "epoch 1/3: 5/40 micro-batches, 2 images/s, loss 0.2500",
+    ]
+
+
+def test_the_live_line_shows_epoch_micro_batches_speed_and_loss() -> None:
+    clock, text = Clock(), io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, color_system=None)
+    shown = Live(console, clock)
+    shown.micro_batch(1)
+    for epoch in (1, 2):
+        shown.begin_epoch(epoch, 2, 4)
+        clock.now += 2
+        shown.step(1.5)
+        shown.micro_batch(6)
+        shown.bar.refresh()
+        shown.say(f"done {epoch}")
+    shown.close()
+    for part in ("epoch 1/2", "1/4", "3 images/s, loss 1.5000", "epoch 2/2", "done 2"):
+        assert part in text.getvalue()
+
+
+def test_a_terminal_gets_a_live_line_and_a_file_plain_ones() -> None:
+    assert isinstance(make_progress(Console(file=io.StringIO(), force_terminal=True)), Live)
+    assert isinstance(make_progress(Console(file=io.StringIO())), Plain)
+
+
+def test_silence() -> None:
+    shown = Silent()
+    shown.say("x")
+    shown.begin_epoch(1, 1, 1)
+    shown.micro_batch(1)
+    shown.step(0.0)
+    shown.close()
+
+
+def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
+    done = []
+
+    def work() -> None:
+        with unbroken():
+            signal.raise_signal(signal.SIGINT)
+            done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_in_the_block_comes_through() -> None:
+    with pytest.raises(ValueError, match=r"mine"), unbroken():
+        raise ValueError("mine")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_another_thread_nothing_is_done() -> None:
+    done = []
+
+    def work() -> None:
+        with unbroken():
+            done.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [1]

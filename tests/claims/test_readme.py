@@ -1,0 +1,151 @@
+"""What the pages say is run: their Python, their commands, and what they call missing."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import typer
+from torch import nn
+
+import anybatch
+from anybatch.apps.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SAID = re.compile(r"\s*print\(.*\)  # (.+)$").match
+
+
+class Block(NamedTuple):
+    """A fenced block and the line of the page at which it starts."""
+
+    line: int
+    text: str
+
+
+def blocks(text: str, language: str) -> Iterator[Block]:
+    """Yield the blocks of a page that are marked as `language`, in order."""
+    for found in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield Block(text.count("\n", 0, found.start(1)), found[1])
+
+
+class Page:
+    """A page whose Python runs in one namespace; a comment after a print is what it must print."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.names: dict[str, Any] = {"__name__": name, "print": self.tell}
+        self.name, self.lines = name, text.splitlines()
+        self.blocks = list(blocks(text, "python"))
+        self.told: set[int] = set()
+
+    def run(self) -> dict[str, Any]:
+        """Run the blocks in order and return their namespace; every promised print must come."""
+        promised = set()
+        for line, block in self.blocks:
+            promised |= {line + i for i, code in enumerate(block.splitlines(), 1) if SAID(code)}
+            # The empty lines give errors the page's own line numbers.
+            exec(compile("\n" * line + block, self.name, "exec"), self.names)
+        assert promised <= self.told, f"{self.name}: nothing printed at {promised - self.told}"
+        return self.names
+
+    def tell(self, *values: Any) -> None:
+        """Stand in for print."""
+        number = sys._getframe(1).f_lineno
+        said = SAID(self.lines[number - 1])
+        printed = " ".join(map(str, values))
+        assert said is None or said[1] == printed, f"{self.name}:{number} printed {printed}"
+        self.told.add(number)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
+def test_the_code_of_a_page_runs(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Page(path.name, path.read_text()).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_comment_that_is_not_what_is_printed_fails() -> None:
+    page = "Text.\n\n```python\nx = 1\nprint(x)  # 1\nprint(x + 1)  # 3\n```\n"
+    with pytest.raises(AssertionError, match="page:6 printed 2"):
+        Page("page", page).run()
+
+
+def test_a_promised_print_that_never_comes_fails() -> None:
+    page = "```python\nif False:\n    print(1)  # 1\n```\n"
+    with pytest.raises(AssertionError, match=r"page: nothing printed at \{3\}"):
+        Page("page", page).run()
+
+
+def test_the_first_example_is_ten_lines_and_takes_a_step() -> None:
+    text = PAGES[0].read_text()
+    first = next(blocks(text, "python"))
+    assert len([line for line in first.text.splitlines() if line]) == 10
+    names = Page("README.md", text).run()
+    last = names["engine"].last
+    assert (last.samples, last.micro_batches) == (1000, 16)
+    assert names["engine"].plan.exact
+    assert len(names["optimizer"].state) == 4
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield every line of the pages' shell blocks, as words."""
+    for path in PAGES:
+        for _, block in blocks(path.read_text(), "bash"):
+            for line in block.splitlines():
+                yield path.name, shlex.split(line, comments=True)
+
+
+def test_every_command_of_the_pages_is_one() -> None:
+    group = typer.main.get_command(app)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = set()
+    for page, (program, name, *rest) in commands():
+        seen.add((program, name))
+        if program == "make":
+            assert name in targets, f"{page}: make {name}"
+        else:
+            assert program == "anybatch", f"{page}: {program}"
+            subcommand = group.commands[name]
+            subcommand.make_context(name, list(rest)).close()  # refuses an unknown option
+    assert {
+        ("make", "demo"),
+        ("make", "test"),
+        ("anybatch", "train"),
+        ("anybatch", "check"),
+    } <= seen
+
+
+NOT_YET = [
+    ({"memory": "6GiB"}, "memory= is not there yet"),
+    ({}, "cannot choose a micro-batch yet"),
+    ({"micro_batch": 2, "plan": object()}, "plan= is not there yet"),
+    ({"micro_batch": 2, "rng": "batch"}, 'rng="batch" is not there yet'),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), NOT_YET, ids=[case[1] for case in NOT_YET])
+def test_what_is_not_there_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(anybatch.NotYetError, match=message):
+        anybatch.Engine(nn.Linear(2, 2), nn.CrossEntropyLoss(), **options)
+
+
+def test_batchnorm_across_micro_batches_is_refused() -> None:
+    engine = anybatch.Engine(nn.BatchNorm1d(3), nn.MSELoss(), micro_batch=2)
+    with pytest.raises(anybatch.NotExactError, match='Use batchnorm="local"'):
+        engine.backward(torch.randn(5, 3), torch.randn(5, 3))
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    engine = anybatch.Engine(nn.Linear(3, 1), nn.MSELoss(), micro_batch=2)
+    with pytest.raises(anybatch.NotYetError, match="several ranks is not there yet"):
+        engine.backward(torch.randn(5, 3), torch.randn(5, 1))
