@@ -27,7 +27,9 @@ def main(
     chosen = [name for name in modules() if only in name]
     for index, name in enumerate(chosen, 1):
         console.rule(f"{index} of {len(chosen)}: {name}")
-        subprocess.run([sys.executable, "-m", name, *(["--quick"] if quick else [])], check=True)
+        folder = HERE.joinpath(*name.split(".")[1:-1])
+        options = ["--quick"] if quick else ["--out", str(folder)]
+        subprocess.run([sys.executable, "-m", name, *options], check=True)
     report.main()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.mbs.training_rows import HEAD, epoch_rows, summary_row
 from benchmarks.results import HERE, console, read
 
 LIES = HERE.parent / "docs" / "lies"
@@ -25,6 +26,7 @@ SHOWN = {
     "anybatch_float32": "anybatch, grad_dtype float32",
 }
 METRICS = ("relative", "law1")
+TRAINED = ("demo", "cifar", "membrane")
 Row = list[str]
 Results = dict[str, Any]
 
@@ -144,6 +146,25 @@ def lie(name: str) -> Callable[[Results], str]:
     return page
 
 
+def training(results: Results) -> str:
+    """A recorded training: its row of README's table, its recipe, and its curves as a table."""
+    cells = zip(HEAD, summary_row(results), strict=True)
+    recipe = ", ".join(f"{name} {value}" for name, value in results["recipe"].items())
+    head, *rows = epoch_rows(results)
+    lines = "\n".join(f"- {name}: {cell}" for name, cell in cells)
+    return "\n\n".join([lines, f"Recipe: {recipe}.", markdown(head, rows)])
+
+
+def trainings() -> str:
+    """One row for each recorded training, or the command that makes it."""
+    rows = []
+    for name in TRAINED:
+        results = read(HERE / WRITERS[name][0] / "results.json")
+        empty = [f"*no results yet: run `{command(WRITERS[name][0])}`*"] + [""] * (len(HEAD) - 1)
+        rows.append(empty if results is None else summary_row(results))
+    return markdown(HEAD, rows)
+
+
 # The name of a table -> its folder and how it is written.
 WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "exactness": ("mbs/exactness", exactness),
@@ -153,6 +174,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "bf16": ("mbs/bf16", bf16),
     "algorithm1": ("mbs/algorithm1", algorithm1),
     "lies": ("mbs/lies", lies),
+    **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
 }
 TITLES = {
@@ -161,12 +183,20 @@ TITLES = {
     "bf16": "2048 micro-batches in bfloat16",
     "algorithm1": "The paper's Algorithm 1, word for word",
     "lies": "Five ways accumulation lies",
+    "demo": "Digits: what `make demo` trains",
+    "cifar": "CIFAR-10 images: a training with its curves",
+    "membrane": "Membrane images: a training with its curves",
+}
+OPTIONS = {
+    "mbs/demo": " --out benchmarks/mbs/demo",
+    "mbs/cifar": " --data DIR",
+    "mbs/membrane": " --data DIR",
 }
 
 
 def command(folder: str) -> str:
     """The command that makes the results of a folder."""
-    return f"python -m benchmarks.{folder.replace('/', '.')}.run"
+    return f"python -m benchmarks.{folder.replace('/', '.')}.run{OPTIONS.get(folder, '')}"
 
 
 def table(name: str) -> str:
@@ -179,6 +209,7 @@ def table(name: str) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {name: partial(table, name) for name in WRITERS}
+TABLES["trainings"] = trainings
 
 
 def fill(text: str) -> str:
@@ -217,6 +248,8 @@ def readme(name: str) -> str:
     run = (HERE / folder / "run.py").read_text().split('"""')[1].strip()
     summary = f"{name}_summary"
     parts += [run, "## Result", *([table(summary)] if summary in WRITERS else []), table(name)]
+    if (HERE / folder / "curves.png").exists():
+        parts.append("![learning curves](curves.png)")
     if results is not None:
         parts += ["## Environment", environment(results)]
     return "\n\n".join([*parts, "## Reproduce", f"```bash\n{command(folder)}\n```"]) + "\n"

@@ -136,9 +136,9 @@ def test_two_passes_over_augmented_samples_meet_the_same_ones(workers: int) -> N
 
     engine = Engine(Record(), coupled, micro_batch=4)
     loss = engine.backward(lazy)
-    assert len(seen) == 6, "one pass to find out that it is coupled, five forwards in two passes"
-    whole = torch.cat(seen[1:4])
-    assert torch.equal(torch.cat(seen[4:]), whole[:8])
+    whole = torch.cat(seen[-5:-2])
+    assert len(whole) == 10
+    assert torch.equal(torch.cat(seen[-2:]), whole[:8])
     assert torch.allclose(loss, coupled(net(whole), y).detach(), rtol=0, atol=1e-13)
 
 
@@ -211,3 +211,69 @@ def test_a_collate_that_drops_samples_is_refused() -> None:
     lazy = LazyBatch(TensorDataset(x, y), collate_fn=drop)
     with pytest.raises(BatchError, match="4 items became 1 rows"):
         Engine(model(), F.cross_entropy, micro_batch=4).backward(lazy)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_step_draws_augmentations_of_its_own(workers: int) -> None:
+    """The seed of the workers was drawn once an object: every epoch saw the same samples."""
+    x, y = data()
+    lazy = LazyBatch(Augmented(x, y), workers=workers)
+
+    def epoch() -> Tensor:
+        return torch.cat([micro.inputs for micro in lazy.micro_batches(4)])
+
+    dice = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    first, second = epoch(), epoch()
+    assert not torch.equal(first, second)
+    torch.set_rng_state(dice[0])
+    random.setstate(dice[1])
+    np.random.set_state(dice[2])
+    assert torch.equal(epoch(), first), "the same dice give the same samples"
+
+
+@pytest.mark.parametrize("wrap", [int, float, torch.tensor, np.array])
+def test_a_number_that_depends_on_the_samples_is_refused(wrap: Any) -> None:
+    """A token count from collate_fn divided each micro-batch by its own, or all by the first's."""
+    x, y = data(8)
+
+    def collate(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, dict[str, Any]]:
+        targets = torch.stack([b for _, b in items])
+        inputs = torch.stack([a for a, _ in items])
+        return inputs, {"y": targets, "n_tokens": wrap(len(items)), "k": 3, "t": torch.tensor(1.0)}
+
+    lazy = LazyBatch(TensorDataset(x, y), collate_fn=collate)
+    loss = Loss.per_sample(lambda o, t: F.cross_entropy(o, t["y"], reduction="none"))
+    with pytest.raises(BatchError, match=r"target\['n_tokens'\] is .*3.* in one .*2.* in another"):
+        Engine(model(), loss, micro_batch=3).backward(lazy)
+    Engine(model(), loss, micro_batch=4).backward(lazy)
+
+
+def test_captions_and_arrays_go_with_their_samples() -> None:
+    """A list of N strings was given whole to every micro-batch, and zip cut it in silence."""
+    x, y = data()
+
+    class Captioned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, x: Tensor, names: list[str], scale: Any) -> Tensor:
+            lengths = torch.tensor([float(len(name)) for name in names], dtype=x.dtype)
+            return self.net(x) * lengths[:, None] * torch.as_tensor(scale)[:, None]
+
+    net = Captioned()
+    inputs = (x, ["a" * (i + 1) for i in range(10)], np.linspace(1.0, 2.0, 10))
+    got = state_after(net, lambda m: Engine(m, F.cross_entropy, micro_batch=4).backward(inputs, y))
+    assert_exact(got, undivided(net, F.cross_entropy, inputs, y))
+
+
+def test_a_fingerprint_sees_arrays_and_captions() -> None:
+    x = torch.zeros(2)
+
+    def print_of(*more: Any) -> int:
+        return MicroBatch([x, *more], None, 2).fingerprint()
+
+    assert print_of(np.zeros(2)) != print_of(np.ones(2))
+    assert print_of(["a", "b"]) != print_of(["a", "c"])
+    assert print_of(np.array([object()])) == print_of(np.array([object()]))
+    assert print_of(torch.tensor([1j]).conj()) != print_of(torch.tensor([1j]))

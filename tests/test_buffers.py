@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
@@ -110,3 +112,93 @@ def test_a_buffer_that_depends_on_the_samples_is_refused(
     model.eval()
     if isinstance(model, nn.Sequential):
         engine.backward(x, y)
+
+
+class Moves(nn.Linear):
+    """Does something to its buffer in forward."""
+
+    def __init__(self, buffer: Tensor | None, move: Callable[[Moves, Tensor], None]) -> None:
+        super().__init__(5, 3)
+        self.register_buffer("b", buffer)
+        self.move = move
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.move(self, x)
+        return super().forward(x)
+
+
+def nothing(module: Moves, x: Tensor) -> None:
+    pass
+
+
+def to_none(module: Moves, x: Tensor) -> None:
+    module.b = None
+
+
+def to_constant(module: Moves, x: Tensor) -> None:
+    assert module.b is None, "every micro-batch starts where the step did"
+    module.b = torch.tensor([float("nan"), 1.0])
+
+
+def to_mean(module: Moves, x: Tensor) -> None:
+    module.b = x.detach().mean(0)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
+@pytest.mark.parametrize(
+    ("buffer", "move"),
+    [
+        (torch.tensor([float("nan"), 1.0]), nothing),
+        (torch.eye(3).to_sparse(), nothing),
+        (torch.ones(()).expand(3), nothing),
+        (None, nothing),
+        (torch.ones(2), to_none),
+        (None, to_constant),
+    ],
+    ids="nan sparse expanded none to-none from-none".split(),
+)
+def test_unusual_buffers_are_no_reason_to_fail(
+    buffer: Tensor | None, move: Callable[[Moves, Tensor], None], loss: object
+) -> None:
+    """NaN was called a buffer that depends on the samples; None and sparse ones crashed."""
+    model, (x, y) = Moves(buffer, move).double(), batch()
+
+    def two_steps(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=4)
+        start = copied.b
+        engine.backward(x, y)
+        copied.b = start
+        copied.zero_grad()
+        return engine.backward(x, y)
+
+    assert_exact(state_after(model, two_steps), undivided(model, loss, x, y))
+
+
+def test_a_buffer_that_forward_fills_first_is_watched_too() -> None:
+    """A running mean registered as None kept that of the last micro-batch."""
+    model, (x, y) = Moves(None, to_mean).double(), batch()
+    with pytest.raises(NotExactError, match="must not depend on the samples.*: b. Call eval"):
+        Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
+    assert model.b is None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
+def test_a_scripted_model_with_a_buffer_is_exact(loss: object) -> None:
+    """Reading its buffers raised AttributeError."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * self.scale
+
+    plain, (x, y) = Scaled().double(), batch()
+    model = torch.jit.script(plain)
+    loss_value = Engine(model, loss, micro_batch=4).backward(x, y)
+    got = {f"{n}.grad": p.grad for n, p in model.named_parameters()}
+    want = undivided(plain, loss, x, y)
+    assert_exact(got | {"loss": loss_value}, {n: t for n, t in want.items() if "buffer" not in n})

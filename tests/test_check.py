@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.oracle import same, snapshot
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import diagnose
+from anybatch import _check, diagnose
 from anybatch.batch import TensorBatch
 
 
@@ -170,3 +171,166 @@ def test_the_first_meeting_is_the_module_and_not_what_follows() -> None:
     x, _ = batch()
     assert diagnose.first_meeting(model, TensorBatch.of(x, None)) == "1.1"
     assert diagnose.first_meeting(mlp(), TensorBatch.of(x, None)) is None
+
+
+def test_a_batch_without_a_finite_loss_is_not_exact() -> None:
+    """NaN equals NaN, so it was called exact."""
+    x, _ = batch()
+    report = anybatch.check(mlp(), nn.CrossEntropyLoss(), (x, torch.full((10,), -100)))
+    assert not report.exact
+    assert "itself gives NaN or infinite values (loss" in str(report)
+    masked = mlp()
+    masked.register_buffer("mask", torch.tensor([0.0, -torch.inf, torch.nan]))
+    assert anybatch.check(masked, F.cross_entropy, batch()).exact
+
+
+class Narrowed(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = F.layer_norm(x.float(), (6,), self.weight.float(), self.bias.float())
+        return narrow.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        (mlp(Narrowed(6)), F.cross_entropy),
+        (mlp(), lambda o, y: F.cross_entropy(o.float(), y)),
+        (mlp(), lambda o, y: F.cross_entropy(o.float(), y) + o.float().var()),
+    ],
+    ids=["layer norm", "logits", "coupled"],
+)
+@pytest.mark.parametrize("n", [10, 33])
+def test_islands_of_float32_are_rounding(model: nn.Module, loss: Any, n: int) -> None:
+    """Their noise was called dependence on the row order, or not measured, and they not exact."""
+    report = anybatch.check(model, loss, batch(n))
+    assert report.exact, str(report)
+    assert report.dtype == "float64"
+    assert 1e-8 < report.bound < 1e-4
+    assert "computes in float32: undivided runs differ by" in str(report)
+
+
+def test_rows_whose_place_in_the_batch_matters_are_no_rounding() -> None:
+    class Position(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.arange(len(x))[:, None]
+
+    report = anybatch.check(mlp(Position()), F.cross_entropy, batch())
+    assert not report.exact
+    assert "the result depends on the order of the rows" in str(report)
+    assert report.bound <= 1e-11
+
+
+def test_a_refusal_is_printed_once_with_its_splits() -> None:
+    """Three splits, three times the same long sentence."""
+    text = str(anybatch.check(mlp(nn.BatchNorm1d(6)), F.cross_entropy, batch()))
+    assert text.count("samples must not meet") == 1
+    assert "micro-batch 1, 5, 6  refused: samples must not meet" in text
+
+
+def test_a_batch_that_cannot_be_cut_is_a_refused_split() -> None:
+    """A BatchError of the engine, or the model's own error on a part, ended the check."""
+
+    class Fixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) != 10:
+                raise ValueError("ten rows, please")
+            return x
+
+    report = anybatch.check(mlp(Fixed()), F.cross_entropy, batch())
+    assert not report.exact
+    assert "(ValueError: ten rows, please)" in str(report)
+    assert "runs on the whole batch and not on half of it (ten rows, please)" in str(report)
+
+    class Squeezed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.reshape(len(x) // 5, 5, 6) if len(x) % 5 == 0 else x[:0]
+
+    report = anybatch.check(mlp(Squeezed()), lambda o, y: (o**3).std(), batch(), micro_batch=4)
+    assert [split.mechanism for split in report.splits] == ["refused"]
+    assert report.splits[0].refused
+
+
+def test_a_size_that_cannot_be_is_an_error_and_no_refused_split() -> None:
+    for size in (0, -1):
+        with pytest.raises(ValueError, match="micro_batch"):
+            anybatch.check(mlp(), F.cross_entropy, batch(), micro_batch=size)
+
+
+def test_a_single_row_that_batchnorm_cannot_take_is_said() -> None:
+    """The comparison with batchnorm="local" raised."""
+    report = anybatch.check(mlp(nn.BatchNorm1d(6)), F.cross_entropy, batch(), micro_batch=1)
+    assert "micro-batches of 1 cannot be normalised alone (Expected more than 1" in str(report)
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_words() -> None:
+    """A tensor that forward left on the module ended in torch's deepcopy error."""
+    model = mlp()
+    model.last = model(torch.zeros(1, 5))
+    with pytest.raises(anybatch.AnybatchError, match="needs a copy of the model.*not run yet"):
+        anybatch.check(model, F.cross_entropy, batch())
+
+
+def test_the_persons_batch_is_left_alone() -> None:
+    """check wrote x.grad, let the loss write to y, and refused x that requires grad."""
+    x, y = torch.randn(10, 5, requires_grad=True), torch.randn(10, 3)
+    before = y.clone()
+    report = anybatch.check(mlp(), lambda o, t: F.mse_loss(o, t.sub_(1)), (x, y))
+    assert x.grad is None
+    assert torch.equal(y, before)
+    assert report.dtype == "float64"
+    wide = x.detach().double().requires_grad_()
+    assert anybatch.check(mlp(), F.mse_loss, (wide, y)).exact
+    assert wide.grad is None
+
+
+SHARED: Any = None
+
+
+def inner() -> Tensor:
+    return SHARED[0].weight.sum()
+
+
+def outer(out: Tensor, y: Any) -> Tensor:
+    return inner() + out.sum() + (outer(out, y) if y else 0.0)
+
+
+def test_a_loss_that_reads_the_model_reads_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A penalty on the person's own parameters gave them gradients, and the copy none."""
+    model = mlp(nn.Tanh())
+    weights = [model[0].weight]
+
+    def penalty(out: Tensor, y: Tensor, *, factor: float = 0.5) -> Tensor:
+        return F.cross_entropy(out, y) + factor * weights[0].square().sum() + model[2].bias.sum()
+
+    for loss in (penalty, anybatch.Loss.per_sample(lambda o, y: penalty(o, y).expand(len(o)))):
+        anybatch.check(model, loss, batch())
+        assert all(p.grad is None for p in model.parameters())
+    monkeypatch.setitem(globals(), "SHARED", model)
+    _, fn = diagnose.copied(model, outer)
+    fn(torch.zeros(1), None).backward()
+    assert model[0].weight.grad is None
+    copied, fn = diagnose.copied(model, penalty)
+    out, y = copied(batch()[0]), batch()[1]
+    fn(out, y).backward()
+    assert copied[0].weight.grad is not None
+    assert float(copied[2].bias.grad.sum()) == pytest.approx(3.0, abs=1e-5)
+    assert model[0].weight.grad is None
+
+
+def test_arrays_and_captions_are_permuted_with_their_rows() -> None:
+    x = torch.arange(4.0)
+    given = TensorBatch((x, np.arange(4)), {"c": ["0", "1", "2", "3"], "k": ["a"], "n": 1}, 4)
+    turned = _check.permuted(given, torch.tensor([2, 0, 3, 1]))
+    assert turned.inputs[0].tolist() == [2.0, 0.0, 3.0, 1.0]
+    assert turned.inputs[1].tolist() == [2, 0, 3, 1]
+    assert turned.targets == {"c": ["2", "0", "3", "1"], "k": ["a"], "n": 1}
+    own = diagnose.cloned(given.inputs)
+    own[1][0] = 9
+    assert given.inputs[1][0] == 0
+
+
+def test_a_sparse_buffer_does_not_stand_in_the_way() -> None:
+    """Comparing it raised NotImplementedError."""
+    model = mlp()
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    assert anybatch.check(model, F.cross_entropy, batch()).exact

@@ -427,3 +427,117 @@ def test_a_loss_given_as_declaration_is_used_as_it_is() -> None:
     declared = Loss.ratio(lambda o, t: F.cross_entropy(o, t, reduction="sum"), len)
     got = state_after(model, lambda m: Engine(m, declared, micro_batch=4).backward(x, y))
     assert_exact(got, undivided(model, F.cross_entropy, x, y))
+
+
+def test_a_hook_that_writes_to_parameters_is_found_out() -> None:
+    model, (x, y) = mlp(), batch()
+
+    def sgd(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+    model[0].weight.register_post_accumulate_grad_hook(sgd)
+    with pytest.raises(anybatch.NotExactError, match=r"1 of them were written to.*shape \(6, 5\)"):
+        Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_inside_a_step_is_refused_and_the_next_one_is_free() -> None:
+    model, (x, y) = mlp(), batch()
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    with pytest.raises(anybatch.AnybatchError, match="must end before another one begins"):
+        engine.backward(x, y, observe=lambda *_: engine.backward(x, y))
+    engine.backward(x, y, observe=lambda *_: engine.evaluate(x, y))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_parameters_that_only_the_loss_closes_over_are_trained_and_undone() -> None:
+    model, (x, y) = mlp().bfloat16(), batch()
+    x = x.bfloat16()
+    scale = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out * scale, target)
+
+    want = undivided(model, loss, x, y)["loss"]
+    truth = scale.grad.clone()
+    scale.grad = None
+    engine = Engine(model, loss, micro_batch=3)
+    got = engine.backward(x, y)
+    assert torch.allclose(got, want, rtol=2e-2)
+    assert torch.allclose(scale.grad, truth, rtol=2e-2)
+    scale.grad = kept = torch.ones_like(scale)
+
+    def fail(*_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(x, y, observe=fail)
+    assert scale.grad is kept
+    assert float(kept) == 1.0
+
+
+def test_an_observer_may_draw_and_write_and_changes_nothing() -> None:
+    model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    x, y = batch()
+
+    def coupled(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out - out.mean(0), target)
+
+    def disturb(out: Tensor, _: Tensor) -> None:
+        torch.rand(3)
+        out.zero_()
+
+    results = []
+    for observe in (None, disturb):
+        torch.manual_seed(3)
+        results.append(
+            state_after(
+                model,
+                lambda m, o=observe: Engine(m, coupled, micro_batch=4).backward(x, y, observe=o),
+            )
+        )
+    assert_exact(results[1], results[0])
+
+
+def test_state_in_the_loss_moves_once_a_step() -> None:
+    class Tracked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            self.seen += 1
+            return F.cross_entropy(out, target)
+
+    model, (x, y) = mlp(), batch()
+    for micro_batch in (4, 10):
+        loss = Tracked()
+        engine = Engine(model, loss, micro_batch=micro_batch)
+        for _ in range(3):
+            engine.backward(x, y)
+        assert int(loss.seen) == 3
+
+
+def test_float16_losses_do_not_overflow() -> None:
+    model = nn.Linear(4, 3).half()
+    x, y = torch.randn(3000, 4).half() * 40, torch.randint(0, 3, (3000,))
+    loss = Engine(model, F.cross_entropy, micro_batch=2500).backward(x, y)
+    want = F.cross_entropy(model(x).float(), y)
+    assert torch.allclose(loss.float(), want, rtol=1e-2)
+
+
+def test_a_loss_that_fails_on_a_single_sample_is_taken_on_the_whole() -> None:
+    model, (x, y) = nn.Linear(5, 1).double(), batch()
+    target = (y > 0).double()
+
+    def squeezed(out: Tensor, t: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(out.squeeze(), t)
+
+    seen: list[int] = []
+    engine = Engine(model, squeezed, micro_batch=3)
+    engine.backward(x, target, observe=lambda o, _: seen.append(len(o)))
+    assert seen == [3, 3, 3, 1], "each micro-batch once, though the step began twice"
+    model.zero_grad()
+    got = state_after(model, lambda m: Engine(m, squeezed, micro_batch=3).backward(x, target))
+    assert_exact(got, undivided(model, squeezed, x, target))

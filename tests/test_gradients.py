@@ -87,3 +87,103 @@ def test_a_gradient_dtype_that_the_person_set_is_delivered() -> None:
     gradients.finish()
     gradients.deliver()
     assert p.grad.dtype == torch.float32
+
+
+def sparse(values: float, dtype: torch.dtype) -> torch.Tensor:
+    dense = torch.zeros(4, 3, dtype=dtype)
+    dense[1:3] = values
+    return dense.to_sparse(1)
+
+
+KINDS = {
+    "dense": lambda v, dtype: torch.full((4, 3), v, dtype=dtype),
+    "expanded": lambda v, dtype: torch.full((3,), v, dtype=dtype).expand(4, 3),
+    "sparse": sparse,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+@pytest.mark.parametrize("new", KINDS)
+@pytest.mark.parametrize("old", [*KINDS, None])
+def test_gradients_of_every_layout_add_up_in_any_order(
+    old: str | None, new: str, factor: float, dtype: torch.dtype
+) -> None:
+    """Delivery raised halfway: sparse + dense, expanded ``.grad``, sparse bfloat16 twice."""
+    p, plain = nn.Parameter(torch.zeros(4, 3, dtype=dtype)), nn.Parameter(torch.zeros(2))
+    plain.grad = torch.ones(2)
+    p.grad = None if old is None else KINDS[old](1.0, dtype)
+    before = p.grad
+    gradients = Gradients([plain, p])
+    gradients.set_aside()
+    plain.grad = torch.full((2,), 2.0)
+    for _ in range(2):
+        gradient = KINDS[new](2.0, dtype)
+        if p.grad is None:
+            p.grad = gradient.clone() if new == "sparse" else gradient.contiguous()
+        else:
+            p.grad = p.grad + gradient
+        gradients.collect()
+    gradients.finish(factor)
+    untouched = None if before is None else KINDS[old](1.0, dtype).to_dense()
+    assert untouched is None or torch.equal(before.to_dense(), untouched), "not before delivery"
+    gradients.deliver()
+    want = factor * 2 * KINDS[new](2.0, dtype).to_dense()
+    want = want if untouched is None else want + untouched
+    assert torch.equal(p.grad.to_dense(), want)
+    assert p.grad.dtype == dtype
+    assert plain.grad.tolist() == [1.0 + 2.0 * factor] * 2
+    if old == "dense" and new != "sparse":
+        assert p.grad is before
+
+
+def test_an_expanded_sum_is_delivered() -> None:
+    """A hook may leave an expanded gradient; it cannot be added to in place."""
+    p = parameter()
+    p.grad = before = torch.ones(3)
+    gradients = Gradients([p])
+    gradients.set_aside()
+    p.grad = torch.ones(1).expand(3)
+    gradients.finish()
+    gradients.deliver()
+    assert p.grad.tolist() == [2.0, 2.0, 2.0]
+    assert before.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_leaves_that_turn_up_late_are_summed_as_the_others() -> None:
+    """A bfloat16 parameter that only the loss closes over was summed in bfloat16."""
+    p, late, other = parameter(), parameter(torch.bfloat16), parameter()
+    late.grad = torch.ones(3, dtype=torch.bfloat16)
+    gradients = Gradients([p])
+    gradients.set_aside()
+    gradients.add([late, p, other, late])
+    assert late.grad is None
+    assert gradients.parameters == [p, late, other]
+    assert gradients.half == ("bfloat16",)
+    for _ in range(1000):
+        late.grad = torch.full((3,), 0.01, dtype=torch.bfloat16)
+        gradients.collect()
+    gradients.finish()
+    gradients.deliver()
+    exact = 1.0 + 1000 * float(torch.tensor(0.01, dtype=torch.bfloat16))
+    assert float(late.grad[0]) == float(torch.tensor(exact, dtype=torch.bfloat16))
+    assert p.grad is None
+    assert not Gradients([p], wide=False)._half
+
+
+def test_a_step_that_starts_over_keeps_nothing_of_its_first_try() -> None:
+    p, half = parameter(), parameter(torch.bfloat16)
+    p.grad, half.grad = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
+    gradients = Gradients([p, half])
+    gradients.set_aside()
+    for value in (5.0, 2.0):
+        gradients.restart()
+        assert p.grad is None
+        p.grad, half.grad = torch.full((3,), value), torch.full((3,), value).bfloat16()
+        gradients.collect()
+        gradients.finish()
+        if value == 5.0:
+            half.grad = torch.zeros(3).bfloat16()
+    gradients.deliver()
+    assert p.grad.tolist() == [3.0, 3.0, 3.0]
+    assert half.grad.tolist() == [3.0, 3.0, 3.0]

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict
-from dataclasses import dataclass
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -119,3 +122,160 @@ def test_a_mapping_that_cannot_be_written_becomes_a_dict() -> None:
     from types import MappingProxyType
 
     assert tree.rows(MappingProxyType({"x": torch.arange(4)}), 1, 3)["x"].tolist() == [1, 2]
+
+
+class Bag(MutableMapping[str, Any]):
+    """Keeps its items in an inner dict, which copy.copy shares."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def test_a_mapping_of_a_persons_own_is_not_written_to() -> None:
+    """Its shallow copy shared the items, and slicing cut the person's own batch."""
+    bag = Bag({"x": torch.arange(8)})
+    part = tree.rows(bag, 0, 3)
+    assert type(part) is dict
+    assert len(part["x"]) == 3
+    assert len(bag["x"]) == 8
+
+
+def test_a_field_that_a_dataclass_makes_itself_is_no_child() -> None:
+    """It was read before it was there: AttributeError."""
+
+    @dataclass
+    class Output:
+        cache: Tensor = field(init=False)
+        logits: Tensor = field(default_factory=lambda: torch.zeros(0))
+
+    whole = Output(logits=torch.arange(4.0))
+    assert [path for path, _ in tree.tensors(whole, "out")] == ["out.logits"]
+    assert tree.rows(whole, 1, 3).logits.tolist() == [1.0, 2.0]
+    assert tree.join([whole, whole]).logits.shape == (8,)
+
+
+@given(n=st.integers(1, 9), size=st.integers(1, 10))
+def test_arrays_and_captions_have_rows(n: int, size: int) -> None:
+    """They were carried along whole, beside a slice of everything else."""
+    whole = {
+        "x": torch.arange(n),
+        "array": np.arange(n * 2).reshape(n, 2),
+        "captions": [f"a {i}" for i in range(n)],
+        "names": tuple(f"b {i}" for i in range(n)),
+        "classes": ["cat"] * (n + 1),
+        "constant": np.array(3.0),
+    }
+    starts = range(0, n, size)
+    parts = [tree.rows(whole, i, min(i + size, n), n) for i in starts]
+    for i, part in zip(starts, parts, strict=True):
+        stop = min(i + size, n)
+        assert np.array_equal(part["array"], whole["array"][i:stop])
+        assert part["captions"] == whole["captions"][i:stop]
+        assert part["names"] == whole["names"][i:stop]
+        assert part["classes"] is whole["classes"]
+        assert part["constant"] == 3.0
+    if size > n:
+        return
+    del whole["classes"]
+    parts = [{k: v for k, v in part.items() if k != "classes"} for part in parts]
+    joined = tree.join(parts, sizes=[len(part["x"]) for part in parts])
+    assert joined["captions"] == whole["captions"]
+    assert joined["names"] == whole["names"]
+    assert np.array_equal(joined["array"], whole["array"])
+    assert tree.rows({"c": ["a"] * n, "x": torch.tensor(1)}, 0, 1)["c"] == ["a"] * n, "no N known"
+    assert tree.rows({"c": ["a"] * n, "x": torch.zeros(n)}, 0, 1)["c"] == ["a"]
+    assert tree.join(parts)["captions"] == whole["captions"]
+
+
+def test_an_array_of_another_size_is_named() -> None:
+    with pytest.raises(BatchError, match=r"inputs: 3, targets\['a'\]: 4"):
+        tree.batch_size(
+            inputs=torch.zeros(3), targets={"a": np.zeros((4, 2)), "b": np.float64(1), "c": ["d"]}
+        )
+    assert tree.batch_size(inputs=np.zeros((3, 2))) == 3
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (4, 2, r"outputs\['n'\] is 4 in one micro-batch and 2 in another.*return one value"),
+        (torch.tensor(1.5), torch.tensor(2.5), r"outputs\['n'\] is 1.5 in one.* and 2.5 in anoth"),
+        (np.array(1), np.array(2), r"outputs\['n'\] is array\(1\)"),
+        (["a", "b"], ["c"], r"outputs\['n'\] is \['a', 'b'\] in one"),
+        (object(), object(), r"outputs\['n'\] is <object"),
+        (4, 4.0, r"outputs\['n'\] is 4 in one micro-batch and 4.0 in another"),
+        (np.zeros(2), 1, r"outputs\['n'\] is array"),
+        ("x" * 99, "y", r"outputs\['n'\] is 'x{56}\.\.\. in one"),
+    ],
+)
+def test_a_leaf_without_rows_must_be_the_same_in_all_parts(
+    one: Any, other: Any, words: str
+) -> None:
+    """That of the first micro-batch was taken for all: len(x) of a part for the whole's."""
+    parts = [{"o": torch.zeros(4), "n": one}, {"o": torch.zeros(2), "n": other}]
+    with pytest.raises(BatchError, match=words):
+        tree.join(parts)
+    last = tree.join([{"o": torch.zeros(4), "n": other}, {"o": torch.zeros(2), "n": other}])
+    assert last["n"] is other
+
+
+def test_constants_of_nan_are_the_same() -> None:
+    for value in (float("nan"), torch.tensor(float("nan")), np.array(float("nan"))):
+        tree.join([[torch.zeros(1), value], [torch.zeros(2), copy.deepcopy(value)]])
+
+
+def test_tensors_are_joined_along_the_dimensions_given() -> None:
+    """An output ``[T, n, C]`` was joined along T; a constant ``[K, D]`` was repeated."""
+    constant = torch.randn(4, 2)
+    whole = [torch.randn(3, 5, 2), {"rows": torch.randn(5), "constant": constant}]
+
+    def part(start: int, stop: int) -> list[Any]:
+        rows = {"rows": whole[1]["rows"][start:stop], "constant": constant.clone()}
+        return [whole[0][:, start:stop], rows]
+
+    parts = [part(0, 2), part(2, 4), part(4, 5)]
+    joined = tree.join(parts, [1, 0, None])
+    assert torch.equal(joined[0], whole[0])
+    assert torch.equal(joined[1]["rows"], whole[1]["rows"])
+    assert joined[1]["constant"] is parts[-1][1]["constant"]
+    parts[0][1]["constant"][0, 0] += 1
+    with pytest.raises(BatchError, match=r"targets\[1\]\['constant'\] is of shape \(4, 2\)"):
+        tree.join(parts, [1, 0, None], name="targets")
+
+
+def test_parts_padded_to_different_lengths_cannot_be_joined() -> None:
+    """torch.cat's own message named neither the output nor what to do."""
+    parts = [[torch.zeros(3, 9)], [torch.zeros(2, 8)]]
+    with pytest.raises(BatchError, match=r"outputs\[0\] has shapes \(3, 9\), \(2, 8\): pad to"):
+        tree.join(parts)
+
+
+def test_parts_with_other_keys_cannot_be_joined() -> None:
+    with pytest.raises(BatchError, match="outputs of the same structure.*same keys and numbers"):
+        tree.join([{"a": torch.zeros(2)}, {"b": torch.zeros(2)}])
+
+
+def test_what_cannot_be_compared_is_not_the_same() -> None:
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise TypeError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    with pytest.raises(BatchError, match=r"outputs\[0\]"):
+        tree.join([[Odd()], [Odd()]])

@@ -8,93 +8,32 @@ words what meets what, where, and which line to write.
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anybatch import diagnose, tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import training_batchnorms
+from anybatch.diagnose import Finding, Report, Split
 from anybatch.engine import Engine
-from anybatch.errors import AnybatchError, BatchError, NotExactError
+from anybatch.errors import AnybatchError, BatchError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
 from anybatch.modules import walk
 from anybatch.rng import Dice
 
-ROUNDING = {True: 1e-9, False: 1e-3}
-"""What two orders of the rows may differ by, in float64 or not; more is no rounding."""
+__all__ = ["Finding", "Report", "Split", "check"]
 
+ROUNDING = {True: 1e-5, False: 1e-3}
+"""What two undivided runs may differ by, in float64 or not; more is no rounding."""
 
-@dataclass(frozen=True)
-class Split:
-    """One way of splitting: the error of every tensor by name, or why it was refused."""
-
-    micro_batch: int
-    errors: dict[str, float]
-    refused: str | None
-    mechanism: str
-
-    @property
-    def worst(self) -> float:
-        """The largest error; infinite where the split was refused."""
-        return max(self.errors.values(), default=float("inf"))
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something worth knowing: in words, and as the line to paste, where there is one."""
-
-    text: str
-    line: str | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `check` found.
-
-    Attributes:
-        exact: every split gives the gradient of the undivided batch.
-        samples: size of the batch.
-        dtype: the precision of the comparison.
-        bound: what errors must not exceed (Law 1).
-        splits: one entry a micro-batch size.
-        findings: what differs or costs, why, and what to do.
-    """
-
-    exact: bool
-    samples: int
-    dtype: str
-    bound: float
-    splits: tuple[Split, ...]
-    findings: tuple[Finding, ...]
-
-    def __str__(self) -> str:
-        verdict = "exact" if self.exact else "NOT exact"
-        lines = [f"{verdict}: {self.samples} samples, {self.dtype}, bound {self.bound:.1e}"]
-        for split in self.splits:
-            if split.refused is not None:
-                lines.append(f"  micro-batch {split.micro_batch:>4}  refused: {split.refused}")
-                continue
-            name = max(split.errors, key=lambda key: split.errors[key])
-            lines.append(
-                f"  micro-batch {split.micro_batch:>4}  {split.mechanism:<10} "
-                f"worst error {split.worst:.1e} ({name})"
-            )
-        for finding in self.findings:
-            lines.append(f"  - {finding.text}")
-            if finding.line:
-                lines.append(f"      {finding.line}")
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Return the report as a JSON object."""
-        return json.dumps(asdict(self), indent=2)
+ISLAND = 1e-9
+"""More than this is no rounding of float64: something computes in float32."""
 
 
 def check(
@@ -108,9 +47,9 @@ def check(
 
     Args:
         model: any module; it is copied and not changed.
-        loss_fn: as for `Engine`.
-        batch: ``(inputs, targets)`` as for `Engine.backward`; a few samples are enough, more than
-            one is needed.
+        loss_fn: as for `Engine`; a function that reads the model is made to read the copy.
+        batch: ``(inputs, targets)`` as for `Engine.backward`, copied too; a few samples are enough,
+            more than one is needed.
         micro_batch: the size to check. None (default) checks 1, an even and a ragged split.
 
     Returns:
@@ -119,6 +58,7 @@ def check(
     Raises:
         BatchError: the batch holds one sample, or cannot be split.
         LossError: the loss is not declared.
+        AnybatchError: the model or the loss cannot be copied.
 
     Example:
         >>> print(anybatch.check(model, nn.CrossEntropyLoss(), (inputs, targets)))
@@ -144,74 +84,118 @@ class _Check:
             raise BatchError("a check must split the batch, and it holds one sample: give two")
         self.size = batch.size
         self.findings: list[Finding] = []
-        self.model, self.loss_fn = copy.deepcopy(model), copy.deepcopy(loss_fn)
-        self.batch, self.dtype = batch, "float64"
+        self.model, self.loss_fn = diagnose.copied(model, loss_fn)
+        self.batch, self.dtype = _own(batch), "float64"
         off = diagnose.silence_dropout(self.model)
         if off:
             self._find(f"dropout was switched off to compare ({', '.join(off[:4])})")
-        self._widen(batch)
+        self._widen()
 
-    def _widen(self, batch: TensorBatch) -> None:
-        narrow = self.model, self.loss_fn
-        self.model = copy.deepcopy(self.model).double()
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn = copy.deepcopy(self.loss_fn).double()
-        self.batch = TensorBatch(_double(batch.inputs), _double(batch.targets), batch.size)
+    def _widen(self) -> None:
+        narrow = self.model, self.loss_fn, self.batch
+        self.model, self.loss_fn = diagnose.copied(self.model, self.loss_fn)
+        self.batch = _own(self.batch, double=True)
         try:
-            self.run(self.batch, batch.size)
+            self.model.double()
+            if isinstance(self.loss_fn, nn.Module):
+                self.loss_fn.double()
+            self.run(self.batch, self.size)
         except AnybatchError:
             raise
         except Exception as error:
-            self.model, self.loss_fn, self.batch = *narrow, batch
+            self.model, self.loss_fn, self.batch = narrow
             self.dtype = "the model's own precision"
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            first = diagnose.first_line(error)
             self._find(f"the model does not run in float64 ({first}): compared as it is")
 
     def report(self, micro_batch: int | None) -> Report:
         """Run every split and gather what it shows."""
         truth = self.run(self.batch, self.size)
+        finite = self._is_finite(truth)
         bound = self._bound(truth)
-        sizes = [micro_batch] if micro_batch else _sizes(self.size)
+        if micro_batch is not None:
+            Engine(self.model, self.loss_fn, micro_batch=micro_batch)  # a size that cannot be
+        sizes = _sizes(self.size) if micro_batch is None else [micro_batch]
         splits = tuple(self._split(size, truth) for size in sizes)
-        exact = all(split.worst <= bound for split in splits)
+        exact = finite and all(split.worst <= bound for split in splits)
         self._explain(splits, truth, exact=exact)
         return Report(exact, self.size, self.dtype, bound, splits, tuple(self.findings))
 
-    def run(self, batch: TensorBatch, micro_batch: int, batchnorm: Any = "exact") -> _Run:
-        """Return the gradients, buffers and loss of one step on a fresh copy."""
-        model, loss_fn = copy.deepcopy(self.model), copy.deepcopy(self.loss_fn)
+    def run(
+        self, batch: TensorBatch, micro_batch: int, batchnorm: Any = "exact", scale: float = 1.0
+    ) -> _Run:
+        """Return the gradients, buffers and loss of one step on a fresh copy.
+
+        The loss is multiplied by `scale` for backward, and the gradients are divided by it.
+        """
+        model, loss_fn = diagnose.copied(self.model, self.loss_fn)
+        batch = _own(batch)
         torch.manual_seed(0)
         model.zero_grad(set_to_none=True)
         engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm)
-        loss = engine.backward(batch.inputs, batch.targets)
-        grads = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+        scaler = None if scale == 1.0 else _Scale(scale)
+        loss = engine.backward(batch.inputs, batch.targets, scaler=scaler)
+        grads = {
+            f"{n}.grad": p.grad / scale for n, p in model.named_parameters() if p.grad is not None
+        }
         buffers = {f"{n} (buffer)": b.clone() for n, b in model.named_buffers()}
         assert engine.plan is not None
         return _Run({"loss": loss, **grads, **buffers}, engine.plan.mechanism)
 
+    def _is_finite(self, truth: _Run) -> bool:
+        """Say whether loss and gradients are; a buffer may hold infinities, as masks do."""
+        bad = [
+            name
+            for name, tensor in truth.tensors.items()
+            if not name.endswith("(buffer)") and not bool(tensor.to_dense().isfinite().all())
+        ]
+        if bad:
+            self._find(
+                f"the undivided batch itself gives NaN or infinite values ({', '.join(bad[:4])}): "
+                "there is nothing to compare. Check a batch whose loss is finite"
+            )
+        return not bad
+
     def _bound(self, truth: _Run) -> float:
-        """Return the bound of Law 1: the noise is that of two permutations of the rows."""
+        """Return the bound of Law 1: ten times what undivided runs differ by.
+
+        They differ in the order of the rows, or in the number that backward starts from, which
+        shows the rounding of each row where the order of the rows does not.
+        """
+        limit, generator = ROUNDING[self.dtype == "float64"], torch.Generator().manual_seed(0)
         noise = 0.0
-        generator = torch.Generator().manual_seed(0)
         for _ in range(2):
             order = torch.randperm(self.size, generator=generator)
-            permuted = self.run(_permuted(self.batch, order), self.size)
-            noise = max(noise, *error_of(permuted.tensors, truth.tensors).values())
-        if noise > ROUNDING[self.dtype == "float64"]:
+            other = self.run(permuted(self.batch, order), self.size)
+            noise = max(noise, *error_of(other.tensors, truth.tensors).values())
+        if noise > limit:
             self._find("the result depends on the order of the rows: no noise was allowed for")
             noise = 0.0
-        return tolerance({"permuted": noise})
+        scaled = self.run(self.batch, self.size, scale=3.0)
+        rounding = max(error_of(scaled.tensors, truth.tensors).values())
+        noise = max(noise, rounding if rounding <= limit else 0.0)
+        if self.dtype == "float64" and noise > ISLAND:
+            self._find(
+                f"a part of the model or of the loss computes in float32: undivided runs differ by "
+                f"{noise:.1e}, which is rounding, and ten times that is the bound"
+            )
+        return tolerance({"undivided": noise})
 
     def _split(self, size: int, truth: _Run) -> Split:
         try:
             run = self.run(self.batch, size)
-        except NotExactError as error:
+        except AnybatchError as error:
             return Split(size, {}, str(error), "refused")
+        except Exception as error:  # the undivided batch ran: it is the split that does not
+            why = f"{type(error).__name__}: {diagnose.first_line(error)}"
+            return Split(
+                size, {}, f"model and loss do not run on parts of the batch ({why})", "refused"
+            )
         return Split(size, error_of(run.tensors, truth.tensors), None, run.mechanism)
 
     def _explain(self, splits: tuple[Split, ...], truth: _Run, *, exact: bool) -> None:
         self._explain_loss(splits)
-        model, batch = self.model, self.batch
+        model, batch = self.model, _own(self.batch)
         moved = diagnose.moved_buffers(model, batch)
         norms = training_batchnorms(walk(model))
         if norms:
@@ -225,7 +209,7 @@ class _Check:
             return
         if diagnose.draws(model, batch):
             self._find("forward draws random numbers: other splits draw others, all equally right")
-        place = None if norms else diagnose.first_meeting(model, batch)
+        place = None if norms else self._first_meeting(batch)
         if place:
             self._find(
                 f"samples meet inside the model, first in {place}: its outputs for some rows "
@@ -238,6 +222,14 @@ class _Check:
                 "the whole batch it may decide otherwise for a part (data-dependent control flow)"
             )
 
+    def _first_meeting(self, batch: TensorBatch) -> str | None:
+        try:
+            return diagnose.first_meeting(self.model, batch)
+        except Exception as error:
+            first = diagnose.first_line(error)
+            self._find(f"forward runs on the whole batch and not on half of it ({first})")
+            return None
+
     def _explain_loss(self, splits: tuple[Split, ...]) -> None:
         if not any(split.mechanism == "gathering" for split in splits):
             return
@@ -249,13 +241,18 @@ class _Check:
 
     def _explain_batchnorm(self, norms: list[str], splits: tuple[Split, ...], truth: _Run) -> None:
         size = splits[-1].micro_batch
-        local = self.run(self.batch, size, "local")
+        where = f"samples meet in BatchNorm ({norms[0]}{' and more' if len(norms) > 1 else ''})"
+        try:
+            local = self.run(self.batch, size, "local")
+        except Exception as error:
+            first = diagnose.first_line(error)
+            self._find(f"{where}, and micro-batches of {size} cannot be normalised alone ({first})")
+            return
         errors = error_of(local.tensors, truth.tensors)
         worst = max(error for name, error in errors.items() if name.endswith(".grad"))
         self._find(
-            f"samples meet in BatchNorm ({norms[0]}{' and more' if len(norms) > 1 else ''}). "
-            f"Micro-batches of {size}, each normalised by itself, give a gradient error of "
-            f"{worst:.2g}; to accept that, say so:",
+            f"{where}. Micro-batches of {size}, each normalised by itself, give a gradient error "
+            f"of {worst:.2g}; to accept that, say so:",
             f'anybatch.Engine(model, loss_fn, micro_batch={size}, batchnorm="local")',
         )
 
@@ -269,14 +266,32 @@ def _sizes(size: int) -> list[int]:
     return sorted({1, -(-size // 2), *([ragged] if ragged else [])})
 
 
-def _permuted(batch: TensorBatch, order: Tensor) -> TensorBatch:
-    def pick(tensor: Tensor) -> Tensor:
-        return tensor[order.to(tensor.device)] if tensor.dim() > 0 else tensor
-
-    return TensorBatch(
-        tree.map_tensors(pick, batch.inputs), tree.map_tensors(pick, batch.targets), batch.size
-    )
+def _own(batch: TensorBatch, *, double: bool = False) -> TensorBatch:
+    """Return the batch with tensors of its own: a step may write to them."""
+    inputs = diagnose.cloned(batch.inputs, double=double)
+    return TensorBatch(inputs, diagnose.cloned(batch.targets, double=double), batch.size)
 
 
-def _double(values: Any) -> Any:
-    return tree.map_tensors(lambda t: t.double() if t.is_floating_point() else t, values)
+def permuted(batch: TensorBatch, order: Tensor) -> TensorBatch:
+    """Return the batch with its rows in another order."""
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf.detach()[order.to(leaf.device)].requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
+            return leaf[order.numpy()]
+        strings = isinstance(leaf, list | tuple) and len(leaf) == batch.size
+        return type(leaf)(leaf[i] for i in order.tolist()) if strings else leaf
+
+    inputs, targets = (tree.map_leaves(pick, values) for values in (batch.inputs, batch.targets))
+    return TensorBatch(inputs, targets, batch.size)
+
+
+class _Scale:
+    """As much of a GradScaler as a step needs, at a fixed scale."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        return outputs * self._factor

@@ -14,8 +14,10 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -41,11 +43,10 @@ class MicroBatch:
         )
 
     def fingerprint(self) -> int:
-        """Return a checksum of every bit of it."""
+        """Return a checksum of every bit of it: tensors, arrays, texts and numbers."""
         check = 0
-        for _, tensor in tree.tensors((self.inputs, self.targets)):
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            check = zlib.crc32(flat.view(torch.uint8).numpy().data, check)
+        for _, leaf in tree.leaves((self.inputs, self.targets)):
+            check = zlib.crc32(_bytes_of(leaf), check)
         return check
 
 
@@ -79,8 +80,8 @@ class TensorBatch:
         for start in range(0, self.size, micro_batch):
             stop = min(start + micro_batch, self.size)
             yield MicroBatch(
-                tree.rows(self.inputs, start, stop),
-                tree.rows(self.targets, start, stop),
+                tree.rows(self.inputs, start, stop, self.size),
+                tree.rows(self.targets, start, stop, self.size),
                 stop - start,
             )
 
@@ -91,6 +92,14 @@ class LazyBatch:
     It goes where the inputs go: ``engine.backward(LazyBatch(dataset))`` takes the whole data set
     as one batch. An item is a pair ``(input, target)``; with a loss inside the model
     (`Loss.inside`) an item is the input alone.
+
+    What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: a loss that
+    counts padding is then another number than that of the whole batch. Pad to a fixed length, or
+    give padding no weight (``ignore_index``). A number that it returns beside the rows must not
+    depend on the samples; one that differs between micro-batches is refused.
+
+    With `workers`, every pass over the batch seeds them from torch's global generator: each step
+    draws augmentations of its own, and both passes of one step draw the same.
 
     Args:
         dataset: any map-style ``torch.utils.data.Dataset``.
@@ -126,7 +135,6 @@ class LazyBatch:
         self.workers = workers
         self.collate_fn = collate_fn
         self.paired = True
-        self._seed = int(torch.randint(2**31, ()))
 
     @property
     def size(self) -> int:
@@ -143,7 +151,8 @@ class LazyBatch:
             micro_batch: samples in a micro-batch; the last one may be smaller.
 
         Raises:
-            BatchError: `collate_fn` changed the number of rows, or an item is no pair.
+            BatchError: `collate_fn` changed the number of rows, or gives a number that depends on
+                them; or an item is no pair.
         """
         chunks = [
             list(self.indices[start : start + micro_batch])
@@ -154,18 +163,14 @@ class LazyBatch:
             batch_sampler=chunks,
             num_workers=self.workers,
             collate_fn=self.collate_fn,
-            generator=torch.Generator().manual_seed(self._seed),
+            generator=torch.Generator().manual_seed(int(torch.randint(2**31, ()))),
         )
+        numbers: dict[str, Any] = {}
         for item, chunk in zip(loader, chunks, strict=True):
             inputs, targets = self._split(item)
             named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
-            size = tree.batch_size(**named)
-            if size != len(chunk):
-                raise BatchError(
-                    f"collate_fn must give as many rows as it was given items: {len(chunk)} "
-                    f"items became {size} rows. Drop samples from indices=, not in collate_fn"
-                )
-            yield MicroBatch(inputs, targets, size)
+            _check_collated(named, len(chunk), numbers)
+            yield MicroBatch(inputs, targets, len(chunk))
 
     def _split(self, item: Any) -> tuple[Any, Any]:
         if not self.paired:
@@ -176,6 +181,31 @@ class LazyBatch:
             f"an item of a lazy batch must be a pair (input, target), and it is "
             f"{type(item).__name__}: return pairs from the data set or from collate_fn"
         )
+
+
+def _check_collated(named: dict[str, Any], items: int, numbers: dict[str, Any]) -> None:
+    """Refuse what `collate_fn` must not do; `numbers` holds those of the first micro-batch."""
+    size = tree.batch_size(**named)
+    if size != items:
+        raise BatchError(
+            f"collate_fn must give as many rows as it was given items: {items} "
+            f"items became {size} rows. Drop samples from indices=, not in collate_fn"
+        )
+    for name, values in named.items():
+        for path, leaf in tree.leaves(values, name):
+            if isinstance(leaf, Number) or getattr(leaf, "ndim", None) == 0:
+                tree.check_constant(path, leaf, numbers.setdefault(path, leaf))
+
+
+def _bytes_of(leaf: Any) -> bytes | memoryview:
+    if isinstance(leaf, Tensor):
+        flat = leaf.detach().cpu().contiguous().reshape(-1)
+        flat = flat.resolve_conj().resolve_neg()
+        return flat.view(torch.uint8).numpy().data
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes() if leaf.dtype != object else b""
+    readable = isinstance(leaf, str | bytes | int | float | list | tuple)
+    return repr(leaf).encode() if readable else b""
 
 
 def count_micro_batches(size: int, micro_batch: int) -> int:

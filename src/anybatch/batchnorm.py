@@ -7,13 +7,7 @@ another function than rows that come at once. Modules are found by walking the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import torch
-from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import NotExactError
 from anybatch.modules import Modules
@@ -52,22 +46,3 @@ def refuse(names: list[str]) -> None:
             "samples must not meet inside the model when the batch is split, and they meet in "
             f"BatchNorm in training mode: {shown}. {WAY_OUT}"
         )
-
-
-class NoBatchNorm(TorchFunctionMode):
-    """Refuse a bare ``F.batch_norm(..., training=True)`` that runs inside the context."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Look at the call, and let it."""
-        kwargs = kwargs or {}
-        if func is batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):
-            refuse(["F.batch_norm(training=True) called in forward"])
-        if func is torch.batch_norm and (kwargs.get("training") or (len(args) > 5 and args[5])):
-            refuse(["torch.batch_norm(training=True) called in forward"])
-        return func(*args, **kwargs)

@@ -11,11 +11,11 @@ forwards gives the value of the whole batch: that is refused.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from anybatch.errors import NotExactError
-from anybatch.undo import BufferState
+from anybatch.undo import BufferState, same_values
 
 
 class ForwardBuffers:
@@ -37,7 +37,7 @@ class ForwardBuffers:
         self._kept = [s for s in states if (id(s.module), s.name) not in exempt]
         self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
         self._known = known
-        self._left: list[tuple[BufferState, Tensor]] | None = None
+        self._left: list[tuple[BufferState, Tensor | None]] | None = None
 
     @property
     def moving(self) -> frozenset[str]:
@@ -56,13 +56,11 @@ class ForwardBuffers:
             NotExactError: a buffer depends on the samples.
         """
         if self._left is None:
-            self._left = [
-                (state, _now(state).clone()) for state in self._kept if self._moves(state)
-            ]
+            self._left = [(state, _copy(state)) for state in self._kept if self._moves(state)]
             return
         first = {id(state) for state, _ in self._left}
         late = [s.path for s in self._kept if id(s) not in first and self._moves(s)]
-        other = [state.path for state, value in self._left if not torch.equal(_now(state), value)]
+        other = [s.path for s, value in self._left if not same_values(s.now(), value)]
         if late or other:
             raise NotExactError(
                 "a buffer must not depend on the samples of a micro-batch, and these do: "
@@ -70,9 +68,9 @@ class ForwardBuffers:
                 "micro_batch >= the batch size"
             )
 
-    def statistics(self) -> list[Tensor]:
+    def statistics(self) -> list[Tensor | None]:
         """Return the present values of the exempt buffers."""
-        return [_now(state).clone() for state in self._exempt]
+        return [_copy(state) for state in self._exempt]
 
     def restart(self) -> None:
         """Set back what has moved, running statistics too: a second pass begins."""
@@ -80,10 +78,12 @@ class ForwardBuffers:
         for state in self._exempt:
             state.put_back()
 
-    def settle(self, statistics: list[Tensor]) -> None:
+    def settle(self, statistics: list[Tensor | None]) -> None:
         """Give the exempt buffers the values that `statistics` returned after the first pass."""
         for state, values in zip(self._exempt, statistics, strict=True):
-            state.tensor.copy_(values)
+            now = state.now()
+            if now is not None and values is not None:
+                now.copy_(values)
 
     def _moves(self, state: BufferState) -> bool:
         if self._known is None:
@@ -91,7 +91,6 @@ class ForwardBuffers:
         return state.path in self._known or state.written()
 
 
-def _now(state: BufferState) -> Tensor:
-    tensor = state.module._buffers[state.name]
-    assert tensor is not None
-    return tensor.detach()
+def _copy(state: BufferState) -> Tensor | None:
+    now = state.now()
+    return None if now is None or is_lazy(now) else now.detach().clone()

@@ -2,16 +2,22 @@
 
 Each question is asked of a copy of the model and answered with a name or a line of source: which
 module gives other outputs for half of the rows, where forward reads a value and may decide by it,
-whether it draws random numbers, which buffers it moves.
+whether it draws random numbers, which buffers it moves. How the copies are made stands here too,
+and the report that the answers go into.
 """
 
 from __future__ import annotations
 
+import copy
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from types import CellType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -19,9 +25,161 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
 from anybatch.batch import TensorBatch
+from anybatch.errors import AnybatchError
+from anybatch.modules import walk
 from anybatch.step import call_model
+from anybatch.undo import BufferState, note_buffers, same_values
 
 READS = frozenset(["item", "__bool__", "__float__", "__int__", "__index__", "tolist", "nonzero"])
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way of splitting: the error of every tensor by name, or why it was refused."""
+
+    micro_batch: int
+    errors: dict[str, float]
+    refused: str | None
+    mechanism: str
+
+    @property
+    def worst(self) -> float:
+        """The largest error; infinite where the split was refused."""
+        return max(self.errors.values(), default=float("inf"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something worth knowing: in words, and as the line to paste, where there is one."""
+
+    text: str
+    line: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found.
+
+    Attributes:
+        exact: every split gives the gradient of the undivided batch, and that is finite.
+        samples: size of the batch.
+        dtype: the precision of the comparison.
+        bound: what errors must not exceed (Law 1).
+        splits: one entry a micro-batch size.
+        findings: what differs or costs, why, and what to do.
+    """
+
+    exact: bool
+    samples: int
+    dtype: str
+    bound: float
+    splits: tuple[Split, ...]
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.exact else "NOT exact"
+        lines = [f"{verdict}: {self.samples} samples, {self.dtype}, bound {self.bound:.1e}"]
+        refused: dict[str, list[str]] = {}
+        for split in self.splits:
+            if split.refused is not None:
+                refused.setdefault(split.refused, []).append(str(split.micro_batch))
+                continue
+            name = max(split.errors, key=lambda key: split.errors[key])
+            lines.append(
+                f"  micro-batch {split.micro_batch:>4}  {split.mechanism:<10} "
+                f"worst error {split.worst:.1e} ({name})"
+            )
+        for why, sizes in refused.items():
+            lines.append(f"  micro-batch {', '.join(sizes):>4}  refused: {why}")
+        for finding in self.findings:
+            lines.append(f"  - {finding.text}")
+            if finding.line:
+                lines.append(f"      {finding.line}")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the report as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def copied(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
+    """Return copies of both; a loss function that reads the model reads the copy.
+
+    Raises:
+        AnybatchError: something in them cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    try:
+        twin = copy.deepcopy(model, memo)
+        for fn in (loss_fn, *getattr(loss_fn, "__dict__", {}).values()):
+            if isinstance(fn, FunctionType):
+                memo[id(fn)] = _rebound(fn, memo)
+        return twin, copy.deepcopy(loss_fn, memo)
+    except Exception as error:
+        raise AnybatchError(
+            f"a check needs a copy of the model and the loss, and copying failed: "
+            f"{first_line(error)}. Check a model that has not run yet, or detach the tensors that "
+            "forward leaves on its modules"
+        ) from error
+
+
+def _rebound(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """Return `fn` reading copies, where it or a function of its file reads what was copied."""
+
+    def copy_of(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(memo.get(id(item), item) for item in value)
+        if id(value) not in memo and _is_beside(value, fn):
+            return _rebound(value, memo)
+        return memo.get(id(value), value)
+
+    if not _reads_copied(fn, memo, set()):
+        return fn
+    scope = dict(fn.__globals__)
+    cells = tuple(CellType() for _ in fn.__closure__ or ())
+    twin = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, cells)
+    twin.__kwdefaults__ = fn.__kwdefaults__
+    memo[id(fn)] = twin  # a function may name itself
+    scope |= {n: copy_of(scope[n]) for n in fn.__code__.co_names if n in scope}
+    for new, old in zip(cells, fn.__closure__ or (), strict=True):
+        if old != CellType():
+            new.cell_contents = copy_of(old.cell_contents)
+    return twin
+
+
+def _reads_copied(fn: FunctionType, memo: dict[int, Any], seen: set[int]) -> bool:
+    seen.add(id(fn))
+    ahead = [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
+    ahead += [cell.cell_contents for cell in fn.__closure__ or () if cell != CellType()]
+    ahead += [item for value in ahead if type(value) in (list, tuple) for item in value]
+    functions = (v for v in ahead if _is_beside(v, fn) and id(v) not in seen)
+    copied_too = any(id(value) in memo for value in ahead)
+    return copied_too or any(_reads_copied(v, memo, seen) for v in functions)
+
+
+def _is_beside(value: Any, fn: FunctionType) -> bool:
+    """Say whether `value` is a function of the same file: libraries read nobody's model."""
+    return isinstance(value, FunctionType) and value.__globals__ is fn.__globals__
+
+
+def cloned(values: Any, *, double: bool = False) -> Any:
+    """Return a tree with tensors and arrays of its own, in float64 if `double`."""
+
+    def clone(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        if not isinstance(leaf, Tensor):
+            return leaf
+        twin = leaf.detach().clone()
+        twin = twin.double() if double and twin.is_floating_point() else twin
+        return twin.requires_grad_(leaf.requires_grad)
+
+    return tree.map_leaves(clone, values)
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error says, in one line."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def silence_dropout(model: nn.Module) -> list[str]:
@@ -46,7 +204,9 @@ def draws(model: nn.Module, batch: TensorBatch) -> bool:
         for seed in (1, 2):
             torch.manual_seed(seed)
             outputs.append([t for _, t in tree.tensors(call_model(model, batch.inputs))])
-    return any(not torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    first, second = outputs
+    same = len(first) == len(second) and all(map(same_values, first, second))
+    return not same
 
 
 def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
@@ -55,7 +215,7 @@ def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
     with torch.no_grad(), _same_buffers(model):
         whole = _outputs_by_module(model, batch.inputs)
     with torch.no_grad(), _same_buffers(model):
-        part = _outputs_by_module(model, tree.rows(batch.inputs, 0, half))
+        part = _outputs_by_module(model, tree.rows(batch.inputs, 0, half, batch.size))
     for (name, all_rows), (other, some_rows) in zip(whole, part, strict=False):
         if name != other:
             return f"{name} (another module ran for fewer rows: {other})"
@@ -75,11 +235,9 @@ def value_reads(model: nn.Module, batch: TensorBatch) -> list[str]:
 
 def moved_buffers(model: nn.Module, batch: TensorBatch) -> list[str]:
     """Return the names of the buffers that one forward pass changes."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.no_grad(), _same_buffers(model):
+    with torch.no_grad(), _same_buffers(model) as before:
         call_model(model, batch.inputs)
-        after = dict(model.named_buffers())
-        return [n for n, value in before.items() if n in after and not torch.equal(after[n], value)]
+        return [state.path for state in before if state.moved()]
 
 
 class _Reads(TorchFunctionMode):
@@ -131,11 +289,10 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 @contextmanager
-def _same_buffers(model: nn.Module) -> Iterator[None]:
-    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+def _same_buffers(model: nn.Module) -> Iterator[list[BufferState]]:
+    states = note_buffers(walk(model))
     try:
-        yield
+        yield states
     finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(state[name])
+        for state in states:
+            state.put_back()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch import tree
+from anybatch import graph, tree
 from anybatch._plan import Facts, Plan, decide
 from anybatch.batch import Batch, LazyBatch, TensorBatch
 from anybatch.batchnorm import refuse, running_statistics, training_batchnorms
@@ -24,15 +24,28 @@ from anybatch.device import Link, link_to
 from anybatch.errors import AnybatchError
 from anybatch.gather import COUPLED, gather
 from anybatch.gradients import Gradients
-from anybatch.loss.declared import Inside, Loss, Watched
+from anybatch.look import look
+from anybatch.loss.declared import Inside, Loss
+from anybatch.loss.watched import Watched
 from anybatch.modules import Modules, parameters, walk
-from anybatch.refusals import as_function, refuse_later, refuse_now, refuse_ranks
-from anybatch.step import Observer, Scaler, Step
+from anybatch.refusals import (
+    as_function,
+    refuse_later,
+    refuse_nested,
+    refuse_now,
+    refuse_ranks,
+    refuse_written,
+    versions_of,
+)
+from anybatch.step import Layout, Observer, Scaler, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 
 BatchNormMode = Literal["exact", "local"]
+
+LOSS = "loss_fn: "
+"""What the paths of the modules of the loss begin with."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +80,17 @@ class StepReport:
 class Seen:
     """What the first step of a signature found out, and later ones need not look for.
 
-    A signature is the kinds of the tensors of a batch, without its size, and the training flag.
+    A signature is the kinds of the tensors of a batch, without its size, and the training flags.
+
+    Attributes:
+        coupled: the loss needs all outputs at once.
+        moving: paths of the buffers that forward moves.
+        layout: where the outputs hold the samples.
     """
 
     coupled: bool
     moving: frozenset[str]
+    layout: Layout | None
 
 
 class Engine:
@@ -135,6 +154,7 @@ class Engine:
         self._facts: Facts | None = None
         self._link: tuple[torch.device, Link] | None = None
         self._seen: dict[Any, Seen] = {}
+        self._closure: list[Tensor] = []
 
     @property
     def plan(self) -> Plan | None:
@@ -176,9 +196,11 @@ class Engine:
         Nothing has changed after an exception, KeyboardInterrupt included.
         """
         start = perf_counter()
-        batch, modules = self._batch(inputs, targets), walk(self.model)
-        leaves = self._parameters(modules, inputs)
+        refuse_nested(Engine.backward.__code__)
+        batch, modules = self._batch(inputs, targets), self._modules()
+        leaves = self._parameters(modules, batch)
         before = Before(modules, leaves)
+        versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=batch.size > self.micro_batch)
         step = self._step(batch, modules, before, gradients)
         step.scaler, step.observe = scaler, observe
@@ -186,6 +208,7 @@ class Engine:
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
                 loss = self._run(step, before)
+            refuse_written(leaves, versions)
         return self._note(step, loss, perf_counter() - start)
 
     def evaluate(
@@ -208,12 +231,13 @@ class Engine:
             NotExactError: as in `backward`.
         """
         start = perf_counter()
-        batch, modules = self._batch(inputs, targets), walk(self.model)
+        batch, modules = self._batch(inputs, targets), self._modules()
         before = Before(modules, [])
         step = self._step(batch, modules, before, None)
         step.observe = observe
         with whole_or_nothing(before, lambda: None), torch.no_grad():
             loss = self._run(step, before)
+            step.forget_casts()
         return self._note(step, loss, perf_counter() - start)
 
     def _run(self, step: Step, before: Before) -> Tensor:
@@ -221,25 +245,29 @@ class Engine:
 
     def _divided(self, step: Step, before: Before) -> Tensor:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
-        signature = self._signature(step.batch)
-        seen = self._seen.get(signature)
+        seen = self._seen.get(step.signature)
+        if seen is None:
+            step.layout = look(step)
+            step.discover = self._discoverer(step, before)
         loss = None if seen is not None and seen.coupled else stream(step)
         if loss is None:
             before.dice.put_back()
-            step.buffers.restart()
+            step.restart()
             loss = gather(step)
-        self._seen[signature] = Seen(step.found == COUPLED, step.buffers.moving)
+        moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
+        self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout)
         return loss
 
     def _step(
         self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
     ) -> Step:
         split = batch.size > self.micro_batch
-        norms = training_batchnorms(modules) if split else []
+        of_model = [(path, module) for path, module in modules if not path.startswith(LOSS)]
+        norms = training_batchnorms(of_model) if split else []
         if self.batchnorm == "exact":
             refuse(norms)
-        seen = self._seen.get(self._signature(batch))
-        compiled = hasattr(self.model, "_orig_mod")
+        signature = self._signature(batch, modules)
+        seen = self._seen.get(signature)
         return Step(
             model=self.model,
             loss=self.loss,
@@ -247,14 +275,30 @@ class Engine:
             micro_batch=self.micro_batch,
             link=self._link_to_model(),
             buffers=ForwardBuffers(
-                before.buffers if split else [],
-                running_statistics(modules) if self.batchnorm == "local" else set(),
+                [b for b in before.buffers if split and not b.path.startswith(LOSS)],
+                running_statistics(of_model) if self.batchnorm == "local" else set(),
                 seen.moving if seen else None,
             ),
             gradients=gradients,
-            watch=seen is None and self.batchnorm == "exact" and not compiled,
+            signature=signature,
+            layout=seen.layout if seen else None,
+            batchnorm=self.batchnorm,
             local=len(norms),
         )
+
+    def _discoverer(self, step: Step, before: Before) -> Callable[[list[Tensor]], None]:
+        """Return what adds the leaves that only the graph knows, such as a closure's parameters."""
+
+        def discover(roots: list[Tensor]) -> None:
+            if step.gradients is None:
+                return
+            known = {id(leaf) for leaf in step.gradients.parameters} | step.own
+            found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in known]
+            before.add(found)
+            step.gradients.add(found)
+            self._closure.extend(found)
+
+        return discover
 
     def _batch(self, inputs: Any, targets: Any) -> Batch:
         refuse_ranks()
@@ -268,17 +312,22 @@ class Engine:
         inputs.paired = not isinstance(self.loss, Inside)
         return inputs
 
-    def _parameters(self, modules: Modules, inputs: Any) -> list[Tensor]:
+    def _parameters(self, modules: Modules, batch: Batch) -> list[Tensor]:
         """Return every leaf that may receive a gradient, once."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        leaves = [] if isinstance(inputs, LazyBatch) else [t for _, t in tree.tensors(inputs)]
+        given = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
         every = [
             *parameters(modules),
-            *self.loss.parameters(),
+            *self._closure,
             *(p for group in groups for p in group["params"]),
-            *(leaf for leaf in leaves if leaf.requires_grad),
+            *(leaf for _, leaf in tree.tensors(given) if leaf.requires_grad),
         ]
         return list({id(p): p for p in every}.values())
+
+    def _modules(self) -> Modules:
+        """Return every module that a step runs: the model's, and those of the loss."""
+        of_loss = [fn for fn in self.loss.functions() if isinstance(fn, nn.Module)]
+        return walk(self.model) + [(LOSS + p, m) for fn in of_loss for p, m in walk(fn)]
 
     def _link_to_model(self) -> Link:
         parameter = next(self.model.parameters(), None)
@@ -287,12 +336,12 @@ class Engine:
             self._link = (device, link_to(device))
         return self._link[1]
 
-    def _signature(self, batch: Batch) -> Any:
+    def _signature(self, batch: Batch, modules: Modules) -> Any:
         kinds: tuple[Any, ...] = ("lazy",)
         if isinstance(batch, TensorBatch):
             pair = (batch.inputs, batch.targets)
             kinds = tuple((path, t.dim(), t.dtype) for path, t in tree.tensors(pair))
-        return kinds, self.model.training
+        return kinds, tuple(module.training for _, module in modules)
 
     def _note(self, step: Step, loss: Tensor, seconds: float) -> Tensor:
         gradients = step.gradients

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import tree
+from anybatch import graph, tree
 from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.errors import BatchError, NotReproducibleError
+from anybatch.errors import LossError, NotReproducibleError
 from anybatch.rng import Dice
 from anybatch.step import Step, check_trains
 
@@ -63,74 +63,71 @@ def gather(step: Step) -> Tensor:
 
     Raises:
         NotReproducibleError: the second pass met other samples or other outputs.
-        BatchError: an output has no first dimension of samples.
+        LossError: the loss uses tensors that it was not given.
     """
     step.found = COUPLED
     start = Dice.now()
     first = _first_pass(step)
     whole = MicroBatch(None, first.targets, step.batch.size)
     if step.gradients is None:
-        return step.loss.whole(first.outputs, whole).detach()
+        loss = step.loss.whole(first.outputs, whole).detach()
+        _show_all(step, first)
+        return loss
     loss, gradients = _loss_of_all(step, first.outputs, whole)
     end, statistics = Dice.now(), step.buffers.statistics()
     last = step.batch.size - first.last.size
-    trained = step.pull(*_rows(first.graph, gradients, last))
+    trained = step.pull(*_shares(step, first.graph, gradients, last))
     start.put_back()
     step.buffers.restart()
-    outputs = [tensor for _, tensor in tree.tensors(first.outputs)]
-    trained += _second_pass(step, outputs, gradients, first.prints[:-1])
+    trained += _second_pass(step, first, gradients)
     check_trains(trained)
-    step.show(first.graph, first.last)
     end.put_back()
     step.buffers.settle(statistics)
+    _show_all(step, first)
     step.finish()
     return loss
 
 
 def _first_pass(step: Step) -> FirstPass:
-    outputs, targets = [], []
+    outputs, targets, sizes = [], [], []
     prints: list[int | None] = []
     lazy = not isinstance(step.batch, TensorBatch)
     for index, micro in enumerate(step.feed()):
         with torch.set_grad_enabled(step.gradients is not None and index == step.count - 1):
-            _forget_casts(step)
+            step.forget_casts()
             out = step.forward(micro)
-        _check_rows(out, micro.size)
         outputs.append(tree.map_tensors(Tensor.detach, out))
         targets.append(micro.targets)
+        sizes.append(micro.size)
         prints.append(micro.fingerprint() if lazy else None)
-        if step.gradients is None:
-            step.show(out, micro)
-    return FirstPass(tree.join(outputs), tree.join(targets), prints, micro, out)
-
-
-def _forget_casts(step: Step) -> None:
-    """Drop the casts of the weights that autocast keeps: some were made without a graph."""
-    parameter = next(step.model.parameters(), None)
-    if parameter is not None and torch.is_autocast_enabled(parameter.device.type):
-        torch.clear_autocast_cache()
+    joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
+    return FirstPass(joined, tree.join(targets, sizes=sizes, name="targets"), prints, micro, out)
 
 
 def _loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss, and the gradient of each output tensor, in order, or None."""
-
-    def leaf(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        differentiable = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.requires_grad_() if differentiable else tensor
-
-    leaves = tree.map_tensors(leaf, outputs)
-    loss = step.loss.whole(leaves, whole)
+    leaves = [tensor.detach() for _, tensor in tree.tensors(outputs)]
+    for leaf in leaves:
+        if leaf.is_floating_point() or leaf.is_complex():
+            leaf.requires_grad_()
+    step.own.update(map(id, leaves))
+    moment, given = graph.now(), iter(leaves)
+    # The loss gets copies: it may write to them.
+    loss = step.loss.whole(tree.map_tensors(lambda _: next(given).clone(), outputs), whole)
+    if graph.reaches_before(loss, moment):
+        raise LossError(
+            "a loss must compute from the outputs and targets it is given, and it uses a tensor "
+            "that forward left elsewhere, which belongs to one micro-batch only (an attribute of "
+            "a module, what a hook kept): return it from the model, as one value a sample"
+        )
     check_trains(step.backward([loss], [torch.ones_like(loss)]))
-    return loss.detach(), [tensor.grad for _, tensor in tree.tensors(leaves)]
+    return loss.detach(), [leaf.grad for leaf in leaves]
 
 
-def _second_pass(
-    step: Step, outputs: list[Tensor], gradients: list[Tensor | None], prints: list[int | None]
-) -> int:
+def _second_pass(step: Step, first: FirstPass, gradients: list[Tensor | None]) -> int:
     """Run all micro-batches but the last again, and hand out their gradients."""
     begin = trained = 0
-    for micro, fingerprint in zip(_but_the_last(step), prints, strict=True):
+    for micro, fingerprint in zip(_but_the_last(step), first.prints, strict=False):
         if fingerprint is not None and micro.fingerprint() != fingerprint:
             raise NotReproducibleError(
                 "both passes over a lazy batch must load the same samples, and the second loaded "
@@ -138,10 +135,12 @@ def _second_pass(
                 "declare the loss by Loss.per_sample or Loss.ratio, which needs one pass"
             )
         out = step.forward(micro)
-        for (path, now), before in zip(tree.tensors(out, "outputs"), outputs, strict=True):
-            _check_same(path, now, before[begin : begin + micro.size])
-        trained += step.pull(*_rows(out, gradients, begin))
-        step.show(out, micro)
+        before = _rows(step, first.outputs, begin, micro.size)
+        for (path, now), (_, then) in zip(
+            tree.tensors(out, "outputs"), tree.tensors(before), strict=True
+        ):
+            _check_same(path, now, then)
+        trained += step.pull(*_shares(step, out, gradients, begin))
         begin += micro.size
     return trained
 
@@ -150,26 +149,43 @@ def _but_the_last(step: Step) -> Iterator[MicroBatch]:
     return islice(step.feed(), step.count - 1)
 
 
-def _rows(
-    outputs: Any, gradients: list[Tensor | None], begin: int
+def _rows(step: Step, outputs: Any, begin: int, size: int) -> Any:
+    """Return the rows of a micro-batch of the outputs of all."""
+    axes = iter(step.layout or ())
+
+    def narrow(tensor: Tensor) -> Tensor:
+        axis = next(axes)
+        return tensor if axis is None else tensor.narrow(axis, begin, size)
+
+    return tree.map_tensors(narrow, outputs)
+
+
+def _shares(
+    step: Step, outputs: Any, gradients: list[Tensor | None], begin: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the output tensors that the loss depends on, and their rows of its gradient."""
-    pairs = [
-        (tensor, gradient[begin : begin + len(tensor)])
-        for (_, tensor), gradient in zip(tree.tensors(outputs), gradients, strict=True)
-        if gradient is not None
-    ]
-    return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+    """Return the output tensors that the loss depends on, and their rows of its gradient.
+
+    An output without samples is the same for all micro-batches: the first one hands it back.
+    """
+    roots, shares = [], []
+    for (_, tensor), gradient, axis in zip(
+        tree.tensors(outputs), gradients, step.layout or (), strict=True
+    ):
+        if gradient is None or (axis is None and begin > 0):
+            continue
+        size = 0 if axis is None else tensor.shape[axis]
+        roots.append(tensor)
+        shares.append(gradient if axis is None else gradient.narrow(axis, begin, size))
+    return roots, shares
 
 
-def _check_rows(outputs: Any, n: int) -> None:
-    for path, tensor in tree.tensors(outputs, "outputs"):
-        if tensor.dim() == 0 or tensor.shape[0] != n:
-            raise BatchError(
-                f"a loss that couples the samples needs outputs whose first dimension is the "
-                f"samples, {n} here, and {path} has shape {tuple(tensor.shape)}: move the samples "
-                "to the front in the model and back in the loss, or declare the loss"
-            )
+def _show_all(step: Step, first: FirstPass) -> None:
+    begin = 0
+    for start in range(0, step.batch.size, step.micro_batch):
+        size = min(step.micro_batch, step.batch.size - start)
+        targets = tree.rows(first.targets, begin, begin + size, step.batch.size)
+        step.show(_rows(step, first.outputs, begin, size), MicroBatch(None, targets, size))
+        begin += size
 
 
 def _check_same(path: str, now: Tensor, before: Tensor) -> None:

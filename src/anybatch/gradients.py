@@ -35,10 +35,12 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[Tensor], *, wide: bool = True) -> None:
         self.parameters = list(parameters)
+        self._wide = wide
         self._half = [p for p in self.parameters if wide and gradient_dtype(p) in HALF]
         self._sums: dict[Tensor, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
-        self._totals: dict[Tensor, Tensor | None] = {}
+        self._assigned: dict[Tensor, Tensor | None] = {}
+        self._added: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     @property
     def half(self) -> tuple[str, ...]:
@@ -52,10 +54,33 @@ class Gradients:
 
     def set_aside(self) -> None:
         """Take away the gradients that are there, so that the step starts from none."""
-        for parameter in self.parameters:
+        self._set_aside(self.parameters)
+
+    def _set_aside(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
             if parameter.grad is not None:
                 self._before[parameter] = parameter.grad
                 parameter.grad = None
+
+    def add(self, leaves: Iterable[Tensor]) -> None:
+        """Take in more leaves before they get a gradient; what they have is set aside.
+
+        Args:
+            leaves: tensors that turn up during the step; those already here are left out.
+        """
+        here = {id(parameter) for parameter in self.parameters}
+        more = {id(leaf): leaf for leaf in leaves if id(leaf) not in here}
+        self.parameters += more.values()
+        self._half += [p for p in more.values() if self._wide and gradient_dtype(p) in HALF]
+        self._set_aside(more.values())
+
+    def restart(self) -> None:
+        """Throw away what was summed so far: the step starts over."""
+        self._sums.clear()
+        self._assigned.clear()
+        self._added.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def collect(self) -> None:
         """Add what the last micro-batch left, where autograd did not do it."""
@@ -78,35 +103,54 @@ class Gradients:
         if _is_one(factor) and not self._sums and not self._before:
             return  # the sums are where they belong
         with torch.no_grad():
-            self._totals = {p: self._total(p, factor) for p in self.parameters}
+            for parameter in self.parameters:
+                self._prepare(parameter, self._total(parameter, factor))
 
     def deliver(self) -> None:
-        """Make ``.grad`` what it was before the step plus the sum; nothing is allocated."""
+        """Make ``.grad`` what it was before the step plus the sum; nothing here can fail.
+
+        What could (casts, layouts that do not add, tensors that cannot be written to) was done in
+        `finish`; left are references, and sums in place of plain dense tensors.
+        """
         with torch.no_grad():
-            for parameter, total in self._totals.items():
-                before = self._before.get(parameter)
-                if before is None or total is None:
-                    parameter.grad = before if total is None else total
+            for parameter, total in self._assigned.items():
+                parameter.grad = total
+            for parameter, (before, total) in self._added.items():
+                parameter.grad = before
+                if before.dtype == total.dtype:
+                    before.add_(total)
                 else:
-                    parameter.grad = _added(before, total)
+                    before.copy_(total)
 
     def _total(self, parameter: Tensor, factor: float | Tensor) -> Tensor | None:
         total = self._sums.pop(parameter, parameter.grad)
-        if total is None:
-            return None
-        if not _is_one(factor):
+        if total is not None and not _is_one(factor):
             total.mul_(factor)
-        kept = parameter in self._before
-        return total if kept else total.to(gradient_dtype(parameter))
+        return total
+
+    def _prepare(self, parameter: Tensor, total: Tensor | None) -> None:
+        before, dtype = self._before.get(parameter), gradient_dtype(parameter)
+        if total is None:
+            self._assigned[parameter] = before
+        elif before is None:
+            self._assigned[parameter] = total.to(dtype)
+        elif not (_is_plain(before) and _is_plain(total)):
+            self._assigned[parameter] = _sum(before.to(total.dtype), total).to(dtype)
+        else:  # a half-precision sum is complete here, and rounded once when it is delivered
+            ready = total if before.dtype == total.dtype else total.add_(before)
+            self._added[parameter] = before, ready
 
 
-def _added(before: Tensor, total: Tensor) -> Tensor:
-    """Return `before`, the same tensor, with `total` added; rounded once if it is half."""
-    if before.is_sparse or total.is_sparse:
-        return before + total
-    if before.dtype == total.dtype:
-        return before.add_(total)
-    return before.copy_(total.add_(before))
+def _is_plain(gradient: Tensor) -> bool:
+    """Say whether a tensor can be added to in place: dense, and no two entries in one place."""
+    dense = gradient.layout == torch.strided and not gradient.is_inference()
+    steps = zip(gradient.shape, gradient.stride(), strict=True) if dense else ()
+    return dense and all(size < 2 or step != 0 for size, step in steps)
+
+
+def _sum(before: Tensor, total: Tensor) -> Tensor:
+    """Return a new tensor; torch adds sparse to dense, and not dense to sparse."""
+    return total + before if before.is_sparse else before + total
 
 
 def _is_one(factor: float | Tensor) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from anybatch.errors import LossError, NotYetError
+from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
 
 
 def refuse_later(memory: Any, plan: Any, rng: str, micro_batch: int | None) -> None:
@@ -64,3 +67,45 @@ def refuse_ranks() -> None:
                 f"the batch over several ranks is not there yet, and there are {ranks}: train in "
                 "one process"
             )
+
+
+def refuse_nested(code: CodeType) -> None:
+    """Refuse a step that begins inside another one, in its observer for instance.
+
+    The stack itself is asked: a flag would stay up after an interrupt at the wrong instruction.
+
+    Args:
+        code: that of the calling method.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code:
+            raise AnybatchError(
+                "a step must end before another one begins, and engine.backward was called inside "
+                "engine.backward, most likely by observe: keep what it needs and call it afterwards"
+            )
+        frame = frame.f_back
+
+
+def versions_of(leaves: list[Tensor]) -> list[int]:
+    """Return torch's count of the writes to each leaf."""
+    return [-1 if is_lazy(leaf) else leaf._version for leaf in leaves]
+
+
+def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
+    """Refuse a step in which something wrote to a parameter: later micro-batches met another model.
+
+    What was written cannot be undone here: no copy of the parameters is kept.
+    """
+    changed = [
+        leaf
+        for leaf, before in zip(leaves, versions, strict=True)
+        if before >= 0 and leaf._version != before
+    ]
+    if changed:
+        raise NotExactError(
+            "parameters must not change before the whole batch is done, and "
+            f"{len(changed)} of them were written to during the step, the first of shape "
+            f"{tuple(changed[0].shape)}, most likely by a gradient hook; they keep what was "
+            "written. Remove the hook and update after engine.backward"
+        )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from anybatch import tree
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
-from anybatch.batchnorm import NoBatchNorm
 from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, feed
 from anybatch.errors import LossError
@@ -32,13 +31,21 @@ class Scaler(Protocol):
         """Return the tensor times the present scale."""
 
 
+Layout = tuple[int | None, ...]
+"""For each output tensor the dimension that holds the samples; None where none does."""
+
+
 @dataclass
 class Step:
     """A mini-batch on its way through the model.
 
     Attributes:
         gradients: where gradients come together; None runs forward only.
-        watch: look for a bare ``F.batch_norm`` in forward (first step of a signature).
+        layout: where the outputs hold the samples; None until somebody has looked.
+        signature: the kind of the batch and the modes of the modules.
+        own: ids of the leaves that the step itself made.
+        discover: told the roots of every backward of the first step of a signature.
+        batchnorm: "exact" or "local".
         local: BatchNorm layers that normalise each micro-batch by itself.
         found: what the mechanism found the loss to be, in words.
     """
@@ -52,9 +59,15 @@ class Step:
     gradients: Gradients | None
     scaler: Scaler | None = None
     observe: Observer | None = None
-    watch: bool = False
+    signature: Any = None
+    layout: Layout | None = None
+    own: set[int] = field(default_factory=set)
+    discover: Callable[[list[Tensor]], None] | None = None
+    batchnorm: str = "exact"
     local: int = 0
     found: str = ""
+    _shown: int = 0
+    _turn: int = 0
 
     @property
     def count(self) -> int:
@@ -68,17 +81,15 @@ class Step:
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return what is known of the whole batch after its first forward."""
         whole = self.batch if isinstance(self.batch, TensorBatch) else None
-        return Scope(self.batch.size, self.count, whole, outputs, first)
+        layout = self.layout or ()
+        return Scope(self.batch.size, self.count, whole, outputs, first, layout)
 
     def forward(self, micro: MicroBatch) -> Any:
         """Run the model on a micro-batch, its buffers as the undivided batch would find them."""
         if self.count == 1:
             return call_model(self.model, micro.inputs)
         self.buffers.before()
-        mode: AbstractContextManager[Any] = NoBatchNorm() if self.watch else nullcontext()
-        with mode:
-            outputs = call_model(self.model, micro.inputs)
-        self.watch = False
+        outputs = call_model(self.model, micro.inputs)
         self.buffers.after()
         return outputs
 
@@ -100,6 +111,8 @@ class Step:
         pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
         if self.gradients is None or not pairs:
             return 0
+        if self.discover is not None:
+            self.discover([root for root, _ in pairs])
         with _outside_autocast(pairs[0][0].device.type):
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         self.gradients.collect()
@@ -111,9 +124,24 @@ class Step:
             self.gradients.finish(factor)
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
-        """Let the observer see a micro-batch that is done."""
-        if self.observe is not None:
+        """Let the observer see a micro-batch that is done, once, though the step start over."""
+        self._turn += 1
+        if self.observe is not None and self._turn > self._shown:
+            self._shown = self._turn
             self.observe(tree.map_tensors(Tensor.detach, outputs), micro.targets)
+
+    def forget_casts(self) -> None:
+        """Drop the casts of the weights that autocast keeps: some were made without a graph."""
+        parameter = next(self.model.parameters(), None)
+        if parameter is not None and torch.is_autocast_enabled(parameter.device.type):
+            torch.clear_autocast_cache()
+
+    def restart(self) -> None:
+        """Begin again: nothing summed, buffers as they were."""
+        self._turn = 0
+        self.buffers.restart()
+        if self.gradients is not None:
+            self.gradients.restart()
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anybatch.gradients import HALF
 from anybatch.loss.declared import Number, Part, Total
+from anybatch.loss.watched import NotAPartError
 from anybatch.step import Step, check_trains
 
 
@@ -42,10 +43,14 @@ def stream(step: Step) -> Tensor | None:
                 return None
             step.found = step.loss.describe(totals)
             normalize = Normalization(totals, step.batch.size)
-        parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
+        try:
+            parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
+        except NotAPartError:
+            return None
         weights = normalize(parts, micro.size)  # 11
         trained += step.backward([part.numerator for part in parts], weights)  # 12
         step.show(outputs, micro)
+        del outputs, parts  # the next forward should not find them in memory
     if step.gradients is not None:
         check_trains(trained)
     assert normalize is not None

@@ -2,17 +2,19 @@
 
 torch's own pytree is private and keeps no names that a person would recognise. Here every tensor
 has a path that reads like the expression that reaches it, such as ``inputs['image'][0]``, and an
-error can name it. What is not a tensor is carried along unchanged, and so is a 0-dim tensor:
-neither has rows.
+error can name it. Numpy arrays, and lists of as many strings as there are samples, have rows too.
+What is anything else is carried along unchanged, and so is a 0-dim tensor: neither has rows.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
@@ -29,30 +31,36 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from tensors(child, path + key)
 
 
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(path, leaf)`` for everything in `tree`; a list of strings is one leaf."""
+    if _is_leaf(tree):
+        yield path, tree
+        return
+    for key, child in _children(tree):
+        yield from leaves(child, path + key)
+
+
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return a tree of the same types with ``fn(tensor)`` where each tensor was."""
-    if isinstance(tree, Tensor):
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree of the same types with ``fn(leaf)`` for each leaf, in the order of `leaves`."""
+    if _is_leaf(tree):
         return fn(tree)
     if isinstance(tree, Mapping):
-        return _like_mapping(tree, {key: map_tensors(fn, child) for key, child in tree.items()})
+        return _like_mapping(tree, {key: map_leaves(fn, child) for key, child in tree.items()})
     if _is_named_tuple(tree):
-        return type(tree)(*(map_tensors(fn, child) for child in tree))
+        return type(tree)(*(map_leaves(fn, child) for child in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(map_tensors(fn, child) for child in tree)
-    if _is_dataclass(tree):
-        return dataclasses.replace(
-            tree,
-            **{
-                field.name: map_tensors(fn, getattr(tree, field.name))
-                for field in dataclasses.fields(tree)
-                if field.init
-            },
-        )
-    return tree
+        return type(tree)(map_leaves(fn, child) for child in tree)
+    fields = {name: map_leaves(fn, getattr(tree, name)) for name in _fields(tree)}
+    return dataclasses.replace(tree, **fields)
 
 
 def batch_size(**trees: Any) -> int:
-    """Return the number of rows that all tensors of all `trees` share.
+    """Return the number of rows that all tensors and arrays of all `trees` share.
 
     Raises:
         BatchError: a tensor has another first dimension (each is named), a layout that has no
@@ -60,10 +68,11 @@ def batch_size(**trees: Any) -> int:
     """
     rows: dict[str, int] = {}
     for name, tree in trees.items():
-        for path, tensor in tensors(tree, name):
-            _check_sliceable(path, tensor)
-            if tensor.dim() > 0:
-                rows[path] = tensor.shape[0]
+        for path, leaf in leaves(tree, name):
+            if isinstance(leaf, Tensor):
+                _check_sliceable(path, leaf)
+            if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
+                rows[path] = leaf.shape[0]
     if not rows:
         raise BatchError(
             "a batch must hold at least one tensor with a first dimension to split, and "
@@ -83,27 +92,107 @@ def batch_size(**trees: Any) -> int:
     return size
 
 
-def rows(tree: Any, start: int, stop: int) -> Any:
-    """Return rows ``start..stop`` of every tensor of `tree`, as views."""
-    return map_tensors(lambda t: t[start:stop] if t.dim() > 0 else t, tree)
+def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
+    """Return rows ``start..stop`` of everything in `tree` that has rows, tensors as views.
+
+    Args:
+        tree: tensors and arrays with rows first; lists or tuples of strings.
+        start: the first row.
+        stop: the row after the last.
+        size: N, the rows of `tree`: a list of exactly N strings is sliced too, others are carried
+            along. None (default) takes it from the tensors, where they agree.
+    """
+    whole = _rows_of(leaf for _, leaf in leaves(tree)) if size is None else size
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray):
+            return leaf[start:stop] if leaf.ndim > 0 else leaf
+        return leaf[start:stop] if _strings(leaf) == whole else leaf
+
+    return map_leaves(cut, tree)
 
 
-def join(parts: Sequence[Any]) -> Any:
+def join(
+    parts: Sequence[Any],
+    dims: Sequence[int | None] | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    name: str = "outputs",
+) -> Any:
     """Join the rows of equal trees into one: the inverse of `rows`.
 
+    Args:
+        parts: the trees of the micro-batches.
+        dims: for each tensor, in the order of `tensors`, the dimension that holds the samples;
+            None for a constant. Default: the first, and none where there is none.
+        sizes: samples of each part: lists of so many strings are joined. None (default) takes
+            them from the tensors, where they agree.
+        name: what the trees are, for errors.
+
+    Returns:
+        The joined tree; a constant is that of the last part.
+
     Raises:
-        BatchError: the parts have different structures.
+        BatchError: the parts have different structures, or a constant is not the same in all.
     """
-    columns = [[tensor for _, tensor in tensors(part)] for part in parts]
-    if len({len(column) for column in columns}) > 1:
-        counts = ", ".join(str(len(column)) for column in columns)
+    columns = [list(leaves(part, name)) for part in parts]
+    _check_structure(columns, name)
+    dim_of = None if dims is None else iter(dims)
+    counts = [_rows_of(leaf for _, leaf in column) for column in columns]
+    joined = []
+    for same in zip(*columns, strict=True):
+        column = [leaf for _, leaf in same]
+        dim: int | None = 0 if getattr(column[0], "ndim", 0) > 0 else None
+        if dim_of is not None and isinstance(column[0], Tensor):
+            dim = next(dim_of)
+        joined.append(_join_leaf(same[0][0], column, dim, sizes or counts))
+    answer = iter(joined)
+    return map_leaves(lambda _: next(answer), parts[-1])
+
+
+def _check_structure(columns: list[list[tuple[str, Any]]], name: str) -> None:
+    counts = [sum(isinstance(leaf, Tensor) for _, leaf in column) for column in columns]
+    if len(set(counts)) > 1:
+        listed = ", ".join(map(str, counts))
         raise BatchError(
-            f"every micro-batch must give the same number of output tensors, and they gave {counts}"
+            f"every micro-batch must give the same number of output tensors, and they gave {listed}"
         )
-    joined = iter(
-        [torch.cat(same) if same[0].dim() > 0 else same[0] for same in zip(*columns, strict=True)]
-    )
-    return map_tensors(lambda _: next(joined), parts[0])
+    paths = [[path for path, _ in column] for column in columns]
+    if any(other != paths[0] for other in paths):
+        raise BatchError(
+            f"every micro-batch must give {name} of the same structure, and they differ: return "
+            "the same keys and numbers of items"
+        )
+
+
+def _join_leaf(path: str, column: list[Any], dim: int | None, sizes: Sequence[int | None]) -> Any:
+    if dim is not None and all(isinstance(leaf, Tensor | np.ndarray) for leaf in column):
+        shapes = [tuple(leaf.shape) for leaf in column]
+        if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
+            raise BatchError(
+                f"micro-batches must agree in all dimensions but that of the samples, and {path} "
+                f"has shapes {', '.join(map(str, shapes))}: pad to a fixed length"
+            )
+        return (torch.cat if isinstance(column[0], Tensor) else np.concatenate)(column, dim)
+    if [_strings(leaf) for leaf in column] == list(sizes):
+        return type(column[0])(text for leaf in column for text in leaf)
+    for leaf in column:
+        check_constant(path, column[-1], leaf)
+    return column[-1]
+
+
+def check_constant(path: str, one: Any, other: Any) -> None:
+    """Refuse a leaf without rows that is not the same in two micro-batches.
+
+    Raises:
+        BatchError: it names the path and both values.
+    """
+    if not _same(one, other):
+        raise BatchError(
+            f"what has no rows must be the same in every micro-batch, and {path} is "
+            f"{_short(other)} in one micro-batch and {_short(one)} in another: it depends on the "
+            "samples, so return one value a sample, in a tensor of shape [n]"
+        )
 
 
 LEAVES = frozenset([int, float, str, bool, bytes, type(None), torch.dtype, torch.device, slice])
@@ -125,7 +214,50 @@ def _children(tree: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, tuple | list):
         yield from ((f"[{i}]", child) for i, child in enumerate(tree))
     elif _is_dataclass(tree):
-        yield from ((f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree))
+        yield from ((f".{name}", getattr(tree, name)) for name in _fields(tree))
+
+
+def _is_leaf(tree: Any) -> bool:
+    if type(tree) in LEAVES or isinstance(tree, Tensor | np.ndarray):
+        return True
+    if isinstance(tree, tuple | list):
+        return _strings(tree) > 0
+    return not (isinstance(tree, Mapping) or _is_dataclass(tree))
+
+
+def _strings(leaf: Any) -> int:
+    """Return how many strings a list or tuple of nothing else holds; 0 for anything else."""
+    if not isinstance(leaf, tuple | list) or _is_named_tuple(leaf):
+        return 0
+    return len(leaf) if all(isinstance(item, str) for item in leaf) else 0
+
+
+def _rows_of(leaves: Iterable[Any]) -> int | None:
+    shaped = (leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray))
+    sizes = {int(leaf.shape[0]) for leaf in shaped if leaf.ndim > 0}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Compare two leaves; NaN is NaN, and what cannot be compared is the same if it is one."""
+    if a is b or type(a) is not type(b):
+        return a is b
+    if isinstance(a, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+    try:
+        return bool(a == b) or bool(a != a and b != b)
+    except Exception:  # a type whose == gives no truth value
+        return False
+
+
+def _short(leaf: Any) -> str:
+    value = leaf.item() if isinstance(leaf, Tensor) and leaf.ndim == 0 else leaf
+    text = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_sliceable(path: str, tensor: Tensor) -> None:
@@ -142,9 +274,13 @@ def _check_sliceable(path: str, tensor: Tensor) -> None:
 
 
 def _like_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(tree) is dict or not hasattr(tree, "__setitem__"):
+    """Return `items` as the type of `tree` where its copy is known to share nothing, else a dict.
+
+    A mapping of a person's own may keep its items in an inner one, which a copy would share.
+    """
+    if type(tree) is dict or not isinstance(tree, dict | UserDict):
         return items
-    clone: Any = copy.copy(tree)
+    clone = copy.copy(tree)
     for key, value in items.items():
         clone[key] = value
     return clone
@@ -156,3 +292,8 @@ def _is_named_tuple(tree: Any) -> bool:
 
 def _is_dataclass(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
+
+
+def _fields(tree: Any) -> list[str]:
+    """Return the fields a dataclass is made from; those it makes itself are not children."""
+    return [field.name for field in dataclasses.fields(tree) if field.init]

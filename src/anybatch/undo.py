@@ -16,12 +16,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _pop_mode
 
@@ -32,14 +35,26 @@ from anybatch.rng import Dice
 
 @dataclass(frozen=True)
 class BufferState:
-    """One buffer at one moment: where it is, which tensor it was, and its values."""
+    """One buffer at one moment: where it is, which tensor it was, and its values.
+
+    Attributes:
+        tensor: the tensor itself; None where the name was registered without one.
+        data: a second tensor on the same memory, which keeps shape and place when `tensor` loses
+            them (``resize_``, ``.data = ...``).
+        values: a copy; None where there is nothing to copy (no tensor, or one without data yet).
+    """
 
     module: nn.Module
     name: str
     path: str
-    tensor: Tensor
+    tensor: Tensor | None
     version: int
-    values: Tensor
+    data: Tensor | None
+    values: Tensor | None
+
+    def now(self) -> Tensor | None:
+        """Return what is registered under its name at present."""
+        return _buffer(self.module, self.name)
 
     def written(self) -> bool:
         """Say whether torch noticed a write, or another tensor took its place.
@@ -47,36 +62,101 @@ class BufferState:
         It costs nothing, and it misses batch_norm, whose kernel moves the running statistics
         without telling autograd.
         """
-        now = self.module._buffers.get(self.name)
-        return now is not self.tensor or now._version != self.version
+        now = self.now()
+        return now is not self.tensor or _version(now) != self.version
 
     def moved(self) -> bool:
         """Say whether its values are others than they were."""
-        now = self.module._buffers.get(self.name)
-        return now is None or not torch.equal(now, self.values)
+        now = self.now()
+        if self.values is not None:
+            return not same_values(now, self.values)
+        return now is not self.tensor or (now is not None and not is_lazy(now))
 
     def put_back(self) -> None:
-        """Make the buffer the tensor it was, with the values it had."""
+        """Make the buffer the tensor it was, with the values it had.
+
+        Where a tensor cannot be written to (one with stride 0), it is left if its values are still
+        what they were, and a copy takes its place if not. One that had no data keeps what it got.
+        """
         self.module._buffers[self.name] = self.tensor
+        if self.tensor is None or self.values is None:
+            return
         with torch.no_grad():
-            self.tensor.copy_(self.values)
+            try:
+                if self.data is not None and not _same_place(self.tensor, self.data):
+                    self.tensor.data = self.data
+                self.tensor.copy_(self.values)
+            except Exception:  # for whatever reason, its values must come back
+                if not same_values(self.tensor, self.values):
+                    self.module._buffers[self.name] = self.values.clone()
 
 
 def note_buffers(modules: Modules) -> list[BufferState]:
     """Return the state of every buffer of `modules`, its values copied."""
     return [
-        BufferState(
-            owner,
-            name,
-            f"{path}.{name}" if path else name,
-            tensor,
-            tensor._version,
-            tensor.detach().clone(),
-        )
+        _note(owner, name, f"{path}.{name}" if path else name, tensor)
         for path, owner in modules
         for name, tensor in owner._buffers.items()
-        if tensor is not None
     ]
+
+
+def _note(owner: nn.Module, name: str, path: str, tensor: Tensor | None) -> BufferState:
+    if tensor is None or is_lazy(tensor):
+        return BufferState(owner, name, path, tensor, _version(tensor), None, None)
+    data = tensor.detach()
+    version = 0 if tensor.is_inference() else tensor._version
+    return BufferState(owner, name, path, tensor, version, data, data.clone())
+
+
+def same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    """Say whether two buffers are alike: shape, type and values; NaN is NaN, and None is None."""
+    if a is None or b is None:
+        return a is b
+    if is_lazy(a) or is_lazy(b) or a is b:
+        return a is b
+    if (a.shape, a.dtype, a.layout, a.device) != (b.shape, b.dtype, b.layout, b.device):
+        return False
+    a, b = a.detach(), b.detach()
+    if a.layout != torch.strided:
+        return all(starmap(same_values, zip(_parts(a), _parts(b), strict=True)))
+    if a.is_meta:
+        return True
+    if a.is_floating_point() and a.itemsize == 1:  # float8 knows no ==
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if torch.equal(a, b):
+        return True
+    nan = a.is_floating_point() or a.is_complex()
+    return nan and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse one is made of."""
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    entries = tensor.to_sparse().coalesce()
+    return [entries.indices(), entries.values()]
+
+
+def _same_place(tensor: Tensor, data: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return True
+    same = tensor.shape == data.shape and tensor.stride() == data.stride()
+    return same and tensor.data_ptr() == data.data_ptr()
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Return torch's count of writes; 0 for what has none."""
+    if tensor is None or (not is_lazy(tensor) and tensor.is_inference()):
+        return 0
+    return tensor._version
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor | None:
+    """Return a buffer; those of a scripted module are in a wrapper, which is no dict."""
+    try:
+        return module._buffers[name]
+    except KeyError:
+        return None
 
 
 class Before:
@@ -93,18 +173,57 @@ class Before:
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()
         self.open = True
+        self._registered = [
+            (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+            for _, module in modules
+            if isinstance(module._buffers, dict)
+        ]
 
-    def put_back(self) -> None:
-        """Make all of it as it was."""
+    def add(self, leaves: Iterable[Tensor]) -> None:
+        """Note the gradients of more leaves, which have not been touched yet.
+
+        Args:
+            leaves: tensors that turn up during the step; those already noted are left out.
+        """
+        noted = {id(parameter) for parameter, _ in self.gradients}
+        self.gradients += [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in noted]
+
+    def holds(self, leaves: Iterable[Tensor]) -> bool:
+        """Say whether the step gives a gradient to one of `leaves`."""
+        noted = {id(parameter) for parameter, _ in self.gradients}
+        return any(id(leaf) in noted for leaf in leaves)
+
+    def put_back(self) -> list[Exception]:
+        """Make all of it as it was; return what could not be, raising nothing.
+
+        The dice come first and need nothing else; then what is a reference; then what is copied.
+        """
         self.open = False
+        failures: list[Exception] = []
+        steps: list[Callable[[], None]] = [self._leave_modes, self.dice.put_back]
+        steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
+        steps += [partial(_register_all, *noted) for noted in self._registered]
+        steps += [buffer.put_back for buffer in self.buffers]
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                failures.append(error)
+        return failures
+
+    def _leave_modes(self) -> None:
         torch.set_grad_enabled(self.grad_mode)
         while _len_torch_function_stack() > self.modes:
             _pop_mode()  # type: ignore[no-untyped-call]
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
-        for buffer in self.buffers:
-            buffer.put_back()
-        self.dice.put_back()
+
+
+def _register_all(module: nn.Module, noted: dict[str, Tensor | None], volatile: set[str]) -> None:
+    """Register just the buffers that were, in their order."""
+    buffers = module._buffers
+    module._non_persistent_buffers_set = volatile
+    if list(buffers) != list(noted) or any(buffers[name] is not noted[name] for name in noted):
+        buffers.clear()
+        buffers.update(noted)
 
 
 @contextmanager
@@ -121,10 +240,12 @@ def whole_or_nothing(before: Before, deliver: Callable[[], None]) -> Iterator[No
         with uninterrupted():
             deliver()
             before.open = False
-    except BaseException:
+    except BaseException as error:
         if before.open:
             with uninterrupted():
-                before.put_back()
+                failures = before.put_back()
+            for failure in failures:
+                error.add_note(f"and while the step was undone: {failure}")
         raise
 
 
@@ -151,7 +272,9 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def no_optimizer_step(before: Before) -> Iterator[None]:
-    """Refuse an optimizer that steps inside the body, before it changes a parameter.
+    """Refuse an optimizer that steps inside the body, before it changes a parameter of the step.
+
+    One that holds none of the step's parameters is another's business, in another thread perhaps.
 
     Args:
         before: the step; once it is over the hook means nothing, even if it should still be there.
@@ -161,7 +284,8 @@ def no_optimizer_step(before: Before) -> Iterator[None]:
     """
 
     def refuse(optimizer: Any, *_: Any) -> None:
-        if before.open:
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if before.open and before.holds(held):
             raise NotExactError(
                 "parameters must not change before the whole batch is done, and "
                 f"{type(optimizer).__name__}.step() was called inside engine.backward, most "

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,9 +47,31 @@ def test_a_folder_that_holds_anything_is_refused_unless_overwritten(tmp_path: Pa
     assert (tmp_path / "metrics.jsonl").exists()  # nothing is lost before the run begins
     folder.open({"a": 1})
     assert not (tmp_path / "metrics.jsonl").exists()
+    folder.discard()
+    assert (tmp_path / "metrics.jsonl").read_text() == "old\n"
+    folder.open({"a": 1})
+    folder.keep()
+    assert sorted(at.name for at in tmp_path.iterdir() if "events" not in at.name) == [
+        "config.json",
+        "notes.txt",
+    ]
     assert (tmp_path / "notes.txt").read_text() == "mine"
     with pytest.raises(RunFolderError, match=r"out must be a folder; .*is a file"):
         RunFolder(tmp_path / "notes.txt")
+
+
+def test_an_earlier_run_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "config.json").write_text("{}")
+    folder = RunFolder(tmp_path, overwrite=True)
+    folder.open({})
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(RunFolderError, match=r"cannot be removed: Perm.*\.earlier\.removing in it"):
+        folder.keep()
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:

@@ -203,6 +203,46 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(at.relative_to(folder)): at.read_bytes() for at in folder.rglob("*.*")}
+
+
+def test_a_run_that_takes_no_step_leaves_the_one_it_was_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dataclasses.replace(QUICK, out=tmp_path, epochs=1)
+    train(settings)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = files(tmp_path)
+    again = dataclasses.replace(settings, overwrite=True, seed=1)
+    with pytest.raises(NotExactError):
+        train(dataclasses.replace(again, norm="batch"))
+    assert files(tmp_path) == before
+    with pytest.raises(TrainingError, match=r"in step 1 of epoch 1"):
+        train(dataclasses.replace(again, model="tests.apps.test_train:never_a_number"))
+    assert files(tmp_path) == before
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(again, Calls(interrupt_at=1))
+    assert not isinstance(caught.value, Interrupted)
+    assert files(tmp_path) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "_start_events", lambda self: exec("raise MemoryError"))
+        with pytest.raises(MemoryError):
+            train(again)
+    assert files(tmp_path) == before
+    with pytest.raises(Interrupted):  # after the first step the new run is the one to keep
+        train(again, Calls(interrupt_at=4))
+    assert json.loads((tmp_path / "summary.json").read_text())["seed"] == 1
+    assert not list(tmp_path.glob(".*"))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def never_a_number(**sizes: int) -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    nn.init.constant_(model[1].weight, math.nan)
+    return model
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_saves_it(tmp_path: Path) -> None:
     settings = dataclasses.replace(QUICK, out=tmp_path, lr=1e30, optimizer="sgd", epochs=5)
     with pytest.raises(TrainingError, match=r"must be a finite number; got nan in step \d+ of epo"):

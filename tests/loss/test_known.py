@@ -154,7 +154,7 @@ def test_parts_add_up_to_the_mean_of_the_whole(
         numerator += known.numerator(function, some)
         denominator += float(entry.count(some))
     assert float(entry.count(arguments)) == pytest.approx(denominator, rel=1e-15)
-    divisor = denominator if known.divides(arguments) else 1.0
+    divisor = denominator if known.divides(function, arguments) else 1.0
     want = function(**whole)
     assert torch.allclose(numerator / divisor, want, rtol=1e-13, atol=1e-15)
 
@@ -164,7 +164,9 @@ def test_every_functional_of_the_table_is_tested_here() -> None:
 
 
 def test_only_sums_and_means_divide_in_a_known_way() -> None:
-    for reduction, divides in (("mean", True), ("batchmean", True), ("sum", False), ("none", None)):
-        assert known.divides({"reduction": reduction}) is divides
-    assert known.divides({"reduction": "mean", "size_average": False}) is None
-    assert known.divides({"reduction": "mean", "reduce": False}) is None
+    ways = {"mean": True, "batchmean": None, "sum": False, "none": None}
+    for reduction, divides in ways.items():
+        assert known.divides(F.mse_loss, {"reduction": reduction}) is divides
+    assert known.divides(F.kl_div, {"reduction": "batchmean"}) is True
+    assert known.divides(F.mse_loss, {"reduction": "mean", "size_average": False}) is None
+    assert known.divides(F.mse_loss, {"reduction": "mean", "reduce": False}) is None

@@ -24,7 +24,9 @@ from typing import IO, Any
 import torch
 
 from anybatch.apps.curves import EpochRow, draw_curves
+from anybatch.apps.earlier import Earlier
 from anybatch.apps.faults import RunFolderError
+from anybatch.apps.interrupts import unbroken
 
 NAMES = (
     *("config.json", "metrics.jsonl", "plan.json", "checkpoint.pt", "summary.json", "curves.png"),
@@ -48,6 +50,7 @@ class RunFolder:
         self._opened = False
         if path is None:
             return
+        self._earlier = Earlier(path, _is_ours)
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"out must be a folder; {str(path)!r} is a file. Choose another.")
         if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -57,15 +60,16 @@ class RunFolder:
             )
 
     def open(self, config: Mapping[str, Any]) -> None:
-        """Make the folder, remove the files of an earlier run, and write config.json.
+        """Make the folder, set the files of an earlier run aside, and write config.json.
 
-        Files that no run writes are left alone.
+        They are there until `keep`. Files that no run writes are left alone.
         """
         if self.path is None:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._remove_files(self.path)
+            with unbroken():
+                self._earlier.set_aside()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be written: {error.strerror}.") from error
         self._opened = True
@@ -113,18 +117,35 @@ class RunFolder:
         self.extras["curves"] = "curves.png" if drawn else ABSENT.format("report")
         self.write_json("summary.json", {**summary, **self.extras})
 
+    def keep(self) -> None:
+        """Remove the earlier run: this one has taken a step."""
+        if self.path is not None and self._opened:
+            try:
+                self._earlier.drop()
+            except OSError as error:
+                raise RunFolderError(
+                    f"the earlier run in {self.path} cannot be removed: {error.strerror}. "
+                    "Remove the folder .earlier.removing in it by hand."
+                ) from error
+
+    def replaces(self) -> bool:
+        """Return whether an earlier run is set aside and can still be put back."""
+        return self.path is not None and self._opened and self._earlier.waits()
+
+    def give_way(self) -> None:
+        """Put the earlier run back, if no step was taken since; what ends a run calls this."""
+        if self.replaces():
+            self.discard()
+
     def discard(self) -> None:
-        """Remove what was written, and the folder if nothing else is in it."""
+        """Remove what was written and put the earlier run back; an empty folder is removed."""
         if self._events is not None:
             self._events.close()
         if self.path is not None and self._opened:
-            self._remove_files(self.path)
+            self._earlier.remove_new()
+            self._earlier.restore()
             if not any(self.path.iterdir()):
                 self.path.rmdir()
-
-    def _remove_files(self, path: Path) -> None:
-        for file in [at for at in path.iterdir() if _is_ours(at.name)]:
-            file.unlink()
 
     def _start_events(self) -> None:
         try:

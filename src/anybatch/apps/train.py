@@ -50,27 +50,23 @@ def train(settings: Settings, progress: Progress | None = None) -> Summary:
         AnybatchError: when settings, data, model or run folder cannot be used, or the loss is no
             longer a finite number; after the first step, with checkpoint and summary written.
         Interrupted: on Ctrl-C, likewise; a KeyboardInterrupt that carries the summary.
+        KeyboardInterrupt: on Ctrl-C when no step was taken and an earlier run was put back.
     """
     shown = progress if progress is not None else Silent()
     folder = RunFolder(settings.out, overwrite=settings.overwrite)
     started = time.perf_counter()
     with seeded(settings.seed, settings.threads):
         parts = build(settings)
-        folder.open(describe(settings, parts))
-        for note in parts.data.notes:
-            shown.say(note)
-        run = Run(settings, parts, folder, shown, started)
         try:
-            run.all_epochs()
-        except KeyboardInterrupt:
-            raise Interrupted(run.end(interrupted=True)) from None
-        except AnybatchError as error:
-            with contextlib.suppress(RunFolderError):
-                run.fail(str(error))
+            folder.open(describe(settings, parts))
+            for note in parts.data.notes:
+                shown.say(note)
+            return Run(settings, parts, folder, shown, started).to_its_end()
+        except BaseException:
+            folder.give_way()
             raise
         finally:
             shown.close()
-        return run.end()
 
 
 class Run:
@@ -102,6 +98,20 @@ class Run:
         self.epoch = self.steps = self.images = 0
         self.unreadable: set[str] = set()
         self.rows: list[dict[str, Any]] = []
+
+    def to_its_end(self) -> Summary:
+        """Train every epoch; whatever ends it early, write checkpoint and summary first."""
+        try:
+            self.all_epochs()
+        except KeyboardInterrupt:
+            if self.folder.replaces():
+                raise
+            raise Interrupted(self.end(interrupted=True)) from None
+        except AnybatchError as error:
+            with contextlib.suppress(RunFolderError):
+                self.fail(str(error))
+            raise
+        return self.end()
 
     def all_epochs(self) -> None:
         """Train and test every epoch, with a checkpoint after each."""
@@ -158,6 +168,8 @@ class Run:
             self.schedule.step()
             self.steps += 1
             self.images += len(batch.inputs)
+            if self.steps == 1:
+                self.folder.keep()
         seconds = time.perf_counter() - started
         self.progress.step(loss)
         report = self.engine.last

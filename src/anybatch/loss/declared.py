@@ -7,9 +7,9 @@ and micro-batch i contributes
 
     sum_k  c_k * numerator_k,i / D_k
 
-`Loss` is the declaration; a plain callable becomes a `Watched` one. The streaming code asks a loss
-two questions: `totals` (what will be divided by, over the whole batch; None if the loss couples the
-samples) and `parts` (the numerators of one micro-batch).
+`Loss` is the declaration; a plain callable becomes one in `anybatch.loss.watched`. The streaming
+code asks a loss two questions: `totals` (what will be divided by, over the whole batch; None if the
+loss couples the samples) and `parts` (the numerators of one micro-batch).
 Source: MBS, section 3.4, Eq. 14-17; the exact form is ours.
 """
 
@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
-from anybatch.loss.watch import Numerators, Term, Watch
+from anybatch.loss.terms import Term
 
 Number = float | int | Tensor
 
@@ -41,6 +40,7 @@ class Scope:
         batch: its tensors; None where they are loaded micro-batch by micro-batch.
         outputs: the first micro-batch's.
         first: the first micro-batch.
+        layout: for each output tensor the dimension of the samples, or None.
     """
 
     size: int
@@ -48,6 +48,7 @@ class Scope:
     batch: TensorBatch | None
     outputs: Any
     first: MicroBatch
+    layout: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class Loss(ABC):
     """
 
     name: str
+    takes_outputs = True
+    """Whether the loss is computed from the outputs; else the outputs hold it."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:
@@ -154,9 +157,9 @@ class Loss(ABC):
         terms = dict.fromkeys(total.term.name for total in totals if total.term is not None)
         return " + ".join(terms) or self.name
 
-    def parameters(self) -> list[Tensor]:
-        """Return what the loss itself would train."""
-        return []
+    def functions(self) -> tuple[Any, ...]:
+        """Return the person's functions; those that are modules have state and parameters."""
+        return ()
 
 
 class Ratio(Loss):
@@ -168,7 +171,7 @@ class Ratio(Loss):
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return num / den."""
-        return self._numerator(outputs, micro) / self._den(micro.targets)
+        return (self._numerator(outputs, micro) / self._den(micro.targets)).reshape(())
 
     def totals(self, scope: Scope) -> list[Total] | None:
         """Count over all targets at once."""
@@ -179,6 +182,10 @@ class Ratio(Loss):
         """Return the micro-batch's sum and count."""
         del totals
         return [Part(self._numerator(outputs, micro), lambda: self._den(micro.targets))]
+
+    def functions(self) -> tuple[Any, ...]:
+        """Return num and den."""
+        return self._num, self._den
 
     def _numerator(self, outputs: Any, micro: MicroBatch) -> Tensor:
         return scalar(call_loss(self._num, outputs, micro.targets), "num")
@@ -204,6 +211,10 @@ class PerSample(Loss):
         del totals
         return [Part(self._losses(outputs, micro).sum(), lambda: micro.size)]
 
+    def functions(self) -> tuple[Any, ...]:
+        """Return fn."""
+        return (self._fn,)
+
     def _losses(self, outputs: Any, micro: MicroBatch) -> Tensor:
         losses = call_loss(self._fn, outputs, micro.targets)
         if not isinstance(losses, Tensor) or losses.shape != (micro.size,):
@@ -217,6 +228,8 @@ class PerSample(Loss):
 
 class Inside(Loss):
     """`Loss.inside`."""
+
+    takes_outputs = False
 
     def __init__(self, count: Callable[[Any, Any], Number]) -> None:
         self.name = "inside the model, its count declared"
@@ -265,68 +278,9 @@ class Algorithm1(Loss):
         del totals
         return [Part(self.whole(outputs, micro), lambda: 1)]
 
-
-class Watched(Loss):
-    """A plain callable: watched at every step, coupled if it is not a sum of known losses."""
-
-    def __init__(self, fn: Callable[..., Tensor]) -> None:
-        self.name = "as written"
-        self._fn = fn
-
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """Return the loss as the person wrote it."""
-        return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
-
-    def totals(self, scope: Scope) -> list[Total] | None:
-        """Call the loss on outputs that have shapes and no data, and on the real targets."""
-        n, size = scope.first.size, scope.size
-        outputs = tree.map_tensors(lambda t: _shape_only(t, n, size), scope.outputs)
-        if scope.batch is not None:
-            targets = scope.batch.targets
-        else:
-            targets = tree.map_tensors(lambda t: _shape_only(t, n, size), scope.first.targets)
-        found = self._watch(outputs, targets, size)
-        if found is None:
-            return None
-        if scope.batch is not None:
-            return [Total(weight, term.denominator(), term) for weight, term in found]
-        first = self._watch(
-            tree.map_tensors(lambda t: _shape_only(t, n, n), scope.outputs),
-            tree.map_tensors(lambda t: _shape_only(t, n, n), scope.first.targets),
-            n,
-        )
-        weights = [weight for weight, _ in found]
-        if len(found) > 1 or first is None or weights != [weight for weight, _ in first]:
-            return None  # one late denominator can be made good at the end, not two
-        return [Total(weight, None, term) for weight, term in found]
-
-    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Call the loss, and take the numerators from it."""
-        terms = [total.term for total in totals if total.term is not None]
-        with Numerators(terms) as mode:
-            call_loss(self._fn, outputs, micro.targets)
-        same = len(mode.found) == len(terms) and all(map(Term.same_as, mode.found, terms))
-        if not same:
-            raise LossError(
-                "a loss must be the same function of every micro-batch, and what was "
-                f"{[term.name for term in terms]} for the whole batch was "
-                f"{[term.name for term in mode.found]}, or had other weights, for {micro.size} "
-                "samples: declare it by Loss.per_sample or Loss.ratio"
-            )
-        return [Part(term.numerator, term.denominator) for term in mode.found]
-
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters of a loss that is a module."""
-        return list(self._fn.parameters()) if isinstance(self._fn, nn.Module) else []
-
-    def _watch(self, outputs: Any, targets: Any, size: int) -> list[tuple[float, Term]] | None:
-        watch = Watch(outputs, targets, size, count_only=True)
-        try:
-            with watch:
-                result = call_loss(self._fn, outputs, targets)
-        except Exception:  # whatever it did with data that is not there: not known
-            return None
-        return watch.combination(result)
+    def functions(self) -> tuple[Any, ...]:
+        """Return fn."""
+        return (self._fn,)
 
 
 def call_loss(fn: Callable[..., Any], outputs: Any, targets: Any) -> Any:
@@ -353,10 +307,3 @@ def loss_inside(outputs: Any) -> Tensor:
     elif not isinstance(outputs, Tensor):
         value = getattr(outputs, "loss", None)
     return scalar(value, "a model with its loss inside")
-
-
-def _shape_only(tensor: Tensor, n: int, size: int) -> Tensor:
-    rows = tensor.dim() > 0 and tensor.shape[0] == n
-    shape = (size, *tensor.shape[1:]) if rows else tensor.shape
-    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    return empty.requires_grad_(tensor.requires_grad)

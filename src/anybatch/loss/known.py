@@ -53,20 +53,31 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
-def divides(arguments: Arguments) -> bool | None:
+def divides(function: Callable[..., Any], arguments: Arguments) -> bool | None:
     """Say whether the call divides its sum; None where it does not reduce in a known way."""
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return None
-    return {"mean": True, "batchmean": True, "sum": False}.get(arguments.get("reduction", ""))
+    if arguments.get("reduction") == "batchmean":
+        return True if function is F.kl_div else None
+    return {"mean": True, "sum": False}.get(arguments.get("reduction", ""))
 
 
 def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
-    """Return the sum over the rows whose mean the call asked for."""
+    """Return the sum over the rows whose mean the call asked for.
+
+    Half-precision arguments are summed in float32: a sum in float16 ends at 65504.
+    """
+    arguments = {name: _wide(value) for name, value in arguments.items()}
     if function is F.ctc_loss and arguments["reduction"] == "mean":
         each = function(**{**arguments, "reduction": "none"})
         lengths = arguments["target_lengths"].clamp(min=1).to(each)
         return torch.as_tensor((each / lengths).sum())
     return torch.as_tensor(function(**{**arguments, "reduction": "sum"}))
+
+
+def _wide(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype == torch.float16
+    return value.float() if half else value
 
 
 @cache
@@ -79,10 +90,6 @@ def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], Arguments
 
 def _dims(value: Any) -> int:
     return value.dim() if isinstance(value, Tensor) else 0
-
-
-def _elements(name: str) -> Callable[[Arguments], Count]:
-    return lambda a: int(a[name].numel())
 
 
 def _samples(name: str) -> Callable[[Arguments], Count]:
@@ -101,23 +108,31 @@ def _class_targets(a: Arguments) -> Count:
     return torch.where(kept, weight[target.clamp(min=0, max=len(weight) - 1)], 0).sum()
 
 
-def _kl(a: Arguments) -> Count:
-    return int(a["input"].shape[0] if a["reduction"] == "batchmean" else a["input"].numel())
-
-
-def _elementwise(
-    *names: str, count: Callable[[Arguments], Count] | None = None, constants: tuple[str, ...] = ()
-) -> Known:
-    def broadcast(a: Arguments) -> Count:
+def _broadcast(*names: str) -> Callable[[Arguments], Count]:
+    def count(a: Arguments) -> Count:
         shapes = [a[name].shape for name in names if isinstance(a[name], Tensor)]
         return math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
-    def same_dims(a: Arguments) -> bool:
+    return count
+
+
+def _elementwise(*names: str, constants: tuple[str, ...] = ()) -> Known:
+    def fits(a: Arguments) -> bool:
         dims = {_dims(a[name]) for name in names} - {0}
         unweighted = "weight" in constants or a.get("weight") is None
         return len(dims) <= 1 and unweighted
 
-    return Known(dict.fromkeys(names), count or broadcast, same_dims, constants)
+    return Known(dict.fromkeys(names), _broadcast(*names), fits, constants)
+
+
+def _kl() -> Known:
+    def count(a: Arguments) -> Count:
+        whole = _broadcast("input", "target")(a)
+        return int(a["input"].shape[0]) if a["reduction"] == "batchmean" else whole
+
+    return Known(
+        {"input": 0, "target": 0}, count, lambda a: _dims(a["input"]) == _dims(a["target"]) > 0
+    )
 
 
 def _classes() -> Known:
@@ -137,25 +152,23 @@ def _matrices(*constants: str) -> Known:
 TABLE: dict[Callable[..., Any], Known] = {
     F.cross_entropy: _classes(),
     F.nll_loss: _classes(),
-    F.binary_cross_entropy: _elementwise(
-        "input", "target", count=_elements("input"), constants=("weight",)
-    ),
+    F.binary_cross_entropy: _elementwise("input", "target", constants=("weight",)),
     F.binary_cross_entropy_with_logits: _elementwise(
-        "input", "target", count=_elements("input"), constants=("weight", "pos_weight")
+        "input", "target", constants=("weight", "pos_weight")
     ),
     F.mse_loss: _elementwise("input", "target"),
     F.l1_loss: _elementwise("input", "target"),
     F.smooth_l1_loss: _elementwise("input", "target"),
     F.huber_loss: _elementwise("input", "target"),
-    F.kl_div: _elementwise("input", "target", count=_kl),
+    F.kl_div: _kl(),
     F.poisson_nll_loss: _elementwise("input", "target"),
-    F.gaussian_nll_loss: _elementwise("input", "target", "var", count=_elements("input")),
+    F.gaussian_nll_loss: _elementwise("input", "target", "var"),
     F.hinge_embedding_loss: _elementwise("input", "target"),
     F.soft_margin_loss: _elementwise("input", "target"),
     F.margin_ranking_loss: _elementwise("input1", "input2", "target"),
     F.cosine_embedding_loss: Known(
         {"input1": 0, "input2": 0, "target": 0},
-        _samples("input1"),
+        _samples("target"),
         lambda a: (a["input1"].dim(), a["input2"].dim(), a["target"].dim()) == (2, 2, 1),
     ),
     F.triplet_margin_loss: Known(

@@ -29,12 +29,14 @@ ALONG = frozenset(["softmax", "log_softmax", "normalize"])
 
 RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten"])
 LIKE = frozenset(["zeros_like", "ones_like", "full_like"])
-CONSTANTS = frozenset(["zeros", "ones", "full", "tensor", "scalar_tensor"])
+FILLED = frozenset(["zeros", "ones", "full"])
+"""Constants of any shape, the same everywhere."""
+CONSTANTS = FILLED | {"tensor", "scalar_tensor"}
 QUERIES = frozenset(
     "size dim ndimension numel nelement __len__ is_floating_point is_complex get_device".split()
 )
 """Questions about the shape and kind of a tensor: what they answer holds for every sample."""
-PROPERTIES = frozenset("shape ndim dtype device is_cuda requires_grad layout is_meta".split())
+PROPERTIES = frozenset("shape ndim dtype requires_grad layout".split())
 
 
 def axis_after(

@@ -1,20 +1,20 @@
 """Watch a loss function being called, and find the sum over samples in it, if it is one.
 
 A person writes ``lambda out, y: F.cross_entropy(out, y) + 0.5 * F.mse_loss(...)``; torch sees only
-tensors. A ``TorchFunctionMode`` sees the functionals. `Watch` answers for each call of a known
-functional with its numerator alone, follows the samples from the model's outputs to its arguments
+tensors. A ``TorchFunctionMode`` sees the functionals. `Watch` answers each call of a known
+functional with an empty numerator, follows the samples from the model's outputs to its arguments
 (`rows`), and follows the results to the returned value, which must be a weighted sum of them:
 
     loss = sum_k c_k * numerator_k / denominator_k
 
 Whatever else happens to the outputs, the targets or the terms makes the loss unknown: nothing is
-concluded from numbers that happen to agree.
+concluded from numbers that happen to agree. Two watches of different numbers of samples must show
+the same calls (`same_calls`), so that no number that depends on the size has slipped in but c_k.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -24,84 +24,56 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
 from anybatch.loss import known, rows
+from anybatch.loss.sums import Sum, arithmetic
+from anybatch.loss.terms import Term
 
 ANY = -1
 """The axis of a constant: it fits samples along any dimension."""
 
 
-@dataclass(frozen=True)
-class Term:
-    """One call of a known functional.
-
-    Attributes:
-        index: its place among the calls of known functionals.
-        name: the functional's.
-        numerator: the sum over the rows.
-        denominator: counts what the sum is divided by.
-        constants: the arguments that hold no samples (class weights).
-    """
-
-    index: int
-    name: str
-    numerator: Tensor
-    denominator: Callable[[], known.Count]
-    constants: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls, index: int, func: Callable[..., Any], arguments: dict[str, Any], numerator: Tensor
-    ) -> Term:
-        """Return the term that a call is."""
-        entry = known.TABLE[func]
-        counts = known.divides(arguments)
-        return cls(
-            index,
-            func.__name__,
-            numerator,
-            lambda: entry.count(arguments) if counts else 1,
-            tuple(arguments.get(name) for name in entry.constants),
-        )
-
-    def same_as(self, other: Term) -> bool:
-        """Say whether both are calls of one functional with the same constants."""
-        return self.name == other.name and all(
-            a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))
-            for a, b in zip(self.constants, other.constants, strict=True)
-        )
+class UnfollowableError(Exception):
+    """The loss reads a value, writes to a tensor, or does what cannot be followed."""
 
 
 class Watch(TorchFunctionMode):
     """Run a loss function inside ``with watch:`` and ask for `combination` of its result.
 
     Args:
-        outputs: tree of tensors whose first dimension is the samples.
-        targets: tree alike.
+        outputs: tree of meta tensors, and for each of them the dimension of the samples, or None.
+        targets: tree of tensors of any device whose first dimension is the samples.
         size: the number of samples.
-        count_only: answer with empty numerators; `outputs` may then be meta tensors.
+        device: where the model's outputs really are: the loss may ask.
     """
 
-    def __init__(self, outputs: Any, targets: Any, size: int, *, count_only: bool = False) -> None:
+    def __init__(
+        self,
+        outputs: tuple[Any, tuple[int | None, ...]],
+        targets: Any,
+        size: int,
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.terms: list[Term] = []
-        self._calls = 0
+        self.calls: list[tuple[str, tuple[Any, ...], torch.Size, int | None]] = []
+        self._known_calls = 0
         self._size = size
-        self._count_only = count_only
-        self._unknown = False
+        self._device = device
         self._alive: list[Any] = []  # an id is only a name while its tensor lives
         self._axes: dict[int, int] = {}
-        self._sums: dict[int, dict[int, float]] = {}
+        self._sums: dict[int, Sum] = {}
         self._touched: dict[int, Any] = {}  # id -> the grad_fn it had when it was followed
-        for _, tensor in tree.tensors((outputs, targets)):
+        for (_, tensor), axis in zip(tree.tensors(outputs[0]), outputs[1], strict=True):
             self._touch(tensor)
-            if tensor.dim() == 0:
-                self._axes[id(tensor)] = ANY
-            elif tensor.shape[0] == size:
-                self._axes[id(tensor)] = 0
+            if axis is not None:
+                self._axes[id(tensor)] = axis
+        for _, tensor in tree.tensors(targets):
+            self._touch(tensor)
+            self._axes[id(tensor)] = 0 if tensor.dim() else ANY
 
     def combination(self, result: Any) -> list[tuple[float, Term]] | None:
         """Return ``[(c_k, term_k)]`` of the returned value, or None where it is not one."""
         found = self._sums.get(id(result))
-        if self._unknown or not found or not self._intact(result):
+        if not found or not self._intact(result):
             return None
         return [(weight, self.terms[index]) for index, weight in sorted(found.items())]
 
@@ -118,25 +90,35 @@ class Watch(TorchFunctionMode):
             term = self._term(func, args, kwargs)
             if term is not None:
                 return term
+        name = _name(func)
         touched = [t for t in _tensors(args, kwargs) if id(t) in self._touched]
-        if not all(map(self._intact, touched)):
-            self._unknown = True
+        if touched and name == "device":
+            return self._device
+        if touched and (self._writes(name, args, kwargs) or not all(map(self._intact, touched))):
+            raise UnfollowableError
         result = func(*args, **kwargs)
-        self._follow(_name(func), args, kwargs, result, touched)
+        self._follow(name, args, kwargs, result, touched)
         return result
 
     def _term(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        index, self._calls = self._calls, self._calls + 1
+        index, self._known_calls = self._known_calls, self._known_calls + 1
         arguments = known.bind(func, args, kwargs)
-        if known.divides(arguments) is None or not self._lies_apart(known.TABLE[func], arguments):
+        if known.divides(func, arguments) is None or not self._lies_apart(
+            known.TABLE[func], arguments
+        ):
             return None
-        result = _nothing() if self._count_only else known.numerator(func, arguments)
-        self._sums[id(result)] = {len(self.terms): 1.0}
-        self.terms.append(Term.of(index, func, arguments, result))
-        self._touch(result)
-        return result
+        entry = known.TABLE[func]
+        constants = tuple(n for n in entry.constants if not self._is_sample(arguments.get(n)))
+        empty = _nothing()
+        self._sums[id(empty)] = {len(self.terms): 1.0}
+        self.terms.append(Term(index, func, arguments, constants, empty))
+        for name in entry.rows:
+            if isinstance(arguments[name], Tensor):
+                self._note(name, (), arguments[name])
+        self._touch(empty)
+        return empty
 
     def _lies_apart(self, entry: known.Known, arguments: dict[str, Any]) -> bool:
         """Say whether every row of the call belongs to one sample."""
@@ -150,22 +132,36 @@ class Watch(TorchFunctionMode):
         if len(axes) != 1 or not entry.fits(arguments):
             return False
         first = arguments[next(iter(entry.rows))]
-        return all(self._is_constant(arguments.get(name), first, *axes) for name in entry.constants)
+        return all(self._fits_all(arguments.get(name), first, *axes) for name in entry.constants)
 
     def _axis(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return ANY if isinstance(value, Real) else None
         return self._axes.get(id(value)) if self._intact(value) else None
 
-    def _is_constant(self, value: Any, samples: Tensor, axis: int) -> bool:
+    def _is_sample(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and self._axes.get(id(value), ANY) != ANY
+
+    def _fits_all(self, value: Any, samples: Tensor, axis: int) -> bool:
+        """Say whether a weight is the same for all samples, or one of them along their axis."""
         if not isinstance(value, Tensor):
             return True
         if value.requires_grad:
             return False
         if id(value) in self._touched:
-            same = self._axes.get(id(value)) in (axis, ANY)
+            same = self._axis(value) in (axis, ANY)
             return same and value.dim() == samples.dim()
         return value.dim() < samples.dim() - axis or value.shape[axis - samples.dim()] == 1
+
+    def _writes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        in_place = name.endswith("_") and not name.endswith("__")
+        own = bool(args) and id(args[0]) in self._sums  # a term added to in place
+        return (
+            (in_place and not own)
+            or name.startswith(("__set", "__del", "__i"))
+            or kwargs.get("out") is not None
+            or bool(kwargs.get("inplace"))
+        )
 
     def _follow(
         self,
@@ -175,27 +171,27 @@ class Watch(TorchFunctionMode):
         result: Any,
         touched: list[Tensor],
     ) -> None:
-        if name in rows.CONSTANTS and isinstance(result, Tensor):
-            if not touched:
+        if name in rows.CONSTANTS and isinstance(result, Tensor) and not touched:
+            if name in rows.FILLED or result.dim() == 0:
                 self._axes[id(result)] = ANY
-                self._touch(result)
+                self._note(name, _fill(name, args, kwargs), result)
             return
         if not touched or name in rows.QUERIES or name in rows.PROPERTIES:
             return
-        writes = name.endswith("_") and not name.endswith("__") and id(result) not in self._sums
-        if not isinstance(result, Tensor) or writes:
-            self._unknown = True  # it read a value, or wrote one: what follows may depend on it
-            return
-        self._touch(result)
+        if not isinstance(result, Tensor):
+            raise UnfollowableError  # it read a value: what follows may depend on it
         if any(id(t) in self._sums for t in touched):
             self._follow_sum(name.strip("_"), args, kwargs, result)
-        elif name in rows.LIKE and not any(isinstance(a, Tensor) for a in args[1:]):
-            self._axes[id(result)] = ANY
+            return
+        if name in rows.LIKE and not any(isinstance(a, Tensor) for a in args[1:]):
+            axis: int | None = ANY
         else:
             axis = self._moved(name, args, kwargs, result) if len(touched) == 1 else None
-            self._axes.pop(id(result), None)
-            if axis is not None:
-                self._axes[id(result)] = axis
+        self._axes.pop(id(result), None)
+        if axis is not None:
+            self._axes[id(result)] = axis
+        given = () if name in rows.RESHAPES else (*args[1:], *sorted(kwargs.items()))
+        self._note(name, tuple(g for g in given if not isinstance(g, Tensor)), result)
 
     def _moved(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
@@ -214,12 +210,16 @@ class Watch(TorchFunctionMode):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
         """Note the result of arithmetic on terms as a weighted sum of them, if it is one."""
-        known_before = [self._sums.get(id(arg), arg) for arg in args]
+        before = [self._sums.get(id(arg), arg) for arg in args]
         self._sums.pop(id(result), None)
-        if not kwargs:
-            combined = _arithmetic(name, known_before)
-            if combined is not None:
-                self._sums[id(result)] = combined
+        self._touch(result)
+        combined = arithmetic(name, before) if not kwargs else None
+        if combined is not None:
+            self._sums[id(result)] = combined
+
+    def _note(self, name: str, given: tuple[Any, ...], result: Tensor) -> None:
+        self.calls.append((name, given, result.shape, self._axes.get(id(result))))
+        self._touch(result)
 
     def _touch(self, tensor: Tensor) -> None:
         self._touched[id(tensor)] = tensor.grad_fn
@@ -233,57 +233,34 @@ class Watch(TorchFunctionMode):
         return self._touched.get(id(tensor)) is tensor.grad_fn
 
 
-class Numerators(TorchFunctionMode):
-    """Take the numerators of a loss whose form is known, and follow nothing.
+def same_calls(a: Watch, b: Watch) -> bool:
+    """Say whether two watches saw the same, but for the number of samples."""
 
-    Args:
-        terms: the terms that `Watch` found; `found` holds the same calls on other samples.
-    """
+    def same_shape(x: torch.Size, y: torch.Size, axis: int | None) -> bool:
+        grown = [i * b._size == j * a._size for i, j in zip(x, y, strict=False)]
+        equal = [i == j for i, j in zip(x, y, strict=False)]
+        free = axis is None or axis == ANY  # no samples: filled to the size, or not
+        kept = [e or (free and g) for e, g in zip(equal, grown, strict=True)]
+        if axis is not None and axis != ANY:
+            kept[axis] = grown[axis]
+        return len(x) == len(y) and all(kept)
 
-    def __init__(self, terms: list[Term]) -> None:
-        super().__init__()
-        self.found: list[Term] = []
-        self._terms = {term.index: term for term in terms}
-        self._calls = 0
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Answer a known functional that is a term with its numerator."""
-        if func in known.TABLE:
-            term = self._terms.get(self._calls)
-            self._calls += 1
-            if term is not None and func.__name__ == term.name:
-                arguments = known.bind(func, args, kwargs or {})
-                numerator = known.numerator(func, arguments)
-                self.found.append(Term.of(term.index, func, arguments, numerator))
-                return numerator
-        return func(*args, **(kwargs or {}))
+    return (
+        len(a.calls) == len(b.calls)
+        and all(
+            name == other and repr(given) == repr(also) and i == j and same_shape(x, y, i)
+            for (name, given, x, i), (other, also, y, j) in zip(a.calls, b.calls, strict=True)
+        )
+        and len(a.terms) == len(b.terms)
+        and all(map(Term.same_as, a.terms, b.terms))
+    )
 
 
-def _arithmetic(name: str, operands: list[Any]) -> dict[int, float] | None:
-    """Return the weighted sum that ``name(*operands)`` is; a sum is a dict, the rest numbers."""
-    match name, operands:
-        case (("add" | "radd" | "sub"), [dict() as left, dict() as right]):
-            sign = -1.0 if name == "sub" else 1.0
-            return {k: left.get(k, 0.0) + sign * right.get(k, 0.0) for k in {**left, **right}}
-        case (("add" | "radd" | "sub"), [dict() as left, 0 | 0.0]):
-            return left
-        case "rsub", [dict() as left, 0 | 0.0]:
-            return {k: -weight for k, weight in left.items()}
-        case (("mul" | "rmul"), [dict() as left, Real() as number]):
-            return {k: weight * float(number) for k, weight in left.items()}
-        case (("div" | "true_divide"), [dict() as left, Real() as number]):
-            return {k: weight / float(number) for k, weight in left.items()}
-        case "neg", [dict() as left]:
-            return {k: -weight for k, weight in left.items()}
-        case (("float" | "double" | "clone"), [dict() as left]):
-            return left
-    return None
+def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a constant tensor is filled with; its shape may depend on the size."""
+    if name == "full":
+        return (kwargs.get("fill_value", args[-1] if len(args) > 1 else None),)
+    return () if name in rows.FILLED else args
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

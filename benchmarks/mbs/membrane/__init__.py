@@ -1,0 +1,1 @@
+"""A U-Net on microscope images of membranes, with its learning curves."""

@@ -1,0 +1,48 @@
+"""Questions about an autograd graph: which leaves it ends in, and whether it is all new.
+
+A loss may reach more than it was given: parameters that it closes over, or a tensor that forward
+left on a module. The first must be treated like the model's own; the second has a graph of one
+micro-batch only, and the loss of the whole batch cannot be taken from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def nodes(roots: list[Tensor]) -> Iterator[Any]:
+    """Yield every node behind `roots`, once."""
+    seen: set[Any] = set()
+    ahead = [root.grad_fn for root in roots]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        ahead.extend(before for before, _ in node.next_functions)
+
+
+def leaves(roots: list[Tensor]) -> list[Tensor]:
+    """Return the leaf tensors whose gradient `roots` have."""
+    found = [node.variable for node in nodes(roots) if hasattr(node, "variable")]
+    return [*found, *(root for root in roots if root.is_leaf and root.requires_grad)]
+
+
+def now() -> int:
+    """Return the number of the newest node of this thread; later ones have larger numbers."""
+    with torch.enable_grad():
+        node = torch.zeros((), requires_grad=True).clone().grad_fn
+    assert node is not None
+    return int(node._sequence_nr())
+
+
+def reaches_before(root: Tensor, moment: int) -> bool:
+    """Say whether a node behind `root` is older than `moment`; leaves have no age."""
+    return any(
+        node._sequence_nr() < moment for node in nodes([root]) if not hasattr(node, "variable")
+    )

@@ -1,0 +1,103 @@
+"""One known functional in a loss: its numerator, its denominator, and what it was called with.
+
+`Watch` finds the terms of the whole batch on outputs without data; `Numerators` then answers the
+same calls for a micro-batch with numbers, and follows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from anybatch.loss import known
+
+
+@dataclass(frozen=True)
+class Term:
+    """One call of a known functional.
+
+    Attributes:
+        index: its place among the calls of known functionals.
+        function: the functional.
+        arguments: what it was called with, by name.
+        constants: names of the arguments that are tensors and hold no samples (class weights).
+        numerator: the sum over the rows.
+    """
+
+    index: int
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    constants: tuple[str, ...]
+    numerator: Tensor
+
+    @property
+    def name(self) -> str:
+        """The functional's name."""
+        return str(self.function.__name__)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the call divides its sum."""
+        return bool(known.divides(self.function, self.arguments))
+
+    def denominator(self) -> known.Count:
+        """Count what the sum is divided by; 1 for a sum."""
+        return known.TABLE[self.function].count(self.arguments) if self.divides else 1
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that hold no samples and are no tensors."""
+        entry = known.TABLE[self.function]
+        return {
+            name: value
+            for name, value in self.arguments.items()
+            if name not in entry.rows and not isinstance(value, Tensor)
+        }
+
+    def same_as(self, other: Term) -> bool:
+        """Say whether both are calls of one functional with the same options and constants."""
+        return (
+            self.function is other.function
+            and self.options() == other.options()
+            and all(_same(self.arguments[n], other.arguments[n]) for n in other.constants)
+        )
+
+
+class Numerators(TorchFunctionMode):
+    """Take the numerators of a loss whose form is known.
+
+    Args:
+        terms: the terms of the whole batch; `found` holds the same calls on other samples.
+    """
+
+    def __init__(self, terms: list[Term]) -> None:
+        super().__init__()
+        self.found: list[Term] = []
+        self._terms = {term.index: term for term in terms}
+        self._calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer a known functional that is a term with its numerator."""
+        if func in known.TABLE:
+            term = self._terms.get(self._calls)
+            self._calls += 1
+            if term is not None and func is term.function:
+                arguments = known.bind(func, args, kwargs or {})
+                sums = known.numerator(func, arguments)
+                self.found.append(Term(term.index, func, arguments, term.constants, sums))
+                return sums
+        return func(*args, **(kwargs or {}))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b))

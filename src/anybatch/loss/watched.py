@@ -1,0 +1,125 @@
+"""A plain callable as a loss: a sum of known losses where it is seen to be one, coupled otherwise.
+
+At the first micro-batch of a step the function is called on outputs that have shapes and no data
+(meta tensors), with the targets of the whole batch: that gives the weight and the denominator of
+every term as the undivided batch has them. It is called once more at the size of a micro-batch, to
+see that nothing but the weights depends on the size. Then each micro-batch takes its numerators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import tree
+from anybatch.batch import MicroBatch
+from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
+from anybatch.loss.terms import Numerators, Term
+from anybatch.loss.watch import Watch, same_calls
+
+Weighted = list[tuple[float, Term]]
+
+
+class NotAPartError(Exception):
+    """A micro-batch's loss is not the part of the whole that was seen: take the loss as coupled."""
+
+
+class Watched(Loss):
+    """A plain callable: watched at every step."""
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        self.name = "as written"
+        self._fn = fn
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss as the person wrote it."""
+        return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """Watch the loss of the whole batch, without data."""
+        if any(isinstance(fn, nn.Module) and list(fn.buffers()) for fn in self.functions()):
+            return self._totals_of_module(scope)
+        return self._totals(scope)
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Call the loss, and take the numerators from it.
+
+        Raises:
+            NotAPartError: it is another function of these samples than of the whole batch, or fails
+                on them (``squeeze()`` of a single sample).
+        """
+        terms = [total.term for total in totals if total.term is not None]
+        mode = Numerators(terms)
+        try:
+            with mode:
+                call_loss(self._fn, outputs, micro.targets)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise NotAPartError from error
+        same = len(mode.found) == len(terms) and all(map(Term.same_as, mode.found, terms))
+        if not same:
+            raise NotAPartError
+        return [Part(term.numerator, term.denominator) for term in mode.found]
+
+    def functions(self) -> tuple[Any, ...]:
+        """Return the callable."""
+        return (self._fn,)
+
+    def _totals_of_module(self, scope: Scope) -> list[Total] | None:
+        """Watch a loss that has buffers; one that moves them is called once, on the whole."""
+        buffers = [b for fn in self.functions() for b in fn.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        totals = self._totals(scope)
+        moved = not all(map(torch.equal, buffers, before))
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        return None if moved else totals
+
+    def _totals(self, scope: Scope) -> list[Total] | None:
+        lazy = scope.batch is None
+        real = scope.first.targets if scope.batch is None else scope.batch.targets
+        whole = self._watch(scope, scope.size, None if lazy else real)
+        part = self._watch(scope, scope.first.size, None)
+        if whole is None or part is None or not same_calls(whole[1], part[1]):
+            return None
+        found = whole[0]
+        late = lazy and any(term.divides for _, term in found)
+        if late and (len(found) > 1 or found[0][0] != part[0][0][0]):
+            return None  # one late denominator can be made good at the end, not two
+        try:
+            return [
+                Total(weight, None if late else term.denominator(), term) for weight, term in found
+            ]
+        except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
+            return None
+
+    def _watch(self, scope: Scope, size: int, targets: Any) -> tuple[Weighted, Watch] | None:
+        """Return the terms for `size` samples; `targets` None takes shapes for them, too."""
+        axes = iter(scope.layout)
+        outputs = tree.map_tensors(lambda t: _shape_only(t, next(axes), size), scope.outputs)
+        if targets is None and scope.first.targets is not None:
+            targets = tree.map_tensors(
+                lambda t: _shape_only(t, 0 if t.dim() else None, size), scope.first.targets
+            )
+        device = next((t.device for _, t in tree.tensors(scope.outputs)), torch.device("cpu"))
+        watch = Watch((outputs, scope.layout), targets, size, device)
+        try:
+            with watch:
+                result = call_loss(self._fn, outputs, targets)
+            found = watch.combination(result)
+        except Exception:  # whatever it did with data that is not there: not known
+            return None
+        return None if found is None else (found, watch)
+
+
+def _shape_only(tensor: Tensor, axis: int | None, size: int) -> Tensor:
+    shape = list(tensor.shape)
+    if axis is not None:
+        shape[axis] = size
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import BatchError, Engine, LazyBatch, LossError, NotExactError
+
+
+def batch(n: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 5, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+class Wrapped(nn.Module):
+    """A linear layer, and a function of its output."""
+
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.linear, self.fn = nn.Linear(5, 3), fn
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(self, x, self.linear(x))
+
+
+def write(self: nn.Module, _: Tensor, out: Tensor) -> Tensor:
+    self.linear.weight.data.mul_(0.9)
+    return out
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "centred by hand": (lambda s, x, o: o - o.mean(0), NotExactError, "meet inside the model"),
+    "hidden batch norm": (
+        lambda s, x, o: torch.native_batch_norm(o, None, None, None, None, True, 0.1, 1e-5)[0],
+        NotExactError,
+        "native_batch_norm called in forward",
+    ),
+    "bare batch norm": (
+        lambda s, x, o: F.batch_norm(o, None, None, None, None, True),
+        NotExactError,
+        "batch_norm.* called in forward",
+    ),
+    "pairs": (lambda s, x, o: o @ o.T, NotExactError, r"outputs has shape \(4, 4\) for 4 samples"),
+    "parameters written": (write, NotExactError, "forward writes to linear.weight"),
+    "number of rows": (
+        lambda s, x, o: {"out": o, "n": len(x)},
+        BatchError,
+        r"outputs\['n'\] is 4 for some and 2 for fewer",
+    ),
+    "rows and a half": (
+        lambda s, x, o: torch.cat([o, o]),
+        BatchError,
+        r"each sample once .* outputs has shape \(8, 3\) for 4 samples and \(4, 3\) for 2",
+    ),
+    "a tensor a sample": (
+        lambda s, x, o: list(o),
+        BatchError,
+        "the same number of tensors .* returned 4 for 4 and 2 for 2",
+    ),
+    "no tensors": (lambda s, x, o: "text", LossError, "must return tensors.*it returned str"),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [4, 1])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_before_anything_happened(
+    name: str, micro_batch: int
+) -> None:
+    fn, error, message = REFUSED[name]
+    model, (x, y) = Wrapped(fn).double(), batch()
+    engine = Engine(model, lambda o, t: F.cross_entropy(o, t), micro_batch=micro_batch)
+    before = snapshot(model)
+    for _ in range(2):
+        with pytest.raises(error, match=message if micro_batch == 4 else None):
+            engine.backward(x, y)
+        assert same(before, snapshot(model))
+
+
+def test_instance_norm_is_no_batch_norm() -> None:
+    model = nn.Sequential(nn.Unflatten(1, (5, 1)), nn.Conv1d(5, 6, 1), nn.Upsample(4))
+    model = nn.Sequential(*model, nn.InstanceNorm1d(6), nn.Flatten(), nn.Linear(24, 3)).double()
+    x, y = batch()
+    got = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=4).backward(x, y))
+    assert_exact(got, undivided(model, F.cross_entropy, x, y))
+
+
+@pytest.mark.parametrize("length", [4, 7])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_sequence_first_outputs_are_taken_along_their_samples(length: int, coupled: bool) -> None:
+    """[T, n, C] with T equal to the micro-batch was once taken for [n, T, C]."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(5, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x.transpose(0, 1))[0])
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        out = out.permute(1, 2, 0)
+        return F.cross_entropy(out - out.mean(0) if coupled else out, y)
+
+    model = Recurrent().double()
+    x, y = torch.randn(10, length, 5, dtype=torch.float64), torch.randint(0, 3, (10, length))
+    got = state_after(model, lambda m: Engine(m, loss, micro_batch=4).backward(x, y))
+    assert_exact(got, undivided(model, loss, x, y))
+
+
+def test_an_output_that_is_a_table_of_parameters_is_no_sample() -> None:
+    class Coded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.code = nn.Linear(5, 3), nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x), self.code * 1.0
+
+    def loss(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        z, code = out
+        return F.cross_entropy(z, y) + F.mse_loss(code, torch.zeros_like(code))
+
+    model, (x, y) = Coded().double(), batch()
+    got = state_after(model, lambda m: Engine(m, loss, micro_batch=4).backward(x, y))
+    assert_exact(got, undivided(model, loss, x, y))
+
+
+def test_a_value_for_each_micro_batch_is_refused() -> None:
+    model, (x, y) = Wrapped(lambda s, x, o: (o, o.square().mean())).double(), batch()
+    with pytest.raises(BatchError, match="outputs"):
+        Engine(model, lambda o, t: F.cross_entropy(o[0], t) + o[1], micro_batch=4).backward(x, y)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 5])
+def test_what_forward_left_elsewhere_is_refused(micro_batch: int) -> None:
+    """`loss + model.aux` once took the last micro-batch's."""
+
+    def keep(self: nn.Module, _: Tensor, out: Tensor) -> Tensor:
+        self.aux = out.square().mean()
+        return out
+
+    model, (x, y) = Wrapped(keep).double(), batch()
+    engine = Engine(model, lambda o, t: F.cross_entropy(o, t) + model.aux, micro_batch=micro_batch)
+    with pytest.raises(LossError, match="forward left elsewhere.*return it from the model"):
+        engine.backward(x, y)
+
+
+def test_parameters_in_the_loss_are_no_side_channel() -> None:
+    model, (x, y) = Wrapped(lambda s, x, o: o).double(), batch()
+
+    def loss_of(m: nn.Module) -> Any:
+        return lambda o, t: F.cross_entropy(o, t) + 0.1 * m.linear.weight.square().sum()
+
+    def plain(m: nn.Module) -> Tensor:
+        value = loss_of(m)(m(x), y)
+        value.backward()
+        return value
+
+    got = state_after(model, lambda m: Engine(m, loss_of(m), micro_batch=4).backward(x, y))
+    assert_exact(got, state_after(model, plain))
+
+
+def test_another_mode_of_a_module_is_looked_at_again() -> None:
+    """A norm written by hand and unfrozen at the second step was once trusted."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0) if self.training else x
+
+    model, (x, y) = nn.Sequential(nn.Linear(5, 3), Norm()).double(), batch()
+    model[1].eval()
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    engine.backward(x, y)
+    model[1].train()
+    with pytest.raises(NotExactError, match="meet inside the model"):
+        engine.backward(x, y)
+
+
+def test_a_lazy_batch_is_looked_at_without_losing_a_draw() -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)).double(), batch()
+    lazy = LazyBatch(torch.utils.data.TensorDataset(x, y))
+    torch.manual_seed(4)
+    first = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=4).backward(lazy))
+    engines: list[Engine] = []
+
+    def warm(m: nn.Module) -> Tensor:
+        engines.append(Engine(m, F.cross_entropy, micro_batch=4))
+        engines[0].backward(lazy)
+        m.zero_grad()
+        torch.manual_seed(4)
+        return engines[0].backward(lazy)
+
+    assert_exact(state_after(model, warm), first)
