@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 
 from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
 
@@ -88,8 +88,8 @@ def refuse_nested(code: CodeType) -> None:
 
 
 def versions_of(leaves: list[Tensor]) -> list[int]:
-    """Return torch's count of the writes to each leaf."""
-    return [-1 if is_lazy(leaf) else leaf._version for leaf in leaves]
+    """Return torch's count of the writes to each leaf that has data yet."""
+    return [leaf._version for leaf in leaves if type(leaf) is not UninitializedParameter]
 
 
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
@@ -97,12 +97,10 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
 
     What was written cannot be undone here: no copy of the parameters is kept.
     """
-    changed = [
-        leaf
-        for leaf, before in zip(leaves, versions, strict=True)
-        if before >= 0 and leaf._version != before
-    ]
-    if changed:
+    if versions_of(leaves) == versions:
+        return
+    if len(versions) == len(leaves):  # else lazy parameters have been made on the way
+        changed = [p for p, before in zip(leaves, versions, strict=True) if p._version != before]
         raise NotExactError(
             "parameters must not change before the whole batch is done, and "
             f"{len(changed)} of them were written to during the step, the first of shape "

@@ -146,6 +146,8 @@ class Step:
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Call `model` with a tensor, the items of a tuple or list, or the keywords of a mapping."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):

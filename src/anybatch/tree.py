@@ -42,12 +42,14 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return a tree of the same types with ``fn(tensor)`` where each tensor was."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same types with ``fn(leaf)`` for each leaf, in the order of `leaves`."""
-    if _is_leaf(tree):
+    if isinstance(tree, Tensor) or _is_leaf(tree):
         return fn(tree)
     if isinstance(tree, Mapping):
         return _like_mapping(tree, {key: map_leaves(fn, child) for key, child in tree.items()})
@@ -103,6 +105,9 @@ def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
             along. None (default) takes it from the tensors, where they agree.
     """
     whole = _rows_of(leaf for _, leaf in leaves(tree)) if size is None else size
+
+    if isinstance(tree, Tensor):
+        return tree[start:stop] if tree.ndim > 0 else tree
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, Tensor | np.ndarray):

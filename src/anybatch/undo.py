@@ -173,11 +173,12 @@ class Before:
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()
         self.open = True
-        self._registered = [
-            (module, dict(module._buffers), set(module._non_persistent_buffers_set))
+        self._modules = modules
+        self._registered = {
+            id(module): (dict(module._buffers), set(module._non_persistent_buffers_set))
             for _, module in modules
-            if isinstance(module._buffers, dict)
-        ]
+            if module._buffers and isinstance(module._buffers, dict)
+        }
 
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Note the gradients of more leaves, which have not been touched yet.
@@ -202,7 +203,12 @@ class Before:
         failures: list[Exception] = []
         steps: list[Callable[[], None]] = [self._leave_modes, self.dice.put_back]
         steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
-        steps += [partial(_register_all, *noted) for noted in self._registered]
+        none: tuple[dict[str, Tensor | None], set[str]] = ({}, set())
+        steps += [
+            partial(_register_all, module, *self._registered.get(id(module), none))
+            for _, module in self._modules
+            if isinstance(module._buffers, dict)
+        ]
         steps += [buffer.put_back for buffer in self.buffers]
         for step in steps:
             try:

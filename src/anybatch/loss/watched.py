@@ -33,6 +33,7 @@ class Watched(Loss):
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         self.name = "as written"
         self._fn = fn
+        self._held: set[Any] = set()
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss as the person wrote it."""
@@ -60,7 +61,7 @@ class Watched(Loss):
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise NotAPartError from error
-        same = len(mode.found) == len(terms) and all(map(Term.same_as, mode.found, terms))
+        same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))
         if not same:
             raise NotAPartError
         return [Part(term.numerator, term.denominator) for term in mode.found]
@@ -84,12 +85,11 @@ class Watched(Loss):
         lazy = scope.batch is None
         real = scope.first.targets if scope.batch is None else scope.batch.targets
         whole = self._watch(scope, scope.size, None if lazy else real)
-        part = self._watch(scope, scope.first.size, None)
-        if whole is None or part is None or not same_calls(whole[1], part[1]):
+        if whole is None or not self._holds_at_all_sizes(whole, scope):
             return None
         found = whole[0]
         late = lazy and any(term.divides for _, term in found)
-        if late and (len(found) > 1 or found[0][0] != part[0][0][0]):
+        if late and len(found) > 1:
             return None  # one late denominator can be made good at the end, not two
         try:
             return [
@@ -97,6 +97,22 @@ class Watched(Loss):
             ]
         except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
             return None
+
+    def _holds_at_all_sizes(self, whole: tuple[Weighted, Watch], scope: Scope) -> bool:
+        """Compare with the loss at the size of a micro-batch, once for each pair of sizes."""
+        shapes = tuple(tensor.shape for _, tensor in tree.tensors(scope.outputs))
+        key = (scope.size, shapes, len(whole[1].calls), scope.batch is None)
+        if key in self._held:
+            return True
+        part = self._watch(scope, scope.first.size, None)
+        held = (
+            part is not None
+            and same_calls(whole[1], part[1])
+            and (scope.batch is not None or whole[0][0][0] == part[0][0][0])
+        )
+        if held:
+            self._held.add(key)
+        return held
 
     def _watch(self, scope: Scope, size: int, targets: Any) -> tuple[Weighted, Watch] | None:
         """Return the terms for `size` samples; `targets` None takes shapes for them, too."""
