@@ -194,3 +194,33 @@ def test_a_lazy_batch_is_looked_at_without_losing_a_draw() -> None:
         return engines[0].backward(lazy)
 
     assert_exact(state_after(model, warm), first)
+
+
+def test_a_generator_of_the_models_own_is_no_meeting_of_samples() -> None:
+    """Noise that the global generators do not know of was once taken for a batch statistic."""
+    own = torch.Generator().manual_seed(0)
+
+    def noisy(self: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+        return out + torch.rand(out.shape, generator=own, dtype=out.dtype)
+
+    model, (x, y) = Wrapped(noisy).double(), batch()
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "streaming"
+
+
+def test_what_evaluate_has_looked_at_backward_looks_at_again() -> None:
+    model, (x, y) = Wrapped(lambda s, x, o: o).double(), batch()
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    engine = Engine(model, lambda o, t: F.cross_entropy(o * scale, t), micro_batch=4)
+    engine.evaluate(x, y)
+    scale.grad = kept = torch.ones_like(scale)
+
+    def fail(*_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(x, y, observe=fail)
+    assert scale.grad is kept
+    assert float(kept) == 1.0

@@ -3,7 +3,7 @@
 from anybatch._check import Report, check
 from anybatch._plan import Plan
 from anybatch.batch import LazyBatch
-from anybatch.engine import Engine, StepReport
+from anybatch.engine import Engine
 from anybatch.errors import (
     AnybatchError,
     BatchError,
@@ -14,6 +14,7 @@ from anybatch.errors import (
 )
 from anybatch.joint import joint
 from anybatch.loss.declared import Loss
+from anybatch.records import StepReport
 
 __version__ = "0.1.0"
 

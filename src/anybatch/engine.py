@@ -8,7 +8,6 @@ with the gradient of the whole. Everything around them stays the person's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from anybatch.look import look
 from anybatch.loss.declared import Inside, Loss
 from anybatch.loss.watched import Watched
 from anybatch.modules import Modules, parameters, walk
+from anybatch.records import Seen, StepReport
 from anybatch.refusals import (
     as_function,
     refuse_later,
@@ -37,7 +37,7 @@ from anybatch.refusals import (
     refuse_written,
     versions_of,
 )
-from anybatch.step import Layout, Observer, Scaler, Step
+from anybatch.step import Observer, Scaler, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
@@ -46,51 +46,6 @@ BatchNormMode = Literal["exact", "local"]
 
 LOSS = "loss_fn: "
 """What the paths of the modules of the loss begin with."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the last step was.
-
-    Attributes:
-        loss: of the whole batch, a detached 0-dim tensor.
-        samples: N_B.
-        micro_batch: N_mu, samples in a micro-batch.
-        micro_batches: N_S.
-        seconds: host time of the call; on CUDA the device may still be computing.
-        peak_bytes: bytes the CUDA allocator has had in use at most, in this process; None on the
-            CPU.
-        predicted_bytes: None until memory is planned.
-        moved_bytes: bytes moved out of the device: 0.
-        retries: 0.
-    """
-
-    loss: Tensor
-    samples: int
-    micro_batch: int
-    micro_batches: int
-    seconds: float
-    peak_bytes: int | None
-    predicted_bytes: int | None = None
-    moved_bytes: int = 0
-    retries: int = 0
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the first step of a signature found out, and later ones need not look for.
-
-    A signature is the kinds of the tensors of a batch, without its size, and the training flags.
-
-    Attributes:
-        coupled: the loss needs all outputs at once.
-        moving: paths of the buffers that forward moves.
-        layout: where the outputs hold the samples.
-    """
-
-    coupled: bool
-    moving: frozenset[str]
-    layout: Layout | None
 
 
 class Engine:
@@ -196,7 +151,7 @@ class Engine:
         Nothing has changed after an exception, KeyboardInterrupt included.
         """
         start = perf_counter()
-        refuse_nested(Engine.backward.__code__)
+        refuse_nested(BACKWARD)
         batch, modules = self._batch(inputs, targets), self._modules()
         leaves = self._parameters(modules, batch)
         before = Before(modules, leaves)
@@ -266,7 +221,7 @@ class Engine:
         norms = training_batchnorms(of_model) if split else []
         if self.batchnorm == "exact":
             refuse(norms)
-        signature = self._signature(batch, modules)
+        signature = (*self._signature(batch, modules), gradients is None)
         seen = self._seen.get(signature)
         return Step(
             model=self.model,
@@ -336,7 +291,7 @@ class Engine:
             self._link = (device, link_to(device))
         return self._link[1]
 
-    def _signature(self, batch: Batch, modules: Modules) -> Any:
+    def _signature(self, batch: Batch, modules: Modules) -> tuple[Any, ...]:
         kinds: tuple[Any, ...] = ("lazy",)
         if isinstance(batch, TensorBatch):
             pair = (batch.inputs, batch.targets)
@@ -361,3 +316,7 @@ class Engine:
         peak = torch.cuda.max_memory_allocated() if loss.is_cuda else None
         self._last = StepReport(loss, step.batch.size, self.micro_batch, step.count, seconds, peak)
         return loss
+
+
+BACKWARD = Engine.backward.__code__
+"""How a step is known on the stack, whoever may wrap the method later."""

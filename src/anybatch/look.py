@@ -69,8 +69,15 @@ def look(step: Step) -> Layout:
     if not step.loss.takes_outputs:
         return ()
     layout = _layout(outputs, fewer, micro.size, other.size)
+    apart = None
     if not drawn and not step.local:
-        _check_apart(outputs, fewer, layout, min(micro.size, other.size))
+        apart = _difference(outputs, fewer, layout, min(micro.size, other.size))
+    if apart is not None and _repeats(step, other, fewer, layout):
+        raise NotExactError(
+            f"samples must not meet inside the model when the batch is split, and {apart} when "
+            "other rows come with them (anybatch.check names the module). Give micro_batch >= the "
+            "batch size"
+        )
     return layout
 
 
@@ -186,8 +193,8 @@ def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
     return [found for key, child in tree._children(values) for found in _numbers(child, path + key)]
 
 
-def _check_apart(outputs: Any, fewer: Any, layout: Layout, rows: int) -> None:
-    """Compare the outputs of the rows that both runs have, where nothing was drawn at random."""
+def _difference(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | None:
+    """Say which output differs for the rows that both runs have, if one does."""
     for (path, a), (_, b), axis in zip(
         tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=True
     ):
@@ -195,11 +202,19 @@ def _check_apart(outputs: Any, fewer: Any, layout: Layout, rows: int) -> None:
             continue
         gap, size = _gap(a.narrow(axis, 0, rows), b.narrow(axis, 0, rows))
         if gap > torch.finfo(a.dtype).eps ** 0.25 * size:
-            raise NotExactError(
-                f"samples must not meet inside the model when the batch is split, and {path} of "
-                f"the same {rows} rows differs by {gap:.2g} when other rows come with them "
-                "(anybatch.check names the module). Give micro_batch >= the batch size"
-            )
+            return f"{path} of the same {rows} rows differs by {gap:.2g}"
+    return None
+
+
+def _repeats(step: Step, micro: MicroBatch, outputs: Any, layout: Layout) -> bool:
+    """Say whether forward gives the same again; a model may draw from a generator of its own."""
+    dice = Dice.now()
+    with torch.no_grad():
+        again = step.forward(micro)
+    dice.put_back()
+    step.forget_casts()
+    step.buffers.restart()
+    return _difference(outputs, again, layout, micro.size) is None
 
 
 def _gap(a: Tensor, b: Tensor) -> tuple[float, float]:

@@ -1,0 +1,54 @@
+"""What a step was, and what the first of its kind found out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from anybatch.step import Layout
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last step was.
+
+    Attributes:
+        loss: of the whole batch, a detached 0-dim tensor.
+        samples: N_B.
+        micro_batch: N_mu, samples in a micro-batch.
+        micro_batches: N_S.
+        seconds: host time of the call; on CUDA the device may still be computing.
+        peak_bytes: bytes the CUDA allocator has had in use at most, in this process; None on the
+            CPU.
+        predicted_bytes: None until memory is planned.
+        moved_bytes: bytes moved out of the device: 0.
+        retries: 0.
+    """
+
+    loss: Tensor
+    samples: int
+    micro_batch: int
+    micro_batches: int
+    seconds: float
+    peak_bytes: int | None
+    predicted_bytes: int | None = None
+    moved_bytes: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the first step of a signature found out, and later ones need not look for.
+
+    A signature is the kinds of the tensors of a batch, without its size, and the training flags.
+
+    Attributes:
+        coupled: the loss needs all outputs at once.
+        moving: paths of the buffers that forward moves.
+        layout: where the outputs hold the samples.
+    """
+
+    coupled: bool
+    moving: frozenset[str]
+    layout: Layout | None
