@@ -155,6 +155,19 @@ def training(results: Results) -> str:
     return "\n\n".join([lines, f"Recipe: {recipe}.", markdown(head, rows)])
 
 
+def soak(results: Results) -> str:
+    """What the last soak has run, in one line a count."""
+    tests = results["outcomes"]
+    interrupted = sum(results["counted"].values())
+    rows = [
+        ["tests passed, failed", f"{tests['passed']}, {tests['failed']}"],
+        ["cases and splits against the undivided batch", str(results["exactness"])],
+        ["random shapes and splits, each property", str(results["examples"])],
+        ["lines at which a step was interrupted by a real signal", str(interrupted)],
+    ]
+    return markdown(["full counts", "of the last soak"], rows)
+
+
 def trainings() -> str:
     """One row for each recorded training, or the command that makes it."""
     rows = []
@@ -174,6 +187,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "bf16": ("mbs/bf16", bf16),
     "algorithm1": ("mbs/algorithm1", algorithm1),
     "lies": ("mbs/lies", lies),
+    "soak": ("mbs/soak", soak),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
 }
@@ -196,6 +210,8 @@ OPTIONS = {
 
 def command(folder: str) -> str:
     """The command that makes the results of a folder."""
+    if folder == "mbs/soak":
+        return "make soak"
     return f"python -m benchmarks.{folder.replace('/', '.')}.run{OPTIONS.get(folder, '')}"
 
 

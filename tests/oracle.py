@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.exactness import error_of, tolerance
 
@@ -67,7 +68,11 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             for m in model.modules()
         ],
         "training": [m.training for m in model.modules()],
-        "modes": [torch.is_grad_enabled(), len(_get_current_function_mode_stack())],
+        "modes": [
+            torch.is_grad_enabled(),
+            len(_get_current_function_mode_stack()),
+            len(_get_current_dispatch_mode_stack()),
+        ],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
     }
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _len_torch_function_stack
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _pop_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from anybatch.errors import NotExactError
 from anybatch.modules import Modules
@@ -172,6 +173,7 @@ class Before:
         self.dice = Dice.now()
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()
+        self.dispatch_modes = _len_torch_dispatch_stack()
         self.open = True
         self._modules = modules
         self._registered = {
@@ -221,6 +223,8 @@ class Before:
         torch.set_grad_enabled(self.grad_mode)
         while _len_torch_function_stack() > self.modes:
             _pop_mode()  # type: ignore[no-untyped-call]
+        while _len_torch_dispatch_stack() > self.dispatch_modes:
+            _pop_dispatch_mode()
 
 
 def _register_all(module: nn.Module, noted: dict[str, Tensor | None], volatile: set[str]) -> None:
