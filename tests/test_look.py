@@ -224,3 +224,167 @@ def test_what_evaluate_has_looked_at_backward_looks_at_again() -> None:
         engine.backward(x, y, observe=fail)
     assert scale.grad is kept
     assert float(kept) == 1.0
+
+
+class Rows(nn.Module):
+    """A model that takes samples for something else; the error was 0.5 to 1.5, and not seen."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.head = kind, nn.Linear(5, 4), nn.Linear(4, 3)
+        self.lstm = nn.LSTM(4, 4)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        match self.kind:
+            case "samples for time":
+                h = self.lstm(h[:, None])[0][:, 0]
+            case "running sum":
+                h = h.cumsum(0)
+            case "first row":
+                h = h - h[:1]
+            case "place in the batch":
+                h = h + torch.arange(len(h), dtype=h.dtype)[:, None]
+            case "dropout on top":
+                h = F.dropout(h - h.mean(0), 0.3, training=True)
+            case "attention over samples":
+                h = self.encoder(h[:, None])[:, 0]
+            case "complex":
+                return torch.fft.fft(h - h.mean(0))
+        return self.head(h)
+
+
+KINDS = [
+    "samples for time",
+    "running sum",
+    "first row",
+    "place in the batch",
+    "dropout on top",
+    "attention over samples",
+]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_that_meet_in_any_order_are_found(kind: str, micro_batch: int) -> None:
+    model, (x, y) = Rows(kind).double(), batch()
+    with pytest.raises(NotExactError, match="meet inside the model"):
+        Engine(model, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+
+
+def test_samples_that_meet_in_complex_numbers_are_found() -> None:
+    model, (x, _) = Rows("complex").double(), batch()
+    with pytest.raises(NotExactError, match="meet inside the model"):
+        Engine(model, lambda o: o.abs().square().sum(), micro_batch=4).backward(x)
+
+
+def test_dropout_alone_is_no_meeting() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    x, y = batch()
+    for micro_batch in (1, 2, 4):
+        Engine(model, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+def test_a_model_that_writes_to_its_inputs_writes_to_copies(
+    micro_batch: int, coupled: bool
+) -> None:
+    """The look ran it three times on the person's own rows."""
+
+    def scale(self: nn.Module, x: Tensor, _: Tensor) -> Tensor:
+        return self.linear(x.mul_(2))
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out - out.mean(0) if coupled else out, y)
+
+    model, (x, y) = Wrapped(lambda s, x, o: o).double(), batch()
+    want = undivided(model, lambda o, t: loss(o, t), x * 2, y)
+    model.fn = scale
+    kept = x.clone()
+    got = state_after(model, lambda m: Engine(m, loss, micro_batch=micro_batch).backward(x, y))
+    assert_exact(got, want)
+    assert torch.equal(x, kept)
+
+
+def test_state_in_plain_attributes_is_refused() -> None:
+    class Annealed(nn.Linear):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x) * self.steps
+
+    model, (x, y) = Annealed(5, 3).double(), batch()
+    with pytest.raises(NotExactError, match="keeps state in plain attributes"):
+        Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
+
+
+def test_local_batchnorm_of_two_and_three_rows_is_looked_at() -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)).double(), batch(12)
+    model.append(nn.Linear(6, 3).double())
+    for micro_batch in (2, 3):
+        Engine(model, F.cross_entropy, micro_batch=micro_batch, batchnorm="local").backward(x, y)
+
+
+def test_outputs_that_change_between_steps_are_looked_at_again() -> None:
+    class Aux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.more = nn.Linear(5, 3), False
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            out = self.linear(x)
+            return [out, out * 2] if self.more else [out]
+
+    def loss(out: list[Tensor], y: Tensor) -> Tensor:
+        return sum((F.cross_entropy(o - o.mean(0), y) for o in out), torch.zeros(()))
+
+    model, (x, y) = Aux().double(), batch()
+    engine = Engine(model, loss, micro_batch=4)
+    engine.backward(x, y)
+    model.zero_grad()
+    model.more = True
+    want = undivided(model, loss, x, y)
+    engine.model.zero_grad()
+    engine.backward(x, y)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, want[f"{name}.grad"], rtol=0, atol=1e-12)
+
+
+def test_samples_of_different_shapes_come_one_at_a_time() -> None:
+    class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.ones(2, 3 + index), torch.tensor(index % 3)
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mean(-1))
+
+    model = Pooled()
+    Engine(model, F.cross_entropy, micro_batch=1).backward(LazyBatch(Images()))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_sparse_parameters_can_be_looked_at() -> None:
+    class Tabled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.table = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model, (x, y) = Tabled().double(), batch()
+    Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
+    assert model.linear.weight.grad is not None

@@ -37,7 +37,7 @@ from anybatch.refusals import (
     refuse_written,
     versions_of,
 )
-from anybatch.step import Observer, Scaler, Step
+from anybatch.step import Observer, OutputsChangedError, Scaler, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
@@ -202,15 +202,26 @@ class Engine:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
         seen = self._seen.get(step.signature)
         if seen is None:
-            step.layout = look(step)
+            look(step)
             step.discover = self._discoverer(step, before)
+        try:
+            return self._streamed_or_gathered(step, before, seen)
+        except OutputsChangedError:
+            if seen is None:
+                raise
+        del self._seen[step.signature]
+        before.dice.put_back()
+        step.restart()
+        return self._divided(step, before)
+
+    def _streamed_or_gathered(self, step: Step, before: Before, seen: Seen | None) -> Tensor:
         loss = None if seen is not None and seen.coupled else stream(step)
         if loss is None:
             before.dice.put_back()
             step.restart()
             loss = gather(step)
         moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
-        self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout)
+        self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout, step.copies)
         return loss
 
     def _step(
@@ -237,6 +248,7 @@ class Engine:
             gradients=gradients,
             signature=signature,
             layout=seen.layout if seen else None,
+            copies=seen.copies if seen else False,
             batchnorm=self.batchnorm,
             local=len(norms),
         )

@@ -96,6 +96,8 @@ def _first_pass(step: Step) -> FirstPass:
         with torch.set_grad_enabled(step.gradients is not None and index == step.count - 1):
             step.forget_casts()
             out = step.forward(micro)
+        if index == 0:
+            step.check_structure(out)
         outputs.append(tree.map_tensors(Tensor.detach, out))
         targets.append(micro.targets)
         sizes.append(micro.size)

@@ -29,7 +29,7 @@ def nodes(roots: list[Tensor]) -> Iterator[Any]:
 
 def leaves(roots: list[Tensor]) -> list[Tensor]:
     """Return the leaf tensors whose gradient `roots` have."""
-    found = [node.variable for node in nodes(roots) if hasattr(node, "variable")]
+    found = [node.variable for node in nodes(roots) if _ends(node)]
     return [*found, *(root for root in roots if root.is_leaf and root.requires_grad)]
 
 
@@ -43,6 +43,8 @@ def now() -> int:
 
 def reaches_before(root: Tensor, moment: int) -> bool:
     """Say whether a node behind `root` is older than `moment`; leaves have no age."""
-    return any(
-        node._sequence_nr() < moment for node in nodes([root]) if not hasattr(node, "variable")
-    )
+    return any(node._sequence_nr() < moment for node in nodes([root]) if not _ends(node))
+
+
+def _ends(node: Any) -> bool:
+    return bool(node.name() == "torch::autograd::AccumulateGrad")

@@ -2,143 +2,138 @@
 
 Splitting a batch rests on things that no shape of one forward pass can tell: along which dimension
 an output holds the samples (``[T, n, C]`` with T equal to n?), whether the outputs of some rows
-depend on the others (a BatchNorm written by hand), whether forward writes to parameters. So the
-first step of every kind of batch runs the model on the first micro-batch and on half of it (on two
-samples, where a micro-batch is one), and compares. What cannot be split is refused before anything
-has been computed with it.
+depend on the others (a BatchNorm written by hand, an LSTM that takes samples for time steps),
+whether forward writes to its inputs. So the first step of every kind of batch runs the model,
+without gradients, on the first micro-batch and on the last of its rows, in reverse order, and
+compares. What cannot be split is refused before anything has been computed with it.
 
-    forward(n rows)   -> outputs [n, C], [T, n, C], [K, D]
-    forward(m rows)   -> outputs [m, C], [T, m, C], [K, D]     layout: 0, 1, none
+    forward(rows 0 1 2 3)  -> outputs [4, C], [T, 4, C], [K, D]
+    forward(rows 3 2)      -> outputs [2, C], [T, 2, C], [K, D]     layout: 0, 1, none
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
-from anybatch.batchnorm import refuse
-from anybatch.errors import BatchError, LossError, NotExactError
+from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
+from anybatch.guard import Guard
 from anybatch.rng import Dice
-from anybatch.step import Layout, Step
+from anybatch.step import Layout, Step, copied
 
-TRAINING_FLAG = {
-    "aten::native_batch_norm": 5,
-    "aten::_native_batch_norm_legit": 5,
-    "aten::_native_batch_norm_legit.no_stats": 3,
-    "aten::cudnn_batch_norm": 5,
-    "aten::miopen_batch_norm": 5,
-}
-"""Where batch normalisation kernels take their training flag."""
-
-UPDATES = "aten::_batch_norm_with_update"
+ENOUGH = 4
+"""Rows of which half are still more than one: some layers cannot train on a single row."""
 
 
-def look(step: Step) -> Layout:
-    """Run forward at two sizes, compare, and leave dice and buffers as they were.
+def look(step: Step) -> None:
+    """Run forward at two sizes, compare, and tell `step` where the outputs hold the samples.
+
+    Dice and buffers are left as they were.
 
     Args:
-        step: a step that has not begun.
-
-    Returns:
-        Where each output tensor holds the samples.
+        step: a step that has not begun; its `layout` and `copies` are set.
 
     Raises:
         NotExactError: samples meet inside the model, or forward writes to a parameter.
         BatchError: an output that is no tensor depends on the number of rows.
         LossError: the outputs hold no tensor.
     """
-    dice = Dice.now()
-    micro, other = _two_sizes(step)
+    dice, guard = Dice.now(), Guard(step)
+    whole, part = _two_sizes(step)
     dice.put_back()
-    with torch.set_grad_enabled(step.gradients is not None), Guard(step):
-        outputs = step.forward(micro)
+    with _quietly(), torch.no_grad(), guard:
+        outputs = step.forward(whole)
         drawn = not Dice.now().same_as(dice)
         dice.put_back()
-        fewer = step.forward(other)
-    dice.put_back()
+        fewer = _forward_of_fewer(step, part)
+        dice.put_back()
     step.forget_casts()
     step.buffers.restart()
+    step.copies = _written(whole) or _written(part)
     if not step.loss.takes_outputs:
-        return ()
-    layout = _layout(outputs, fewer, micro.size, other.size)
-    apart = None
-    if not drawn and not step.local:
-        apart = _difference(outputs, fewer, layout, min(micro.size, other.size))
-    if apart is not None and _repeats(step, other, fewer, layout):
-        raise NotExactError(
-            f"samples must not meet inside the model when the batch is split, and {apart} when "
-            "other rows come with them (anybatch.check names the module). Give micro_batch >= the "
-            "batch size"
-        )
-    return layout
-
-
-class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuse, before it happens, what splits cannot do: batch statistics, writes to parameters."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._local = step.batchnorm == "local"
-        self._names = {
-            p.untyped_storage().data_ptr(): name
-            for name, p in step.model.named_parameters()
-            if not is_lazy(p) and p.numel()
-        }
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Look at one kernel call, and let it."""
-        if not self._local and _normalises_the_batch(func, args):
-            refuse([f"{func._schema.name} called in forward"])
-        if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._refuse_write(value)
-        return func(*args, **(kwargs or {}))
-
-    def _refuse_write(self, value: Any) -> None:
-        for _, tensor in tree.tensors(value):
-            if tensor.layout != torch.strided or not tensor.numel():
-                continue
-            name = self._names.get(tensor.untyped_storage().data_ptr())
-            if name is not None:
-                raise NotExactError(
-                    f"parameters must not change before the whole batch is done, and forward "
-                    f"writes to {name}: do it before or after the step, or give micro_batch >= "
-                    "the batch size"
-                )
-
-
-def _normalises_the_batch(func: Any, args: tuple[Any, ...]) -> bool:
-    name, overload = func._schema.name, func._schema.overload_name
-    if name == UPDATES:
-        return bool(args[0].shape[0] != 1)
-    flag = TRAINING_FLAG.get(f"{name}.{overload}" if overload == "no_stats" else name)
-    # instance_norm is this kernel on one row of n * C channels
-    return flag is not None and bool(args[flag]) and args[0].shape[0] != 1
+        step.layout, layout = (), _rough_layout(outputs, fewer, whole.size, part.size)
+    elif fewer is None:
+        layout = tuple(_axis_by_size(t, whole.size) for _, t in tree.tensors(outputs))
+        step.layout, layout = layout, ()
+    else:
+        step.layout = layout = _layout(outputs, fewer, whole.size, part.size)
+    if drawn or step.local or step.copies or guard.own_dice:
+        return  # the rows are not the same, or need not come out the same
+    apart = _difference(outputs, fewer, layout, part.size)
+    if apart is not None:
+        _refuse_meeting(step, part, fewer, layout, apart)
 
 
 def _two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
-    """Return the first rows of the batch twice: more of them, and fewer."""
-    first, *others = islice(step.feed(), 1 if step.micro_batch > 1 else 2)
-    if others:
-        both = [first.inputs, others[0].inputs]
-        return MicroBatch(tree.join(both, sizes=[1, 1], name="inputs"), None, 2), first
-    half = first.size // 2
-    return first, MicroBatch(tree.rows(first.inputs, 0, half, first.size), None, half)
+    """Return the first rows of the batch, and the last of these in reverse; both are copies."""
+    first, *others = islice(step.feed(), 1 if step.micro_batch >= ENOUGH else 2)
+    if not others:
+        half = first.size // 2
+        rows = tree.rows(first.inputs, first.size - half, first.size, first.size)
+        return _alone(first.inputs, first.size), _alone(_reversed(rows, half), half)
+    second = others[0]
+    try:
+        both = tree.join(
+            [first.inputs, second.inputs], sizes=[first.size, second.size], name="inputs"
+        )
+    except AnybatchError:  # samples of different shapes, one at a time
+        second = first
+        both = tree.join([first.inputs] * 2, sizes=[first.size] * 2, name="inputs")
+    part = _alone(_reversed(second.inputs, second.size), second.size)
+    return _alone(both, first.size + second.size), part
+
+
+def _alone(inputs: Any, size: int) -> MicroBatch:
+    return copied(MicroBatch(inputs, None, size))
+
+
+def _reversed(inputs: Any, size: int) -> Any:
+    def turn(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.flip(0) if leaf.dim() else leaf
+        if isinstance(leaf, np.ndarray):
+            return leaf[::-1].copy() if leaf.ndim else leaf
+        strings = isinstance(leaf, list | tuple) and len(leaf) == size
+        return leaf[::-1] if strings else leaf
+
+    return tree.map_leaves(turn, inputs)
+
+
+def _written(micro: MicroBatch) -> bool:
+    """Say whether forward wrote to its inputs: they are copies that nobody else has."""
+    return any(tensor._version > 0 for _, tensor in tree.tensors(micro.inputs))
+
+
+def _forward_of_fewer(step: Step, part: MicroBatch) -> Any:
+    """Return the outputs of `part`, or None where the model cannot take so few rows."""
+    try:
+        return step.forward(part)
+    except (AnybatchError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, IndexError):  # the step itself will meet it if it must
+        return None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """No warnings (the step gives them again), and no compiled code: dispatch modes break it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" not in sys.modules:
+            yield
+            return
+        with torch.compiler.set_stance("force_eager"):
+            yield
 
 
 def _layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
@@ -193,28 +188,65 @@ def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
     return [found for key, child in tree._children(values) for found in _numbers(child, path + key)]
 
 
+def _rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
+    """Return where outputs beside a loss hold samples, asking nothing of them."""
+    a, b = ([t for _, t in tree.tensors(values)] for values in (outputs, fewer))
+    if len(a) != len(b):
+        return ()
+    return tuple(
+        0 if x.dim() and y.dim() and (x.shape[0], y.shape[0]) == (n, m) else None
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _axis_by_size(tensor: Tensor, n: int) -> int | None:
+    return 0 if tensor.dim() and tensor.shape[0] == n else None
+
+
 def _difference(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | None:
     """Say which output differs for the rows that both runs have, if one does."""
     for (path, a), (_, b), axis in zip(
-        tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=True
+        tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=False
     ):
-        if axis is None or not a.is_floating_point():
+        known = a.is_floating_point() or a.is_complex()
+        if axis is None or not known or a.itemsize == 1 or a.layout != torch.strided:
             continue
-        gap, size = _gap(a.narrow(axis, 0, rows), b.narrow(axis, 0, rows))
-        if gap > torch.finfo(a.dtype).eps ** 0.25 * size:
+        last = a.narrow(axis, a.shape[axis] - rows, rows).flip(axis)
+        gap, size = _gap(last, b)
+        precise = a.dtype in (torch.float64, torch.complex128)
+        if gap > torch.finfo(a.dtype).eps ** (0.5 if precise else 0.25) * size:
             return f"{path} of the same {rows} rows differs by {gap:.2g}"
     return None
 
 
-def _repeats(step: Step, micro: MicroBatch, outputs: Any, layout: Layout) -> bool:
-    """Say whether forward gives the same again; a model may draw from a generator of its own."""
+def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, apart: str) -> None:
+    """Say what the difference comes from: other rows, or another call."""
     dice = Dice.now()
-    with torch.no_grad():
-        again = step.forward(micro)
+    with _quietly(), torch.no_grad(), Guard(step):
+        again = step.forward(part)
     dice.put_back()
-    step.forget_casts()
-    step.buffers.restart()
-    return _difference(outputs, again, layout, micro.size) is None
+    last = _difference(fewer, _flipped(again, layout), layout, part.size)
+    if last is None:
+        raise NotExactError(
+            f"samples must not meet inside the model when the batch is split, and {apart} when "
+            "other rows come with them (anybatch.check names the module). Give micro_batch >= the "
+            "batch size"
+        )
+    raise NotExactError(
+        f"forward must give the same when it is called again, and {apart} from call to call: it "
+        "keeps state in plain attributes, which every micro-batch would move. Register it as a "
+        "buffer, or give micro_batch >= the batch size"
+    )
+
+
+def _flipped(outputs: Any, layout: Layout) -> Any:
+    axes = iter(layout)
+
+    def turn(tensor: Tensor) -> Tensor:
+        axis = next(axes, None)
+        return tensor if axis is None else tensor.flip(axis)
+
+    return tree.map_tensors(turn, outputs)
 
 
 def _gap(a: Tensor, b: Tensor) -> tuple[float, float]:

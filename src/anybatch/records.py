@@ -47,8 +47,10 @@ class Seen:
         coupled: the loss needs all outputs at once.
         moving: paths of the buffers that forward moves.
         layout: where the outputs hold the samples.
+        copies: forward writes to its inputs.
     """
 
     coupled: bool
     moving: frozenset[str]
     layout: Layout | None
+    copies: bool

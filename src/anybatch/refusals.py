@@ -89,7 +89,11 @@ def refuse_nested(code: CodeType) -> None:
 
 def versions_of(leaves: list[Tensor]) -> list[int]:
     """Return torch's count of the writes to each leaf that has data yet."""
-    return [leaf._version for leaf in leaves if type(leaf) is not UninitializedParameter]
+    return [
+        0 if leaf.is_inference() else leaf._version
+        for leaf in leaves
+        if type(leaf) is not UninitializedParameter
+    ]
 
 
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
@@ -100,7 +104,9 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
     if versions_of(leaves) == versions:
         return
     if len(versions) == len(leaves):  # else lazy parameters have been made on the way
-        changed = [p for p, before in zip(leaves, versions, strict=True) if p._version != before]
+        changed = [
+            p for p, before in zip(leaves, versions, strict=True) if versions_of([p]) != [before]
+        ]
         raise NotExactError(
             "parameters must not change before the whole batch is done, and "
             f"{len(changed)} of them were written to during the step, the first of shape "

@@ -35,6 +35,10 @@ Layout = tuple[int | None, ...]
 """For each output tensor the dimension that holds the samples; None where none does."""
 
 
+class OutputsChangedError(Exception):
+    """The model returns other outputs than in the first step of its kind: look again."""
+
+
 @dataclass
 class Step:
     """A mini-batch on its way through the model.
@@ -43,6 +47,7 @@ class Step:
         gradients: where gradients come together; None runs forward only.
         layout: where the outputs hold the samples; None until somebody has looked.
         signature: the kind of the batch and the modes of the modules.
+        copies: forward writes to its inputs, so it gets copies of them.
         own: ids of the leaves that the step itself made.
         discover: told the roots of every backward of the first step of a signature.
         batchnorm: "exact" or "local".
@@ -61,6 +66,7 @@ class Step:
     observe: Observer | None = None
     signature: Any = None
     layout: Layout | None = None
+    copies: bool = False
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"
@@ -82,12 +88,20 @@ class Step:
         """Return what is known of the whole batch after its first forward."""
         whole = self.batch if isinstance(self.batch, TensorBatch) else None
         layout = self.layout or ()
+        self.check_structure(outputs)
         return Scope(self.batch.size, self.count, whole, outputs, first, layout)
+
+    def check_structure(self, outputs: Any) -> None:
+        """Raise `OutputsChangedError` where the outputs are not those that were looked at."""
+        if self.layout and len(self.layout) != sum(1 for _ in tree.tensors(outputs)):
+            raise OutputsChangedError
 
     def forward(self, micro: MicroBatch) -> Any:
         """Run the model on a micro-batch, its buffers as the undivided batch would find them."""
         if self.count == 1:
             return call_model(self.model, micro.inputs)
+        if self.copies:
+            micro = copied(micro)
         self.buffers.before()
         outputs = call_model(self.model, micro.inputs)
         self.buffers.after()
@@ -142,6 +156,12 @@ class Step:
         self.buffers.restart()
         if self.gradients is not None:
             self.gradients.restart()
+
+
+def copied(micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with copies of its inputs, which nobody else holds."""
+    inputs = tree.map_tensors(lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs)
+    return MicroBatch(inputs, micro.targets, micro.size)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

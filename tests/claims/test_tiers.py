@@ -23,7 +23,7 @@ TIERS = {
     "base": "errors",
     "pure": "_plan",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
-    "graph step look records refusals",
+    "graph step guard look records refusals",
     "mechanisms": "undivided stream gather",
     "probe": "diagnose",
     "engine": "engine",
