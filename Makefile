@@ -28,7 +28,7 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(PYTEST) -n 2
 
 soak: $(READY)  ## the full counts; writes benchmarks/mbs/soak/results.json with its seeds
-	$(PYTEST) -n 2 --soak --soak-results benchmarks/mbs/soak/results.json
+	$(PYTEST) -n 2 --soak --soak-results=benchmarks/mbs/soak/results.json
 	$(BIN)/python -m scripts.docs
 
 bench: $(PEERS)  ## every table of README and docs, from the machine it runs on
