@@ -185,7 +185,7 @@ def _check_numbers(outputs: Any, fewer: Any) -> None:
 def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
     if isinstance(values, int | float) and not isinstance(values, bool):
         return [(path, values)]
-    return [found for key, child in tree._children(values) for found in _numbers(child, path + key)]
+    return [found for key, child in tree.children(values) for found in _numbers(child, path + key)]
 
 
 def _rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:

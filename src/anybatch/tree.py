@@ -27,7 +27,7 @@ def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Tensor):
         yield path, tree
         return
-    for key, child in _children(tree):
+    for key, child in children(tree):
         yield from tensors(child, path + key)
 
 
@@ -36,7 +36,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if _is_leaf(tree):
         yield path, tree
         return
-    for key, child in _children(tree):
+    for key, child in children(tree):
         yield from leaves(child, path + key)
 
 
@@ -204,7 +204,8 @@ LEAVES = frozenset([int, float, str, bool, bytes, type(None), torch.dtype, torch
 """Types without children, asked for first: the general questions below are slow."""
 
 
-def _children(tree: Any) -> Iterator[tuple[str, Any]]:
+def children(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield ``(key, child)`` of one level of a tree; nothing for a leaf."""
     if type(tree) in LEAVES:
         return
     if isinstance(tree, PackedSequence):
