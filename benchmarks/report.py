@@ -155,6 +155,18 @@ def training(results: Results) -> str:
     return "\n\n".join([lines, f"Recipe: {recipe}.", markdown(head, rows)])
 
 
+def overhead(results: Results) -> str:
+    """Milliseconds of each step in forward and backward, and beside them, by hand and engine."""
+    rows = []
+    for name, step in results["steps"].items():
+        hand, ours = step["by_hand"], step["anybatch"]
+        kernels = [one["forward"] + one["backward"] for one in (hand, ours)]
+        figures = [*kernels, hand["rest"], ours["rest"], ours["rest"] - hand["rest"]]
+        rows.append([name, str(step["micro_batches"]), *(f"{value:.2f}" for value in figures)])
+    head = ["kernels by hand, ms", "engine", "rest by hand, ms", "engine", "more"]
+    return markdown(["step", "micro-batches", *head], rows)
+
+
 def soak(results: Results) -> str:
     """What the last soak has run, in one line a count."""
     tests = results["outcomes"]
@@ -187,6 +199,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "bf16": ("mbs/bf16", bf16),
     "algorithm1": ("mbs/algorithm1", algorithm1),
     "lies": ("mbs/lies", lies),
+    "overhead": ("mbs/overhead", overhead),
     "soak": ("mbs/soak", soak),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
@@ -194,6 +207,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
 TITLES = {
     "exactness": "Error of the gradient, every case and loop",
     "speed": "Speed against the best loop by hand",
+    "overhead": "What a step costs beside forward and backward",
     "bf16": "2048 micro-batches in bfloat16",
     "algorithm1": "The paper's Algorithm 1, word for word",
     "lies": "Five ways accumulation lies",

@@ -64,6 +64,9 @@ def test_2048_micro_batches_are_summed_to_5e_4_where_bfloat16_loses_percents() -
     assert error(model, want) <= 5e-4
     assert error(model, exact_sum(copy.deepcopy(model), x, y)) <= 1e-6, "adding up loses nothing"
     assert error(summed_in_half, want) >= 1e-2
+    before = [p.detach().clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_by_default_the_sum_is_rounded_once_and_adamw_steps() -> None:

@@ -24,7 +24,7 @@ from anybatch.exactness import error_of, tolerance
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {case.name: case for case in CASES}
-QUICK = ("exactness", "bf16", "algorithm1", "lies")
+QUICK = ("exactness", "bf16", "algorithm1", "lies", "overhead")
 
 
 @pytest.fixture(autouse=True)

@@ -249,13 +249,11 @@ class Inside(Loss):
         """Turn the micro-batch's mean back into its sum; a mean over nothing is no part."""
         count = self._count(micro.inputs, micro.targets)
         loss = loss_inside(outputs)
-        empty = torch.as_tensor(count, device=loss.device) == 0
-        known = torch.as_tensor(totals[0].denominator if totals[0].denominator is not None else 1)
-        skip = empty & (known.to(loss.device) != 0)
-        # where() blocks the value but not a NaN gradient: a micro-batch without any target is cut.
-        if loss.device.type == "cpu" and bool(skip):
+        whole = totals[0].denominator
+        # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut.
+        if bool(count == 0) and (whole is None or bool(whole != 0)):
             return [Part(torch.zeros_like(loss), lambda: count)]
-        return [Part(torch.where(skip, 0.0, loss * count), lambda: count)]
+        return [Part(loss * count, lambda: count)]
 
 
 class Algorithm1(Loss):
