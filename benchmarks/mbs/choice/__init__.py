@@ -1,0 +1,1 @@
+"""Which micro-batch: the finders people use, against a full sweep."""
