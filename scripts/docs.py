@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from benchmarks.report import TABLES, TITLES, WRITERS, command, fill
+from benchmarks.report import fill
+from benchmarks.tables import TABLES, TITLES, WRITERS, command
 
 from scripts.reference import reference
 
@@ -50,7 +51,7 @@ def filled(path: Path) -> str:
     strange = [name for name in names if name not in TABLES]
     if strange:
         raise ValueError(
-            f"{path.name}: a generated region must name a table of benchmarks.report, and "
+            f"{path.name}: a generated region must name a table of benchmarks.tables, and "
             f"{strange[0]} is none: take one of {', '.join(sorted(TABLES))}"
         )
     if len(names) != text.count("<!-- end -->"):

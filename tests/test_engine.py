@@ -356,11 +356,10 @@ def test_a_loss_with_parameters_trains_them_too() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"memory": "6GiB"}, anybatch.NotYetError, "memory= is not there yet: give micro_batch=N"),
-        ({"plan": object()}, anybatch.NotYetError, "plan= is not there yet"),
+        ({"memory": "6 apples"}, ValueError, "memory must be a number of bytes.*'6 apples'"),
         ({"rng": "batch"}, anybatch.NotYetError, 'rng="batch" is not there yet'),
         ({"rng": "dice"}, ValueError, "rng must be \"lane\", and it is 'dice'"),
-        ({"micro_batch": None}, anybatch.NotYetError, "cannot choose a micro-batch yet"),
+        ({"memory": 0}, ValueError, "of at least 1, or a text such as.*and it is 0"),
         ({"micro_batch": 0}, ValueError, "micro_batch must be a whole number >= 1, and it is 0"),
         ({"micro_batch": True}, ValueError, "whole number >= 1, and it is True"),
         ({"micro_batch": 2.5}, ValueError, "whole number >= 1, and it is 2.5"),

@@ -187,3 +187,81 @@ def test_a_step_that_starts_over_keeps_nothing_of_its_first_try() -> None:
     gradients.deliver()
     assert p.grad.tolist() == [3.0, 3.0, 3.0]
     assert half.grad.tolist() == [3.0, 3.0, 3.0]
+
+
+def trained(apart: bool, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """The gradients of three micro-batches; one parameter is used by the second only."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    sometimes, never = parameter(dtype), parameter(dtype)
+    parameters = [*model.parameters(), sometimes, never]
+    gradients = Gradients(parameters, wide=False, apart=apart)
+    gradients.set_aside()
+    for index in range(3):
+        out = model(torch.randn(4, 5, dtype=dtype))
+        (out * (sometimes if index == 1 else 1.0)).square().sum().backward()
+        gradients.collect()
+        assert not apart or all(p.grad is None for p in parameters)
+    gradients.finish()
+    gradients.deliver()
+    return [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_kept_apart_are_bit_for_bit_those_in_place(dtype: torch.dtype) -> None:
+    for mine, theirs in zip(trained(True, dtype), trained(False, dtype), strict=True):
+        assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+
+
+def test_a_failed_backward_loses_its_micro_batch_only() -> None:
+    p, half = parameter(), parameter(torch.bfloat16)
+    p.grad = torch.ones(3)
+    gradients = Gradients([p, half], apart=True)
+    assert gradients.apart
+    gradients.set_aside()
+    for value in (2.0, 3.0):
+        p.grad, half.grad = torch.full((3,), value), torch.full((3,), value).bfloat16()
+        gradients.collect()
+        p.grad = torch.full((3,), 100.0)  # and half had no gradient yet when it failed
+        gradients.drop()
+        assert p.grad is None
+    gradients.finish(2.0)
+    gradients.deliver()
+    assert p.grad.tolist() == [11.0, 11.0, 11.0]
+    assert half.grad.tolist() == [10.0, 10.0, 10.0]
+
+
+def test_sums_are_apart_where_all_of_them_are() -> None:
+    p, half = parameter(), parameter(torch.bfloat16)
+    assert Gradients([half]).apart
+    assert not Gradients([p, half]).apart
+    assert not Gradients([half], wide=False).apart
+    assert Gradients([p, half], wide=False, apart=True).apart
+
+
+def test_a_batch_that_is_divided_after_all() -> None:
+    p, half = parameter(), parameter(torch.bfloat16)
+    gradients = Gradients([p, half], wide=False)
+    assert gradients.half == ()
+    gradients.divide(apart=False)
+    assert (gradients.half, gradients.apart) == (("bfloat16",), False)
+    gradients.divide(apart=True)
+    assert gradients.apart
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("second", KINDS)
+@pytest.mark.parametrize("first", KINDS)
+def test_gradients_of_every_layout_are_summed_apart(
+    first: str, second: str, dtype: torch.dtype
+) -> None:
+    p = nn.Parameter(torch.zeros(4, 3, dtype=dtype))
+    gradients = Gradients([p], apart=True)
+    for kind, value in ((first, 1.0), (second, 2.0), (first, 4.0)):
+        p.grad = KINDS[kind](value, dtype)
+        gradients.collect()
+    gradients.finish()
+    gradients.deliver()
+    ones = {kind: KINDS[kind](1.0, dtype).to_dense() for kind in (first, second)}
+    assert torch.equal(p.grad.to_dense(), 5.0 * ones[first] + 2.0 * ones[second])
+    assert p.grad.dtype == dtype

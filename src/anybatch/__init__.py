@@ -7,6 +7,7 @@ from anybatch.engine import Engine
 from anybatch.errors import (
     AnybatchError,
     BatchError,
+    BudgetError,
     LossError,
     NotExactError,
     NotReproducibleError,
@@ -14,6 +15,7 @@ from anybatch.errors import (
 )
 from anybatch.joint import joint
 from anybatch.loss.declared import Loss
+from anybatch.planning import plan
 from anybatch.records import StepReport
 
 __version__ = "0.1.0"
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AnybatchError",
     "BatchError",
+    "BudgetError",
     "Engine",
     "LazyBatch",
     "Loss",
@@ -33,4 +36,5 @@ __all__ = [
     "StepReport",
     "check",
     "joint",
+    "plan",
 ]

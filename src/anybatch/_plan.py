@@ -7,7 +7,51 @@ torch, so a decision can be tested, stored beside a run, and explained like a da
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from anybatch.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A micro-batch that was considered.
+
+    Attributes:
+        micro_batch: samples.
+        peak_bytes: what a step with it holds at most, predicted.
+        seconds: of a whole step, from its timed micro-batches; None where it was not timed.
+    """
+
+    micro_batch: int
+    peak_bytes: int
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a plan knows of memory; all of it in bytes.
+
+    Attributes:
+        budget: the most a step may hold.
+        source: where the budget comes from.
+        predicted: what a step holds at its peak.
+        owners: who holds it at the peak, ``(name, bytes)``, the largest first.
+        floor: what a step holds at least, with micro-batches of one sample.
+        whole: what the undivided batch would hold.
+        how: how it was predicted.
+        candidates: the micro-batches that were considered, by size.
+    """
+
+    budget: int
+    source: str
+    predicted: int
+    owners: tuple[tuple[str, int], ...]
+    floor: int
+    whole: int
+    how: str
+    candidates: tuple[Candidate, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -23,6 +67,8 @@ class Facts:
         half: names of dtypes of half-precision parameters.
         before: gradients were there when the step began.
         local: BatchNorm layers that normalise each micro-batch by itself.
+        apart: every sum of gradients is kept apart from ``.grad``.
+        failed: samples in a micro-batch for which memory ran out; 0 where it never did.
     """
 
     micro_batch: int
@@ -33,6 +79,8 @@ class Facts:
     half: tuple[str, ...]
     before: bool
     local: int
+    apart: bool = False
+    failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +94,7 @@ class Plan:
         loss: the loss in words.
         exact: whether the gradient is that of the undivided batch.
         reasons: why, a sentence each.
+        memory: the budget and what was predicted; None where no budget was asked for.
     """
 
     micro_batch: int
@@ -54,6 +103,7 @@ class Plan:
     loss: str
     exact: bool
     reasons: tuple[str, ...]
+    memory: Memory | None = None
 
     def __str__(self) -> str:
         rows = {
@@ -64,6 +114,8 @@ class Plan:
             "exact": "yes" if self.exact else "no",
         }
         lines = [f"  {name:<12} {value}" for name, value in rows.items()]
+        if self.memory is not None:
+            lines += explain(self.memory, self.micro_batch)
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
 
     def to_json(self) -> str:
@@ -85,11 +137,54 @@ class Plan:
         if not isinstance(found, dict) or set(found) != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
-        return cls(**{**found, "reasons": tuple(found["reasons"])})
+        try:
+            memory = None if found["memory"] is None else _memory_of(found["memory"])
+            return cls(**{**found, "reasons": tuple(found["reasons"]), "memory": memory})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
 
 
-def decide(facts: Facts) -> Plan:
-    """Return the plan for `facts`."""
+def _memory_of(found: Mapping[str, Any]) -> Memory:
+    return Memory(
+        **{
+            **found,
+            "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
+            "candidates": tuple(Candidate(**one) for one in found["candidates"]),
+        }
+    )
+
+
+def explain(memory: Memory, chosen: int) -> list[str]:
+    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up."""
+    share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
+    lines = [f"  memory       {share}, predicted by {memory.how}"]
+    lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
+    lines += [
+        f"  floor        {show_bytes(memory.floor)} at one sample a micro-batch; "
+        f"{show_bytes(memory.whole)} undivided"
+    ]
+    if memory.candidates:
+        lines += ["  micro-batch      memory   seconds a step"]
+    return lines + [f"  {_row(one, memory, chosen)}" for one in memory.candidates]
+
+
+def _row(one: Candidate, memory: Memory, chosen: int) -> str:
+    timed = {c.micro_batch: c.seconds for c in memory.candidates if c.seconds is not None}
+    seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
+    why = ""
+    if one.micro_batch == chosen:
+        why = "chosen: the fastest timed" if chosen in timed else "chosen"
+    elif one.peak_bytes > memory.budget:
+        why = f"does not fit: {show_bytes(one.peak_bytes - memory.budget)} too much"
+    elif one.seconds is None:
+        why = "fits, not timed"
+    elif timed.get(chosen):
+        why = f"{100 * (one.seconds / timed[chosen] - 1):.0f} % slower"
+    return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"
+
+
+def decide(facts: Facts, memory: Memory | None = None) -> Plan:
+    """Return the plan for `facts`, and for what is known of memory."""
     reasons = []
     if not facts.divided:
         reasons.append("the batch is no larger than a micro-batch: torch's own step")
@@ -105,6 +200,13 @@ def decide(facts: Facts) -> Plan:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
         reasons.append(f"{', '.join(facts.half)} gradients are summed in float32 and cast once")
+    if facts.apart:
+        reasons.append("out of memory costs one micro-batch, not the step")
+    if facts.failed:
+        reasons.append(
+            f"out of memory at {facts.failed} samples in a micro-batch: {facts.micro_batch} from "
+            "here on"
+        )
     if facts.before:
         reasons.append("gradients were there before: they are set aside and added to at the end")
     if facts.local:
@@ -115,13 +217,15 @@ def decide(facts: Facts) -> Plan:
     literal = facts.loss.startswith("MBS Algorithm 1")
     if literal:
         reasons.append("Algorithm 1 to the letter: exact only where all micro-batches are equal")
+    apart = facts.apart or (facts.half and facts.divided) or facts.before
     return Plan(
         micro_batch=facts.micro_batch,
         mechanism=_mechanism(facts),
-        accumulate="accumulator" if (facts.half and facts.divided) or facts.before else "in place",
+        accumulate="accumulator" if apart else "in place",
         loss=facts.loss,
         exact=not facts.local and not literal,
         reasons=tuple(reasons),
+        memory=memory,
     )
 
 

@@ -74,12 +74,27 @@ class ForwardBuffers:
 
     def restart(self) -> None:
         """Set back what has moved, running statistics too: a second pass begins."""
-        self.before()
+        self._undo()
         for state in self._exempt:
             state.put_back()
 
+    def go_back(self, statistics: list[Tensor | None]) -> None:
+        """Undo a forward that may have ended halfway.
+
+        Args:
+            statistics: what `statistics` returned before it.
+        """
+        self._undo()
+        self.settle(statistics)
+
+    def _undo(self) -> None:
+        if self._left is not None:
+            self.before()
+            return
+        put_back_moved(self._kept)
+
     def settle(self, statistics: list[Tensor | None]) -> None:
-        """Give the exempt buffers the values that `statistics` returned after the first pass."""
+        """Give the exempt buffers the values that `statistics` returned."""
         for state, values in zip(self._exempt, statistics, strict=True):
             now = state.now()
             if now is not None and values is not None:
@@ -89,6 +104,13 @@ class ForwardBuffers:
         if self._known is None:
             return state.moved()
         return state.path in self._known or state.written()
+
+
+def put_back_moved(states: list[BufferState]) -> None:
+    """Set back the buffers that have other values; a write to the others would look like a move."""
+    for state in states:
+        if state.moved():
+            state.put_back()
 
 
 def _copy(state: BufferState) -> Tensor | None:

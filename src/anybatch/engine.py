@@ -8,44 +8,39 @@ with the gradient of the whole. Everything around them stays the person's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from anybatch import graph, tree
 from anybatch._plan import Facts, Plan, decide
-from anybatch.batch import Batch, LazyBatch, TensorBatch
-from anybatch.batchnorm import refuse, running_statistics, training_batchnorms
-from anybatch.buffers import ForwardBuffers
-from anybatch.device import Link, link_to
-from anybatch.errors import AnybatchError
-from anybatch.gather import COUPLED, gather
-from anybatch.gradients import Gradients
-from anybatch.look import look
-from anybatch.loss.declared import Inside, Loss
+from anybatch.batch import Batch, LazyBatch
+from anybatch.gather import COUPLED
+from anybatch.given import Given, shapes
+from anybatch.gradients import Gradients, gradient_dtype
+from anybatch.kinds import Allowed, Kind
+from anybatch.loss.declared import Loss
 from anybatch.loss.watched import Watched
-from anybatch.modules import Modules, parameters, walk
-from anybatch.records import Seen, StepReport
+from anybatch.memory_errors import NothingHeld
+from anybatch.modules import Modules
+from anybatch.planner import Planner, planner_of
+from anybatch.records import StepReport
 from anybatch.refusals import (
     as_function,
     refuse_later,
     refuse_nested,
     refuse_now,
-    refuse_ranks,
     refuse_written,
     versions_of,
 )
-from anybatch.step import Observer, OutputsChangedError, Scaler, Step
-from anybatch.stream import stream
-from anybatch.undivided import undivided
+from anybatch.rehearse import measured, state_bytes
+from anybatch.runner import Runner
+from anybatch.step import Observer, Scaler, Step
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 
 BatchNormMode = Literal["exact", "local"]
-
-LOSS = "loss_fn: "
-"""What the paths of the modules of the loss begin with."""
 
 
 class Engine:
@@ -60,22 +55,29 @@ class Engine:
         loss_fn: ``loss_fn(outputs, targets)`` -> 0-dim tensor, or a `Loss`. torch's own losses and
             sums of them need one pass; any other function is exact too, with a second forward.
             None is refused: a loss inside the model is declared by `Loss.inside`.
-        optimizer: the optimizer, if there is one. Its parameters count as trained too.
-        memory: reserved for the memory budget; not yet.
-        micro_batch: samples in a micro-batch, at least 1.
+        optimizer: the optimizer, if there is one. Its parameters count as trained too, and its
+            state counts as memory, as it will be after its first step.
+        memory: what a step may hold on the device, in bytes or as "6GiB": parameters, buffers,
+            gradients, optimizer state and all that the step allocates; on CUDA also what else the
+            process has allocated. On the CPU it is bytes of live tensors, your own mini-batch not
+            counted. None (default) is what is left on the device, less a margin that the plan
+            names; unless `micro_batch` is given, then nothing is planned.
+        micro_batch: samples in a micro-batch, at least 1. None (default): the first step foresees
+            the memory of every size, times the sizes that fit, and takes the fastest.
         batchnorm: "exact" (default) refuses BatchNorm in training mode when the batch is split;
             "local" lets each micro-batch be normalised by its own statistics, which is another
             function than that of the batch.
         rng: "lane" (default): each micro-batch draws its own random numbers, in order.
-        plan: reserved for a plan made before; not yet.
+        plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
     Raises:
-        NotYetError: `memory`, `plan`, ``rng="batch"`` or a missing `micro_batch`.
+        NotYetError: ``rng="batch"``.
         LossError: `loss_fn` is None.
-        ValueError: `micro_batch` or `batchnorm` is not one of what is said above.
+        ValueError: `memory`, `micro_batch` or `batchnorm` is not one of what is said above, or
+            `plan` comes with one of the first two.
 
     Example:
-        >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), micro_batch=64)
+        >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), memory="6GiB")
         >>> for inputs, targets in loader:
         ...     optimizer.zero_grad()
         ...     loss = engine.backward(inputs, targets)
@@ -96,24 +98,27 @@ class Engine:
         rng: Literal["lane", "batch"] = "lane",
         plan: Plan | None = None,
     ) -> None:
-        refuse_later(memory, plan, rng, micro_batch)
-        assert micro_batch is not None
+        refuse_later(rng)
         refuse_now(model, loss_fn, micro_batch, batchnorm)
-        self.model = model
-        self.optimizer = optimizer
-        self.loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
-        self.micro_batch = micro_batch
-        self.batchnorm = batchnorm
-        self._plan: Plan | None = None
+        loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
+        self._planner = planner_of(memory, micro_batch, plan)
+        self._given = Given(model, loss, optimizer, batchnorm)
+        self._runner = Runner(self._given)
+        self.micro_batch = micro_batch if plan is None else plan.micro_batch
+        self._plan: Plan | None = plan
         self._last: StepReport | None = None
-        self._facts: Facts | None = None
-        self._link: tuple[torch.device, Link] | None = None
-        self._seen: dict[Any, Seen] = {}
-        self._closure: list[Tensor] = []
+        self._facts: Any = None
+        self._measured = 0
+        self._apart = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained."""
+        return self._given.model
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last step; None before the first one."""
+        """The plan that was given, or that of the last step; None before the first one."""
         return self._plan
 
     @property
@@ -147,24 +152,33 @@ class Engine:
             BatchError: the leaves do not share a first dimension; each is named.
             NotExactError: the gradient of the whole batch cannot be had this way.
             LossError: the loss does not do what it must.
+            BudgetError: a micro-batch of one sample does not fit in `memory`; nothing was run.
 
-        Nothing has changed after an exception, KeyboardInterrupt included.
+        Memory that runs out all the same costs a micro-batch or a step, which is done again,
+        smaller; where a single sample is too much, the error goes out. Nothing has changed after
+        an exception, KeyboardInterrupt included.
         """
-        start = perf_counter()
         refuse_nested(BACKWARD)
-        batch, modules = self._batch(inputs, targets), self._modules()
-        leaves = self._parameters(modules, batch)
+        with NothingHeld():
+            return self._backward(inputs, targets, scaler, observe)
+
+    def _backward(
+        self, inputs: Any, targets: Any, scaler: Scaler | None, observe: Observer | None
+    ) -> Tensor:
+        start = perf_counter()
+        batch, modules = self._given.batch(inputs, targets), self._given.modules()
+        leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
         versions = versions_of(leaves)
-        gradients = Gradients(leaves, wide=batch.size > self.micro_batch)
-        step = self._step(batch, modules, before, gradients)
-        step.scaler, step.observe = scaler, observe
+        gradients = Gradients(leaves, wide=False)
         with whole_or_nothing(before, gradients.deliver):
+            step, kind, allowed = self._planned(batch, modules, before, gradients)
+            step.scaler, step.observe = scaler, observe
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
-                loss = self._run(step, before)
+                loss, peak = self._first_measured(step, kind, modules, before)
             refuse_written(leaves, versions)
-        return self._note(step, loss, perf_counter() - start)
+        return self._note(step, loss, perf_counter() - start, allowed, peak)
 
     def evaluate(
         self, inputs: Any, targets: Any = None, *, observe: Observer | None = None
@@ -185,135 +199,70 @@ class Engine:
             BatchError: as in `backward`.
             NotExactError: as in `backward`.
         """
+        with NothingHeld():
+            return self._evaluate(inputs, targets, observe)
+
+    def _evaluate(self, inputs: Any, targets: Any, observe: Observer | None) -> Tensor:
         start = perf_counter()
-        batch, modules = self._batch(inputs, targets), self._modules()
+        batch, modules = self._given.batch(inputs, targets), self._given.modules()
         before = Before(modules, [])
-        step = self._step(batch, modules, before, None)
-        step.observe = observe
         with whole_or_nothing(before, lambda: None), torch.no_grad():
-            loss = self._run(step, before)
+            step, kind, allowed = self._planned(batch, modules, before, None)
+            step.observe = observe
+            loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
-        return self._note(step, loss, perf_counter() - start)
+        return self._note(step, loss, perf_counter() - start, allowed, peak)
 
-    def _run(self, step: Step, before: Before) -> Tensor:
-        return undivided(step) if step.count == 1 else self._divided(step, before)
-
-    def _divided(self, step: Step, before: Before) -> Tensor:
-        """Stream, unless the loss couples the samples: that is known, or found out on the way."""
-        seen = self._seen.get(step.signature)
-        if seen is None:
-            look(step)
-            step.discover = self._discoverer(step, before)
-        try:
-            return self._streamed_or_gathered(step, before, seen)
-        except OutputsChangedError:
-            if seen is None:
-                raise
-        del self._seen[step.signature]
-        before.dice.put_back()
-        step.restart()
-        return self._divided(step, before)
-
-    def _streamed_or_gathered(self, step: Step, before: Before, seen: Seen | None) -> Tensor:
-        loss = None if seen is not None and seen.coupled else stream(step)
-        if loss is None:
-            before.dice.put_back()
-            step.restart()
-            loss = gather(step)
-        moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
-        self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout, step.copies)
-        return loss
-
-    def _step(
+    def _planned(
         self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
-    ) -> Step:
-        split = batch.size > self.micro_batch
-        of_model = [(path, module) for path, module in modules if not path.startswith(LOSS)]
-        norms = training_batchnorms(of_model) if split else []
-        if self.batchnorm == "exact":
-            refuse(norms)
-        signature = (*self._signature(batch, modules), gradients is None)
-        seen = self._seen.get(signature)
-        return Step(
-            model=self.model,
-            loss=self.loss,
-            batch=batch,
-            micro_batch=self.micro_batch,
-            link=self._link_to_model(),
-            buffers=ForwardBuffers(
-                [b for b in before.buffers if split and not b.path.startswith(LOSS)],
-                running_statistics(of_model) if self.batchnorm == "local" else set(),
-                seen.moving if seen else None,
-            ),
-            gradients=gradients,
-            signature=signature,
-            layout=seen.layout if seen else None,
-            copies=seen.copies if seen else False,
-            batchnorm=self.batchnorm,
-            local=len(norms),
+    ) -> tuple[Step, Kind | None, Allowed | None]:
+        """Return the step, in micro-batches as large as the budget allows."""
+        make = partial(self._runner.step, batch, modules, before, gradients)
+        if self._planner is None:
+            assert self.micro_batch is not None
+            return make(self.micro_batch, apart=self._apart), None, None
+        modes = tuple(module.training for _, module in modules)
+        there = (p.grad for p, _ in before.gradients if p.grad is not None)
+        kind = Kind(
+            names=(self._given.kinds(batch), modes),
+            trains=gradients is not None,
+            shapes=shapes(batch),
+            size=batch.size,
+            before=sum(g.numel() * g.element_size() for g in there),
         )
+        allowed = self._planner.allow(
+            kind,
+            lambda: self._given.case(batch, modules, trains=kind.trains),
+            self._given.optimizer,
+            lambda: self._runner.refuse_division(modules),
+        )
+        self.micro_batch = allowed.micro_batch
+        return make(allowed.micro_batch, apart=allowed.apart), kind, allowed
 
-    def _discoverer(self, step: Step, before: Before) -> Callable[[list[Tensor]], None]:
-        """Return what adds the leaves that only the graph knows, such as a closure's parameters."""
+    def _first_measured(
+        self, step: Step, kind: Kind | None, modules: Modules, before: Before
+    ) -> tuple[Tensor, int | None]:
+        """Run the step; the first after a forecast under the meter, where the device has none."""
+        planner = self._planner
+        if planner is None or kind is None or planner.decided == self._measured:
+            return self._runner.run(step, modules, before), None
+        self._measured = planner.decided
+        with measured(self._given.device, modules, self._given.optimizer, before) as peak:
+            loss = self._runner.run(step, modules, before)
+        planner.learn(kind, peak(), state_bytes(self._given.optimizer))
+        return loss, peak()
 
-        def discover(roots: list[Tensor]) -> None:
-            if step.gradients is None:
-                return
-            known = {id(leaf) for leaf in step.gradients.parameters} | step.own
-            found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in known]
-            before.add(found)
-            step.gradients.add(found)
-            self._closure.extend(found)
-
-        return discover
-
-    def _batch(self, inputs: Any, targets: Any) -> Batch:
-        refuse_ranks()
-        if not isinstance(inputs, LazyBatch):
-            return TensorBatch.of(inputs, targets)
-        if targets is not None:
-            raise AnybatchError(
-                "the targets of a LazyBatch must come from its items, and targets= was given too: "
-                "return (input, target) from the data set and leave targets out"
-            )
-        inputs.paired = not isinstance(self.loss, Inside)
-        return inputs
-
-    def _parameters(self, modules: Modules, batch: Batch) -> list[Tensor]:
-        """Return every leaf that may receive a gradient, once."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        given = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
-        every = [
-            *parameters(modules),
-            *self._closure,
-            *(p for group in groups for p in group["params"]),
-            *(leaf for _, leaf in tree.tensors(given) if leaf.requires_grad),
-        ]
-        return list({id(p): p for p in every}.values())
-
-    def _modules(self) -> Modules:
-        """Return every module that a step runs: the model's, and those of the loss."""
-        of_loss = [fn for fn in self.loss.functions() if isinstance(fn, nn.Module)]
-        return walk(self.model) + [(LOSS + p, m) for fn in of_loss for p, m in walk(fn)]
-
-    def _link_to_model(self) -> Link:
-        parameter = next(self.model.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
-        if self._link is None or self._link[0] != device:
-            self._link = (device, link_to(device))
-        return self._link[1]
-
-    def _signature(self, batch: Batch, modules: Modules) -> tuple[Any, ...]:
-        kinds: tuple[Any, ...] = ("lazy",)
-        if isinstance(batch, TensorBatch):
-            pair = (batch.inputs, batch.targets)
-            kinds = tuple((path, t.dim(), t.dtype) for path, t in tree.tensors(pair))
-        return kinds, tuple(module.training for _, module in modules)
-
-    def _note(self, step: Step, loss: Tensor, seconds: float) -> Tensor:
+    def _note(
+        self,
+        step: Step,
+        loss: Tensor,
+        seconds: float,
+        allowed: Allowed | None,
+        peak: int | None,
+    ) -> Tensor:
         gradients = step.gradients
         facts = Facts(
-            micro_batch=self.micro_batch,
+            micro_batch=step.limit,
             divided=step.count > 1,
             loss=step.found,
             coupled=step.found == COUPLED,
@@ -321,13 +270,59 @@ class Engine:
             half=gradients.half if gradients is not None else (),
             before=gradients is not None and gradients.added,
             local=step.local,
+            apart=step.apart and step.count > 1 and gradients is not None,
+            failed=self._runner.failed_at(step),
         )
+        memory = None if allowed is None else allowed.memory
         # A last partial batch that needs no splitting does not change the plan of the others.
-        if facts != self._facts and (facts.divided or self._plan is None):
-            self._facts, self._plan = facts, decide(facts)
-        peak = torch.cuda.max_memory_allocated() if loss.is_cuda else None
-        self._last = StepReport(loss, step.batch.size, self.micro_batch, step.count, seconds, peak)
+        if (facts, memory) != self._facts and (facts.divided or self._plan is None):
+            self._facts, self._plan = (facts, memory), decide(facts, memory)
+        if loss.is_cuda:
+            peak = torch.cuda.max_memory_allocated()
+        self._last = StepReport(
+            loss=loss,
+            samples=step.batch.size,
+            micro_batch=step.limit,
+            micro_batches=step.done,
+            seconds=seconds,
+            peak_bytes=peak,
+            predicted_bytes=None if memory is None else memory.predicted,
+            retries=step.retries,
+        )
         return loss
+
+    def foresee(self, inputs: Any, targets: Any = None, *, timed: bool = True) -> Plan:
+        """Return the plan for a batch without training on it; `anybatch.plan` calls this.
+
+        Args:
+            inputs: as in `backward`.
+            targets: as in `backward`.
+            timed: time the sizes that fit, where they have not been. Default True.
+        """
+        planner = self._planner
+        if planner is None:
+            planner = self._planner = Planner(None, fixed=self.micro_batch)
+        planner.timed = timed
+        batch, modules = self._given.batch(inputs, targets), self._given.modules()
+        leaves = self._given.leaves(modules, batch)
+        before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
+        with whole_or_nothing(before, lambda: None), torch.enable_grad():
+            step, _, allowed = self._planned(batch, modules, before, gradients)
+        assert allowed is not None
+        half = {str(gradient_dtype(p)).removeprefix("torch.") for p in leaves}
+        facts = Facts(
+            micro_batch=allowed.micro_batch,
+            divided=step.count > 1,
+            loss=allowed.loss,
+            coupled=allowed.coupled,
+            late=isinstance(batch, LazyBatch),
+            half=tuple(sorted(half & {"bfloat16", "float16"})),
+            before=any(leaf.grad is not None for leaf in leaves),
+            local=step.local,
+            apart=allowed.apart,
+            failed=0,
+        )
+        return decide(facts, allowed.memory)
 
 
 BACKWARD = Engine.backward.__code__

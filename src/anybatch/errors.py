@@ -23,5 +23,18 @@ class NotReproducibleError(NotExactError):
     """A second pass met other samples or other random draws than the first."""
 
 
+class BudgetError(AnybatchError, RuntimeError):
+    """A step does not fit in the memory it was given, and nothing was run.
+
+    Attributes:
+        needed: bytes of the smallest step of that kind.
+        given: bytes of the budget.
+    """
+
+    def __init__(self, text: str, *, needed: int, given: int) -> None:
+        super().__init__(text)
+        self.needed, self.given = needed, given
+
+
 class NotYetError(AnybatchError, NotImplementedError):
     """The place for a feature is here; the feature is not."""

@@ -15,41 +15,21 @@ Source: the chain rule; as gradient caching, Gao et al. 2021, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybatch import graph, tree
-from anybatch.batch import MicroBatch, TensorBatch
+from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
 from anybatch.errors import LossError, NotReproducibleError
+from anybatch.retry import StartOverError, attempt, in_pieces
 from anybatch.rng import Dice
 from anybatch.step import Step, check_trains
 
 COUPLED = "coupled"
 """What such a loss is called in a plan."""
-
-
-@dataclass(frozen=True)
-class FirstPass:
-    """What the first pass keeps.
-
-    Attributes:
-        outputs: of the whole batch, without graph.
-        targets: of the whole batch.
-        prints: a fingerprint of each micro-batch of samples that are loaded again.
-        last: the last micro-batch.
-        graph: its outputs, with their graph.
-    """
-
-    outputs: Any
-    targets: Any
-    prints: list[int | None]
-    last: MicroBatch
-    graph: Any
 
 
 def gather(step: Step) -> Tensor:
@@ -67,46 +47,142 @@ def gather(step: Step) -> Tensor:
     """
     step.found = COUPLED
     start = Dice.now()
-    first = _first_pass(step)
+    first = FirstPass(step)
+    first.run()
     whole = MicroBatch(None, first.targets, step.batch.size)
     if step.gradients is None:
         loss = step.loss.whole(first.outputs, whole).detach()
         _show_all(step, first)
         return loss
-    loss, gradients = _loss_of_all(step, first.outputs, whole)
+    loss, gradients = loss_of_all(step, first.outputs, whole)
     end, statistics = Dice.now(), step.buffers.statistics()
-    last = step.batch.size - first.last.size
-    trained = step.pull(*_shares(step, first.graph, gradients, last))
-    start.put_back()
+    backwards = Backwards(step, first, gradients)
+    stop = backwards.last()
+    step.put_back(start)
     step.buffers.restart()
-    trained += _second_pass(step, first, gradients)
-    check_trains(trained)
-    end.put_back()
+    backwards.second_pass(stop)
+    check_trains(backwards.trained)
+    step.put_back(end)
     step.buffers.settle(statistics)
     _show_all(step, first)
     step.finish()
     return loss
 
 
-def _first_pass(step: Step) -> FirstPass:
-    outputs, targets, sizes = [], [], []
-    prints: list[int | None] = []
-    lazy = not isinstance(step.batch, TensorBatch)
-    for index, micro in enumerate(step.feed()):
-        with torch.set_grad_enabled(step.gradients is not None and index == step.count - 1):
+class FirstPass:
+    """The forwards of all micro-batches, without graphs but for the last; `run` runs them.
+
+    Attributes:
+        outputs: of the whole batch, without graph.
+        targets: of the whole batch.
+        sizes: for each micro-batch that was loaded, the sizes it was computed in.
+        prints: a fingerprint of each micro-batch of samples that are loaded again.
+        graph: the outputs of the last with their graph, until its backward takes them.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.outputs: Any = []
+        self.targets: Any = []
+        self.sizes: list[list[int]] = []
+        self.prints: list[int | None] = []
+        self.graph: list[Any] = []
+        self._step = step
+        self._done = 0
+
+    @property
+    def flat(self) -> list[int]:
+        """The sizes that were computed at once, in order."""
+        return [size for loaded in self.sizes for size in loaded]
+
+    def run(self) -> None:
+        """Run them, and join what they give."""
+        step = self._step
+        lazy = not isinstance(step.batch, TensorBatch)
+        for loaded in step.feed():
+            self.prints.append(loaded.fingerprint() if lazy else None)
+            self.sizes.append([])
+            in_pieces(step, loaded, self._forward)
+        sizes = self.flat
+        self.outputs = tree.join(self.outputs, list(step.layout or ()), sizes=sizes)
+        self.targets = tree.join(self.targets, sizes=sizes, name="targets")
+
+    def _forward(self, micro: MicroBatch) -> None:
+        step = self._step
+        ends = self._done + micro.size == step.batch.size
+        with torch.set_grad_enabled(step.gradients is not None and ends):
             step.forget_casts()
             out = step.forward(micro)
-        if index == 0:
+        if not self.outputs:
             step.check_structure(out)
-        outputs.append(tree.map_tensors(Tensor.detach, out))
-        targets.append(micro.targets)
-        sizes.append(micro.size)
-        prints.append(micro.fingerprint() if lazy else None)
-    joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
-    return FirstPass(joined, tree.join(targets, sizes=sizes, name="targets"), prints, micro, out)
+        if ends:
+            self.graph.append(out)
+        self.outputs.append(tree.map_tensors(Tensor.detach, out))
+        self.targets.append(micro.targets)
+        self.sizes[-1].append(micro.size)
+        self._done += micro.size
 
 
-def _loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, list[Tensor | None]]:
+class Backwards:
+    """Hands each micro-batch its rows of the gradient: of the last graph first, then pass 2.
+
+    Attributes:
+        trained: how many outputs had a gradient to take.
+    """
+
+    def __init__(self, step: Step, first: FirstPass, gradients: list[Tensor | None]) -> None:
+        self.trained = 0
+        self._step, self._first, self._gradients = step, first, gradients
+        self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
+        self._begin = 0
+
+    def last(self) -> int:
+        """Run the backward of the graph that is there; return the row where pass 2 ends.
+
+        That is the last, where memory runs out and the last micro-batch has to be done again.
+        """
+        step = self._step
+        moment = step.moment()
+        failure = attempt(step, self._pull_last)
+        if failure is None:
+            return step.batch.size - self._first.flat[-1]
+        step.go_back(moment, failure)
+        return step.batch.size
+
+    def second_pass(self, stop: int) -> None:
+        """Run the micro-batches up to row `stop` again."""
+        step, first = self._step, self._first
+        loaded = islice(step.feed(), count_micro_batches(stop, step.micro_batch))
+        for micro, sizes, fingerprint in zip(loaded, first.sizes, first.prints, strict=False):
+            if fingerprint is not None and micro.fingerprint() != fingerprint:
+                raise NotReproducibleError(
+                    "both passes over a lazy batch must load the same samples, and the second "
+                    "loaded others: draw augmentations from torch's, numpy's or random's global "
+                    "generator, or declare the loss by Loss.per_sample or Loss.ratio, which needs "
+                    "one pass"
+                )
+            whole = self._begin + micro.size <= stop
+            in_pieces(step, micro, self._again, sizes if whole else sizes[:-1])
+
+    def _pull_last(self) -> None:
+        first, step = self._first, self._step
+        begin = step.batch.size - first.flat[-1]
+        self.trained += step.pull(*shares(step, first.graph.pop(), self._gradients, begin))
+
+    def _again(self, micro: MicroBatch) -> None:
+        step, begin = self._step, self._begin
+        smaller = self._sizes.get(begin) != micro.size
+        out = step.forward(micro)
+        path = _difference(out, step.rows(self._first.outputs, begin, micro.size, step.batch.size))
+        if smaller and (path is not None or step.drew()):
+            raise StartOverError  # these draws, or these statistics, are not those of pass 1
+        if path is not None:
+            raise _not_reproducible(path)
+        trained = step.pull(*shares(step, out, self._gradients, begin))
+        self.trained += trained
+        self._begin += micro.size
+
+
+def loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss, and the gradient of each output tensor, in order, or None."""
     leaves = [tensor.detach() for _, tensor in tree.tensors(outputs)]
     for leaf in leaves:
@@ -126,43 +202,7 @@ def _loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, l
     return loss.detach(), [leaf.grad for leaf in leaves]
 
 
-def _second_pass(step: Step, first: FirstPass, gradients: list[Tensor | None]) -> int:
-    """Run all micro-batches but the last again, and hand out their gradients."""
-    begin = trained = 0
-    for micro, fingerprint in zip(_but_the_last(step), first.prints, strict=False):
-        if fingerprint is not None and micro.fingerprint() != fingerprint:
-            raise NotReproducibleError(
-                "both passes over a lazy batch must load the same samples, and the second loaded "
-                "others: draw augmentations from torch's, numpy's or random's global generator, or "
-                "declare the loss by Loss.per_sample or Loss.ratio, which needs one pass"
-            )
-        out = step.forward(micro)
-        before = _rows(step, first.outputs, begin, micro.size)
-        for (path, now), (_, then) in zip(
-            tree.tensors(out, "outputs"), tree.tensors(before), strict=True
-        ):
-            _check_same(path, now, then)
-        trained += step.pull(*_shares(step, out, gradients, begin))
-        begin += micro.size
-    return trained
-
-
-def _but_the_last(step: Step) -> Iterator[MicroBatch]:
-    return islice(step.feed(), step.count - 1)
-
-
-def _rows(step: Step, outputs: Any, begin: int, size: int) -> Any:
-    """Return the rows of a micro-batch of the outputs of all."""
-    axes = iter(step.layout or ())
-
-    def narrow(tensor: Tensor) -> Tensor:
-        axis = next(axes)
-        return tensor if axis is None else tensor.narrow(axis, begin, size)
-
-    return tree.map_tensors(narrow, outputs)
-
-
-def _shares(
+def shares(
     step: Step, outputs: Any, gradients: list[Tensor | None], begin: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the output tensors that the loss depends on, and their rows of its gradient.
@@ -183,23 +223,32 @@ def _shares(
 
 def _show_all(step: Step, first: FirstPass) -> None:
     begin = 0
-    for start in range(0, step.batch.size, step.micro_batch):
-        size = min(step.micro_batch, step.batch.size - start)
+    for size in first.flat:
         targets = tree.rows(first.targets, begin, begin + size, step.batch.size)
-        step.show(_rows(step, first.outputs, begin, size), MicroBatch(None, targets, size))
+        outputs = step.rows(first.outputs, begin, size, step.batch.size)
+        step.show(outputs, MicroBatch(None, targets, size))
         begin += size
 
 
-def _check_same(path: str, now: Tensor, before: Tensor) -> None:
+def _difference(outputs: Any, before: Any) -> str | None:
+    """Return the path of an output that differs between the passes, if one does."""
+    pairs = zip(tree.tensors(outputs, "outputs"), tree.tensors(before), strict=True)
+    return next((path for (path, now), (_, then) in pairs if not _same(now, then)), None)
+
+
+def _same(now: Tensor, before: Tensor) -> bool:
     """Compare the outputs of both passes up to rounding: other dice differ by far more."""
     if torch.equal(now, before):
-        return
-    if now.is_floating_point() and now.shape == before.shape:
-        finite = before[before.isfinite()].abs()
-        bound = torch.finfo(now.dtype).eps ** 0.5 * (float(finite.max()) if len(finite) else 0.0)
-        if torch.allclose(now.detach(), before, rtol=0.0, atol=bound, equal_nan=True):
-            return
-    raise NotReproducibleError(
+        return True
+    if not now.is_floating_point() or now.shape != before.shape:
+        return False
+    finite = before[before.isfinite()].abs()
+    bound = torch.finfo(now.dtype).eps ** 0.5 * (float(finite.max()) if len(finite) else 0.0)
+    return torch.allclose(now.detach(), before, rtol=0.0, atol=bound, equal_nan=True)
+
+
+def _not_reproducible(path: str) -> NotReproducibleError:
+    return NotReproducibleError(
         f"both passes must give the same outputs, and {path} differs: the model draws from a "
         "generator of its own, or changes from call to call. Use the global generators, or "
         "declare the loss by Loss.per_sample or Loss.ratio, which needs one pass"

@@ -5,14 +5,18 @@ parameters. Two cases need more. Half-precision sums lose small addends (2048 mi
 bfloat16 lose percents), so those are summed in float32 and cast once. And gradients that were there
 before the step must survive a failed one, so they are set aside and added to at the end.
 
+Kept apart, the sum also outlives a backward that fails: what grew of ``.grad`` is thrown away.
+
     micro-batch:   p.grad (new) ──> p.grad +=          in place
-                   p.grad (half) ──> float32 sum +=    accumulator
+                   p.grad ──> sum of its own +=        accumulator; float32 for half precision
     delivery:      p.grad = before + factor * sum
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,16 +35,37 @@ class Gradients:
     Args:
         parameters: all tensors that may receive a gradient.
         wide: sum half-precision gradients in float32. Default True.
+        apart: keep every sum apart from ``.grad``, so that a failed backward costs one micro-batch;
+            it takes one more set of gradients. Default False.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, wide: bool = True) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], *, wide: bool = True, apart: bool = False
+    ) -> None:
         self.parameters = list(parameters)
-        self._wide = wide
-        self._half = [p for p in self.parameters if wide and gradient_dtype(p) in HALF]
+        self._half: list[Tensor] = []
+        self._choose(wide=wide, apart=apart)
         self._sums: dict[Tensor, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._assigned: dict[Tensor, Tensor | None] = {}
         self._added: dict[Tensor, tuple[Tensor, Tensor]] = {}
+
+    def _choose(self, *, wide: bool, apart: bool) -> None:
+        self._wide, self._apart = wide, apart
+        self._half = [p for p in self.parameters if wide and gradient_dtype(p) in HALF]
+
+    def divide(self, *, apart: bool) -> None:
+        """Sum as the gradients of several micro-batches need it.
+
+        Args:
+            apart: keep every sum apart from ``.grad``.
+        """
+        self._choose(wide=True, apart=apart)
+
+    @property
+    def apart(self) -> bool:
+        """Whether no sum is in ``.grad``, where a failed backward leaves a part of one."""
+        return self._apart or len(self._half) == len(self.parameters)
 
     @property
     def half(self) -> tuple[str, ...]:
@@ -84,15 +109,38 @@ class Gradients:
 
     def collect(self) -> None:
         """Add what the last micro-batch left, where autograd did not do it."""
-        for parameter in self._half:
-            gradient = parameter.grad
-            if gradient is None:
-                continue
+        if not (self._apart or self._half):
+            return
+        dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        with torch.no_grad():
+            for parameter in self.parameters if self._apart else self._half:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                parameter.grad = None
+                total = self._sums.get(parameter)
+                if total is None:
+                    self._sums[parameter] = self._first(gradient)
+                elif total.layout == gradient.layout == torch.strided:
+                    totals, gradients = dense[total.dtype, gradient.dtype, total.device]
+                    totals.append(total)
+                    gradients.append(gradient)
+                else:
+                    self._sums[parameter] = _sum(total, gradient)
+            for totals, gradients in dense.values():
+                torch._foreach_add_(totals, gradients)
+
+    def _first(self, gradient: Tensor) -> Tensor:
+        """Return the gradient as a sum that can be added to."""
+        if self._wide and gradient.dtype in HALF:
+            gradient = gradient.float()
+        dense = gradient.layout == torch.strided and not _is_plain(gradient)
+        return gradient.contiguous() if dense else gradient
+
+    def drop(self) -> None:
+        """Throw away what a backward that failed has left in ``.grad``; the sums are `apart`."""
+        for parameter in self.parameters:
             parameter.grad = None
-            if parameter in self._sums:
-                self._sums[parameter].add_(gradient)
-            else:
-                self._sums[parameter] = gradient.float()
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum ready for delivery, times `factor`; nothing that was there is touched.

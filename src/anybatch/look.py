@@ -28,6 +28,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.guard import Guard
+from anybatch.memory_errors import out_of_memory
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, copied
 
@@ -49,9 +50,9 @@ def look(step: Step) -> None:
         LossError: the outputs hold no tensor.
     """
     dice, guard = Dice.now(), Guard(step)
-    whole, part = _two_sizes(step)
+    whole, part = two_sizes(step)
     dice.put_back()
-    with _quietly(), torch.no_grad(), guard:
+    with quietly(), torch.no_grad(), guard:
         outputs = step.forward(whole)
         drawn = not Dice.now().same_as(dice)
         dice.put_back()
@@ -59,14 +60,14 @@ def look(step: Step) -> None:
         dice.put_back()
     step.forget_casts()
     step.buffers.restart()
-    step.copies = _written(whole) or _written(part)
+    step.copies = written(whole) or written(part)
     if not step.loss.takes_outputs:
         step.layout, layout = (), _rough_layout(outputs, fewer, whole.size, part.size)
     elif fewer is None:
         layout = tuple(_axis_by_size(t, whole.size) for _, t in tree.tensors(outputs))
         step.layout, layout = layout, ()
     else:
-        step.layout = layout = _layout(outputs, fewer, whole.size, part.size)
+        step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
     if drawn or step.local or step.copies or guard.own_dice:
         return  # the rows are not the same, or need not come out the same
     apart = _difference(outputs, fewer, layout, part.size)
@@ -74,7 +75,7 @@ def look(step: Step) -> None:
         _refuse_meeting(step, part, fewer, layout, apart)
 
 
-def _two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
+def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     """Return the first rows of the batch, and the last of these in reverse; both are copies."""
     first, *others = islice(step.feed(), 1 if step.micro_batch >= ENOUGH else 2)
     if not others:
@@ -109,34 +110,44 @@ def _reversed(inputs: Any, size: int) -> Any:
     return tree.map_leaves(turn, inputs)
 
 
-def _written(micro: MicroBatch) -> bool:
+def written(micro: MicroBatch) -> bool:
     """Say whether forward wrote to its inputs: they are copies that nobody else has."""
     return any(tensor._version > 0 for _, tensor in tree.tensors(micro.inputs))
 
 
 def _forward_of_fewer(step: Step, part: MicroBatch) -> Any:
     """Return the outputs of `part`, or None where the model cannot take so few rows."""
+    outside = sys.exception()
     try:
         return step.forward(part)
-    except (AnybatchError, torch.OutOfMemoryError):
+    except AnybatchError:
         raise
-    except (RuntimeError, ValueError, IndexError):  # the step itself will meet it if it must
-        return None
+    except (RuntimeError, ValueError, IndexError) as error:
+        if out_of_memory(error, outside=outside):
+            raise
+        return None  # the step itself will meet it if it must
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """No warnings (the step gives them again), and no compiled code: dispatch modes break it."""
-    with warnings.catch_warnings():
+def quietly() -> Iterator[None]:
+    """No warnings (the step gives them again), and no compiled code."""
+    with warnings.catch_warnings(), eager():
         warnings.simplefilter("ignore")
-        if "torch._dynamo" not in sys.modules:
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
 
 
-def _layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled models as they were written: dispatch modes break what was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def layout_of(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
+    """Return where outputs of `n` and of `m` rows hold the samples."""
     all_rows, some_rows = list(tree.tensors(outputs, "outputs")), list(tree.tensors(fewer))
     if len(all_rows) != len(some_rows):
         raise BatchError(
@@ -222,7 +233,7 @@ def _difference(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | No
 def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, apart: str) -> None:
     """Say what the difference comes from: other rows, or another call."""
     dice = Dice.now()
-    with _quietly(), torch.no_grad(), Guard(step):
+    with quietly(), torch.no_grad(), Guard(step):
         again = step.forward(part)
     dice.put_back()
     last = _difference(fewer, _flipped(again, layout), layout, part.size)

@@ -16,14 +16,14 @@ class StepReport:
     Attributes:
         loss: of the whole batch, a detached 0-dim tensor.
         samples: N_B.
-        micro_batch: N_mu, samples in a micro-batch.
-        micro_batches: N_S.
+        micro_batch: N_mu, samples in a micro-batch; after a retry, the size it ended with.
+        micro_batches: N_S, micro-batches that were done.
         seconds: host time of the call; on CUDA the device may still be computing.
         peak_bytes: bytes the CUDA allocator has had in use at most, in this process; None on the
             CPU.
         predicted_bytes: None until memory is planned.
         moved_bytes: bytes moved out of the device: 0.
-        retries: 0.
+        retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
     """
 
     loss: Tensor

@@ -14,27 +14,20 @@ from torch.nn.parameter import UninitializedParameter
 from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
 
 
-def refuse_later(memory: Any, plan: Any, rng: str, micro_batch: int | None) -> None:
+def refuse_later(rng: str) -> None:
     """Refuse what has its place and is not there yet."""
-    if memory is not None:
-        raise NotYetError("memory= is not there yet: give micro_batch=N, the samples that fit")
-    if plan is not None:
-        raise NotYetError("plan= is not there yet: give micro_batch=N")
     if rng == "batch":
         raise NotYetError('rng="batch" is not there yet: leave rng="lane"')
     if rng != "lane":
         raise ValueError(f'rng must be "lane", and it is {rng!r}')
-    if micro_batch is None:
-        raise NotYetError(
-            "anybatch cannot choose a micro-batch yet: give micro_batch=N, the samples that fit"
-        )
 
 
 def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
-    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1:
+    whole = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
+    if micro_batch is not None and (not whole or micro_batch < 1):
         raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
     if batchnorm not in ("exact", "local"):
         raise ValueError(f'batchnorm must be "exact" or "local", and it is {batchnorm!r}')

@@ -5,10 +5,11 @@ Streaming and gathering order these verbs differently; what a verb means stands 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, feed
 from anybatch.errors import LossError
 from anybatch.gradients import Gradients
-from anybatch.loss.declared import Loss, Scope
+from anybatch.loss.declared import Algorithm1, Loss, Scope
+from anybatch.memory_errors import forget
+from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
 
@@ -29,6 +32,17 @@ class Scaler(Protocol):
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the tensor times the present scale."""
+
+
+Phase = Literal["forward", "backward", "summed", "shown"]
+"""How far a micro-batch has come: "summed" when its gradients are in the sum."""
+
+
+class Moment(NamedTuple):
+    """What a micro-batch moves before its gradients, as it was when it began."""
+
+    dice: Dice
+    statistics: list[Tensor | None]
 
 
 Layout = tuple[int | None, ...]
@@ -44,6 +58,7 @@ class Step:
     """A mini-batch on its way through the model.
 
     Attributes:
+        micro_batch: N_mu, samples that are loaded at once.
         gradients: where gradients come together; None runs forward only.
         layout: where the outputs hold the samples; None until somebody has looked.
         signature: the kind of the batch and the modes of the modules.
@@ -53,6 +68,14 @@ class Step:
         batchnorm: "exact" or "local".
         local: BatchNorm layers that normalise each micro-batch by itself.
         found: what the mechanism found the loss to be, in words.
+        limit: samples that are computed at once; less than `micro_batch` once memory ran out.
+        retries: how often it did.
+        failed: samples that were computed at once when it did last.
+        failure: what was raised then; it holds nothing.
+        done: micro-batches that are done.
+        phase: of the micro-batch being computed.
+        apart: gradients are summed in an accumulator, once the step is divided.
+        dice: as they were noted last in this step.
     """
 
     model: nn.Module
@@ -72,8 +95,19 @@ class Step:
     batchnorm: str = "exact"
     local: int = 0
     found: str = ""
+    limit: int = field(init=False)
+    retries: int = 0
+    failed: int = 0
+    failure: Exception | None = None
+    done: int = 0
+    phase: Phase = "forward"
+    apart: bool = False
+    _rows: int = 0
     _shown: int = 0
-    _turn: int = 0
+    dice: Dice | None = None
+
+    def __post_init__(self) -> None:
+        self.limit = self.micro_batch
 
     @property
     def count(self) -> int:
@@ -128,7 +162,9 @@ class Step:
         if self.discover is not None:
             self.discover([root for root, _ in pairs])
         with _outside_autocast(pairs[0][0].device.type):
+            self.phase = "backward"
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        self.phase = "summed"
         self.gradients.collect()
         return len(pairs)
 
@@ -138,11 +174,33 @@ class Step:
             self.gradients.finish(factor)
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
-        """Let the observer see a micro-batch that is done, once, though the step start over."""
-        self._turn += 1
-        if self.observe is not None and self._turn > self._shown:
-            self._shown = self._turn
-            self.observe(tree.map_tensors(Tensor.detach, outputs), micro.targets)
+        """Let the observer see the rows of a micro-batch, once, though the step start over."""
+        begin, self._rows = self._rows, self._rows + micro.size
+        self.done += 1
+        if self.observe is None or self._rows <= self._shown:
+            return
+        seen, self._shown = max(self._shown - begin, 0), self._rows
+        targets = micro.targets
+        if seen:
+            outputs = self.rows(outputs, seen, micro.size - seen, micro.size)
+            targets = tree.rows(targets, seen, micro.size, micro.size)
+        before, self.phase = self.phase, "shown"
+        self.observe(tree.map_tensors(Tensor.detach, outputs), targets)
+        self.phase = before
+
+    def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
+        """Return `size` rows of outputs that hold `of`; what holds no samples as it is.
+
+        Outputs beside a loss have no layout: there the first dimension decides.
+        """
+        axes = iter(self.layout or ())
+
+        def narrow(tensor: Tensor) -> Tensor:
+            first = 0 if tensor.dim() and tensor.shape[0] == of else None
+            axis = next(axes) if self.layout else first
+            return tensor if axis is None else tensor.narrow(axis, begin, size)
+
+        return tree.map_tensors(narrow, outputs)
 
     def forget_casts(self) -> None:
         """Drop the casts of the weights that autocast keeps: some were made without a graph."""
@@ -150,10 +208,61 @@ class Step:
         if parameter is not None and torch.is_autocast_enabled(parameter.device.type):
             torch.clear_autocast_cache()
 
+    def moment(self) -> Moment:
+        """Note where a micro-batch begins."""
+        self.dice = Dice.now() if self.dice is None else self.dice.later()
+        return Moment(self.dice, self.buffers.statistics())
+
+    def drew(self) -> bool:
+        """Say whether something was drawn since the last `moment`."""
+        return self.dice is None or not Dice.now().same_as(self.dice)
+
+    def put_back(self, dice: Dice) -> None:
+        """Make `dice` the present ones."""
+        dice.put_back()
+        self.dice = dice
+
+    def go_back(self, moment: Moment, failure: Exception) -> None:
+        """Undo what a micro-batch did until memory ran out, for another try in smaller parts.
+
+        Raises:
+            Exception: `failure`, where parts are no help or the sums cannot be undone.
+        """
+        if not (self.can_shrink() and self._can_go_back()):
+            raise failure
+        self.shrink(failure)
+        if self.gradients is not None and self.phase == "backward":
+            self.gradients.drop()
+        self.put_back(moment.dice)
+        self.buffers.go_back(moment.statistics)
+        self.forget_casts()
+
+    def _can_go_back(self) -> bool:
+        if isinstance(self.loss, Algorithm1):  # its parts do not add up to it
+            return False
+        if self.phase == "backward":
+            return self.gradients is not None and self.gradients.apart
+        return self.phase == "forward"
+
+    def can_shrink(self) -> bool:
+        """Say whether the step may be tried smaller: not after the observer failed."""
+        return min(self.limit, self.batch.size) > 1 and self.phase != "shown"
+
+    def shrink(self, failure: Exception) -> None:
+        """Halve what is computed at once, because of `failure`, and free what that holds."""
+        forget(failure, outside=sys.exception())
+        self.failure = failure
+        self.retries += 1
+        self.failed = min(self.limit, self.batch.size)
+        self.limit = (self.failed + 1) // 2
+
     def restart(self) -> None:
-        """Begin again: nothing summed, buffers as they were."""
-        self._turn = 0
+        """Begin again: nothing summed, buffers as they were; at the size of the limit."""
+        self.micro_batch = self.limit
+        self.done = self._rows = 0
+        self.phase = "forward"
         self.buffers.restart()
+        self.forget_casts()
         if self.gradients is not None:
             self.gradients.restart()
 

@@ -12,13 +12,17 @@ multiplied by estimate / truth when it is delivered.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybatch.batch import MicroBatch
+from anybatch.fakes import is_fake
 from anybatch.gradients import HALF
 from anybatch.loss.declared import Number, Part, Total
 from anybatch.loss.watched import NotAPartError
+from anybatch.retry import in_pieces
 from anybatch.step import Step, check_trains
 
 
@@ -33,29 +37,51 @@ def stream(step: Step) -> Tensor | None:
 
     Source: MBS, Algorithm 1; its lines are numbered on the right.
     """
-    normalize: Normalization | None = None
-    trained = 0
-    for micro in step.feed():  # 8
-        outputs = step.forward(micro)  # 9
-        if normalize is None:
-            totals = step.loss.totals(step.scope(outputs, micro))
-            if totals is None:
-                return None
-            step.found = step.loss.describe(totals)
-            normalize = Normalization(totals, step.batch.size)
-        try:
-            parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
-        except NotAPartError:
-            return None
-        weights = normalize(parts, micro.size)  # 11
-        trained += step.backward([part.numerator for part in parts], weights)  # 12
-        step.show(outputs, micro)
-        del outputs, parts  # the next forward should not find them in memory
+    streaming = Streaming(step)
+    try:
+        for micro in step.feed():  # 8
+            in_pieces(step, micro, streaming.train)
+    except NotAPartError:
+        return None
     if step.gradients is not None:
-        check_trains(trained)
-    assert normalize is not None
-    step.finish(normalize.correction())
-    return normalize.loss()
+        check_trains(streaming.trained)
+    assert streaming.normalize is not None
+    step.finish(streaming.normalize.correction())
+    return streaming.normalize.loss()
+
+
+class Streaming:
+    """Lines 9 to 12, and what they leave behind for the next micro-batch."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.trained = 0
+        self.normalize: Normalization | None = None
+
+    def train(self, micro: MicroBatch) -> None:
+        """Train on a micro-batch; when it returns or fails, its memory is free.
+
+        Raises:
+            NotAPartError: the loss couples samples.
+        """
+        step = self.step
+        outputs = step.forward(micro)  # 9
+        normalize = self.normalize or self._first(outputs, micro)
+        parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
+        weights = normalize(parts, micro.size)  # 11
+        trained = step.backward([part.numerator for part in parts], weights)  # 12
+        normalize.count()
+        self.trained += trained
+        step.show(outputs, micro)
+
+    def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
+        """Find what the loss of the whole batch is divided by, from its first outputs."""
+        totals = self.step.loss.totals(self.step.scope(outputs, micro))
+        if totals is None:
+            raise NotAPartError
+        self.step.found = self.step.loss.describe(totals)
+        self.normalize = Normalization(totals, self.step.batch.size)
+        return self.normalize
 
 
 class Normalization:
@@ -80,9 +106,11 @@ class Normalization:
         self._scales: list[Number] = []
         self._weights: list[Tensor] = []
         self._sums: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._denominator: Number = 0
 
     def __call__(self, parts: list[Part], n: int) -> list[Tensor]:
-        """Return the weight of each numerator, and note its value.
+        """Return the weight of each numerator, whose value waits for `count`.
 
         Args:
             parts: a micro-batch's numerators, one for each of `totals`.
@@ -97,10 +125,15 @@ class Normalization:
             ]
             self._sums = [torch.zeros_like(_wide(value)) for value in values]
         if self._late:
-            self._counted = self._counted + parts[0].denominator()
-        for total, value in zip(self._sums, values, strict=True):
-            total.add_(value)
+            self._denominator = parts[0].denominator()
+        self._values = values
         return self._weights
+
+    def count(self) -> None:
+        """Count the micro-batch whose weights were asked for last: it is done."""
+        self._counted = self._counted + self._denominator
+        for total, value in zip(self._sums, self._values, strict=True):
+            total.add_(value)
 
     def correction(self) -> float | Tensor:
         """Return what the delivered sum must be multiplied by; 1.0 in the plain case."""
@@ -125,7 +158,7 @@ class Normalization:
             _ratio(total.weight, divisor)
             for total, divisor in zip(self.totals, divisors, strict=True)
         ]
-        if any(part.numerator.dtype in HALF for part in parts):
+        if any(part.numerator.dtype in HALF for part in parts) and not any(map(is_fake, scales)):
             scales = self._powers_of_two([float(scale) for scale in scales])
         return scales
 
@@ -139,10 +172,11 @@ class Normalization:
 
 
 def _number(value: Number | None) -> Number:
-    """Return a host number for anything on the host; what lies on a device stays there."""
+    """Return a host number for what has one; what lies on a device, or is fake, stays there."""
     assert value is not None
     if isinstance(value, Tensor):
-        return float(value) if value.device.type == "cpu" else value.detach().double()
+        here = value.device.type == "cpu" and not is_fake(value)
+        return float(value) if here else value.detach().double()
     return float(value)
 
 

@@ -10,7 +10,7 @@ from tests.apps.conftest import Make
 from typer.testing import Result
 
 from anybatch.apps import cli
-from anybatch.apps.progress import Silent
+from anybatch.apps.progress import Gauge, Silent
 from anybatch.apps.settings import Settings
 
 Command = Callable[..., Result]
@@ -26,7 +26,12 @@ def test_version_and_help(command: Command) -> None:
         *("--lr", "--optimizer", "--momentum", "--weight-decay", "--schedule", "--seed"),
         *("--image-size", "--crop", "--norm", "--batchnorm", "--loss", "--workers", "--device"),
         *("--threads", "--skip-corrupt", "--overwrite", "--recipe", "--pad", "--flip"),
+        *("--resume", "--checkpoint-minutes", "--malloc"),
+        *("--memory", "--replan", "--compare", "--compare-steps"),
     ):
+        assert option in text
+    text = command("plan", "--help").stdout
+    for option in ("--memory", "--micro-batch", "--measure", "--json", "--batch-size", "--malloc"):
         assert option in text
 
 
@@ -104,7 +109,7 @@ def test_skipped_files_are_counted(command: Command, tmp_path: Path, classes: Ma
         (("--image-size", "big"), "image-size must be a number of pixels or WIDTHxHEIGHT"),
         (("--device", "toaster"), "device must be one that torch can use here; got 'toaster'"),
         (("--task", "segmentation"), "the digits have no masks"),
-        (("--norm", "batch"), 'Use batchnorm="local"'),
+        (("--norm", "batch", "--micro-batch", "64"), 'Use batchnorm="local"'),
     ],
 )
 def test_a_fault_is_one_line_and_exit_code_1(
@@ -128,7 +133,7 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Impatient(Silent):
-        def step(self, loss: float) -> None:
+        def step(self, loss: float, held: Gauge | None = None) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "make_progress", lambda console: Impatient())
@@ -136,7 +141,8 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
     ended = command("train", "--out", out, "--batch-size", 500, *SMALL)
     assert ended.exit_code == 130
     assert ended.stderr == (
-        f"interrupted after step 1 (0 whole epochs); checkpoint and summary are in {out}\n"
+        f"interrupted after step 1 (0 whole epochs); checkpoint and summary are in {out}; "
+        f"go on with --resume {out}\n"
     )
     assert json.loads((out / "summary.json").read_text())["interrupted"] is True
 
@@ -147,7 +153,7 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
     ended = command("train", "--out", tmp_path / "b", *SMALL)
     assert (ended.exit_code, ended.stderr) == (
         130,
-        "interrupted before the first step; nothing was trained\n",
+        "interrupted before a step was taken; nothing was trained\n",
     )
 
 

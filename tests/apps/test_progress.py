@@ -7,8 +7,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from anybatch.apps.interrupts import unbroken
-from anybatch.apps.progress import Live, Plain, Silent, make_progress
+from anybatch.apps.interrupts import Terminated, deaf, terminable, unbroken
+from anybatch.apps.progress import Gauge, Live, Plain, Silent, make_progress
 
 
 class Clock:
@@ -61,6 +61,42 @@ def test_a_terminal_gets_a_live_line_and_a_file_plain_ones() -> None:
     assert isinstance(make_progress(Console(file=io.StringIO())), Plain)
 
 
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("measured", "predicted", "budget", "text"),
+    [
+        (61 * MIB, 63 * MIB, 64 * MIB, "peak 61 of 64 MiB"),
+        (None, 63 * MIB - 1, 64 * MIB, "predicted peak 63 of 64 MiB"),
+        (64 * MIB + 1, None, 64 * MIB, "peak 64.1 of 64 MiB"),  # over the budget, so never "64"
+        (int(5.25 * 2**30), None, 6 * 2**30, "peak 5.3 of 6 GiB"),
+        (900, None, 1023, "peak 900 of 1023 bytes"),
+        (1000, None, 1536, "peak 1 of 1.5 KiB"),
+        (0, None, 3 * 2**50, "peak 0 of 3072 TiB"),
+    ],
+)
+def test_a_gauge_is_in_the_unit_of_its_budget(
+    measured: int | None, predicted: int | None, budget: int, text: str
+) -> None:
+    assert str(Gauge.of(measured, predicted, budget)) == text
+
+
+def test_without_a_budget_or_a_peak_there_is_no_gauge() -> None:
+    assert Gauge.of(1, 1, None) is None
+    assert Gauge.of(None, None, 1) is None
+
+
+def test_the_peak_stands_behind_the_loss() -> None:
+    text = io.StringIO()
+    shown = Plain(Console(file=text, width=200), Clock())
+    shown.begin_epoch(1, 1, 1)
+    shown.step(0.5, Gauge(61 * MIB, 64 * MIB))
+    assert shown.figures().endswith("images/s, loss 0.5000, peak 61 of 64 MiB")
+    shown.step(0.5)
+    assert shown.figures().endswith("loss 0.5000")
+
+
 def test_silence() -> None:
     shown = Silent()
     shown.say("x")
@@ -84,6 +120,30 @@ def test_an_interrupt_waits_for_the_end_of_the_block() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_sigterm_waits_too_and_what_was_ignored_stays_so() -> None:
+    done = []
+    with pytest.raises(Terminated), terminable(), unbroken():
+        signal.raise_signal(signal.SIGTERM)
+        done.append("all of it")
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    try:
+        deaf()
+        with unbroken():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: pytest.fail("was set"))
+    with unbroken():
+        pass
+
+
 def test_an_error_in_the_block_comes_through() -> None:
     with pytest.raises(ValueError, match=r"mine"), unbroken():
         raise ValueError("mine")
@@ -94,7 +154,7 @@ def test_in_another_thread_nothing_is_done() -> None:
     done = []
 
     def work() -> None:
-        with unbroken():
+        with terminable(), unbroken():
             done.append(1)
 
     thread = threading.Thread(target=work)

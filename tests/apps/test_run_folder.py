@@ -41,7 +41,9 @@ def largest_file(bytes_: int) -> Iterator[None]:
 def test_a_folder_that_holds_anything_is_refused_unless_overwritten(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "metrics.jsonl").write_text("old\n")
-    with pytest.raises(RunFolderError, match=r"new or an empty folder; .*or use --overwrite"):
+    with pytest.raises(
+        RunFolderError, match=r"new or an empty folder; .*use --resume to go on .*--overw"
+    ):
         RunFolder(tmp_path)
     folder = RunFolder(tmp_path, overwrite=True)
     assert (tmp_path / "metrics.jsonl").exists()  # nothing is lost before the run begins
@@ -51,6 +53,7 @@ def test_a_folder_that_holds_anything_is_refused_unless_overwritten(tmp_path: Pa
     assert (tmp_path / "metrics.jsonl").read_text() == "old\n"
     folder.open({"a": 1})
     folder.keep()
+    folder.release()
     assert sorted(at.name for at in tmp_path.iterdir() if "events" not in at.name) == [
         "config.json",
         "notes.txt",
@@ -81,6 +84,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     folder.log(EPOCH)
     folder.save_checkpoint({"model": {"w": torch.ones(3)}, "epoch": 4})
     folder.close({"best": 0.8})
+    folder.release()
     at = tmp_path / "new" / "run"
     assert json.loads((at / "config.json").read_text()) == {"a": 1}
     lines = [json.loads(line) for line in (at / "metrics.jsonl").read_text().splitlines()]
@@ -106,12 +110,13 @@ def test_a_full_disk_does_not_lose_the_earlier_checkpoint(tmp_path: Path) -> Non
     with (
         largest_file(20_000),
         pytest.raises(
-            RunFolderError, match=r"checkpoint.pt cannot be written .*too large.*is whol"
+            RunFolderError,
+            match=r"checkpoint.pt cannot be written .*too large.*is whole; make room, then",
         ),
     ):
         folder.save_checkpoint({"epoch": 2, "weights": torch.ones(100_000)})
     assert (tmp_path / "checkpoint.pt").read_bytes() == earlier
-    assert not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob(".*.part"))
     with largest_file(0), pytest.raises(RunFolderError, match=r"metrics.jsonl cannot be written"):
         folder.log({"kind": "step", "step": 1})
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from anybatch import NotExactError
 from anybatch.apps.build import build, find_device, seeded
 from anybatch.apps.faults import DataError, RunFolderError, SettingsError, TrainingError
-from anybatch.apps.progress import Silent
+from anybatch.apps.progress import Gauge, Silent
 from anybatch.apps.run_folder import RunFolder
 from anybatch.apps.settings import Settings
 from anybatch.apps.summary import Interrupted
@@ -54,7 +54,7 @@ class Calls(Silent):
         if len(self.samples) == self.interrupt_at:
             signal.raise_signal(signal.SIGINT)
 
-    def step(self, loss: float) -> None:
+    def step(self, loss: float, held: Gauge | None = None) -> None:
         self.losses.append(loss)
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ def test_a_run_that_takes_no_step_leaves_the_one_it_was_to_replace(
     assert not isinstance(caught.value, Interrupted)
     assert files(tmp_path) == before
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "_start_events", lambda self: exec("raise MemoryError"))
+        patch.setattr(RunFolder, "_start_events", lambda self, *rest: exec("raise MemoryError"))
         with pytest.raises(MemoryError):
             train(again)
     assert files(tmp_path) == before

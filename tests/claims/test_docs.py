@@ -75,7 +75,7 @@ def test_a_missing_page_is_named(copied: Path, capsys: pytest.CaptureFixture[str
     [
         (
             "<!-- generated: nothing -->\n<!-- end -->\n",
-            "a table of benchmarks.report, and nothing",
+            "a table of benchmarks.tables, and nothing",
         ),
         ("<!-- generated: bf16 -->\n", "it holds 1 beginnings and 0 ends"),
     ],

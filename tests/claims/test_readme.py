@@ -90,7 +90,10 @@ def test_the_first_example_is_ten_lines_and_takes_a_step() -> None:
     assert len([line for line in first.text.splitlines() if line]) == 10
     names = Page("README.md", text).run()
     last = names["engine"].last
-    assert (last.samples, last.micro_batches) == (1000, 16)
+    assert last.samples == 1000
+    assert last.predicted_bytes is not None
+    assert last.micro_batches > 1
+    assert last.predicted_bytes <= 256 * 1024
     assert names["engine"].plan.exact
     assert len(names["optimizer"].state) == 4
 
@@ -119,14 +122,12 @@ def test_every_command_of_the_pages_is_one() -> None:
         ("make", "demo"),
         ("make", "test"),
         ("anybatch", "train"),
+        ("anybatch", "plan"),
         ("anybatch", "check"),
     } <= seen
 
 
 NOT_YET = [
-    ({"memory": "6GiB"}, "memory= is not there yet"),
-    ({}, "cannot choose a micro-batch yet"),
-    ({"micro_batch": 2, "plan": object()}, "plan= is not there yet"),
     ({"micro_batch": 2, "rng": "batch"}, 'rng="batch" is not there yet'),
 ]
 

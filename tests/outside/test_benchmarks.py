@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import report
+from benchmarks import report, tables
 from benchmarks.all import modules
+from benchmarks.mbs import rows
 from benchmarks.mbs.algorithm1 import run as algorithm1
 from benchmarks.mbs.bf16 import run as bf16
 from benchmarks.mbs.cases import BATCH, CASES, Case, splits
@@ -115,7 +116,7 @@ def test_a_benchmark_runs_quickly_and_its_table_can_be_written(
     results = json.loads((tmp_path / "mbs" / table / "results.json").read_text())
     assert results["environment"]["torch"] == torch.__version__
     monkeypatch.setattr(report, "HERE", tmp_path)
-    assert report.table(table).startswith("|")
+    assert tables.table(table).startswith("|")
 
 
 def test_the_speed_benchmark_runs_in_both_malloc_modes(
@@ -127,7 +128,7 @@ def test_the_speed_benchmark_runs_in_both_malloc_modes(
     modes = {mode: found["environment"]["malloc"] for mode, found in results["modes"].items()}
     assert modes == {"default": "default", "large": "large"}
     monkeypatch.setattr(report, "HERE", tmp_path)
-    assert "anybatch" in report.table("speed")
+    assert "anybatch" in tables.table("speed")
 
 
 def test_the_paired_ratio_is_the_median_of_ratios_not_the_ratio_of_medians() -> None:
@@ -140,14 +141,14 @@ def test_a_table_without_results_names_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "HERE", tmp_path)
-    for name, table in report.TABLES.items():
+    for name, table in tables.TABLES.items():
         said = "run `make soak`" if name == "soak" else "run `python -m benchmarks.mbs."
         assert said in table(), name
 
 
 def test_words_are_worse_than_numbers() -> None:
-    assert report.worst({"even": 0.1, "one": "not finite"}) == "not finite"
-    assert report.worst({"even": 0.1, "one": 0.2}) == 0.2
+    assert rows.worst({"even": 0.1, "one": "not finite"}) == "not finite"
+    assert rows.worst({"even": 0.1, "one": 0.2}) == 0.2
 
 
 def test_only_the_named_regions_are_filled() -> None:
@@ -160,16 +161,16 @@ def test_filling_twice_is_filling_once() -> None:
     assert report.fill(report.fill(text)) == report.fill(text)
 
 
-@pytest.mark.parametrize("name", report.TITLES)
+@pytest.mark.parametrize("name", tables.TITLES)
 def test_the_page_beside_a_results_file_is_what_the_file_says(name: str) -> None:
-    page = report.HERE / report.WRITERS[name][0] / "README.md"
+    page = tables.HERE / tables.WRITERS[name][0] / "README.md"
     assert page.read_text() == report.readme(name), "run `python -m benchmarks.report`"
 
 
 def test_the_page_of_the_lies_holds_the_scripts_and_what_they_printed() -> None:
     text = report.PAGE.read_text()
     assert text == report.fill(text), "run `python -m benchmarks.report`"
-    for script in report.LIES.glob("[0-9]_*.py"):
+    for script in rows.LIES.glob("[0-9]_*.py"):
         assert script.read_text().strip() in text
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks import report
-from benchmarks.mbs import trainings
+from benchmarks import tables
+from benchmarks.mbs import rows, trainings
 from benchmarks.mbs.cifar import run as cifar
 from benchmarks.mbs.demo import run as demo
 from benchmarks.mbs.membrane import run as membrane
@@ -62,13 +62,13 @@ def check(folder: Path, run: Path, expected: dict[str, Any]) -> str:
     assert found["train_loss"] == [line["train_loss"] for line in epochs]
     assert found["last"] == summary["last"] == found["test_metric"][-1]
     assert all(math.isfinite(value) for value in found["train_loss"] + found["test_loss"])
-    return report.table(folder.name)
+    return tables.table(folder.name)
 
 
 def test_the_images_are_trained_on_and_recorded(
     classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     out, runs = tmp_path / "mbs" / "cifar", tmp_path / "runs"
     for _ in range(2):  # again: the run folder of the first time is replaced
         cifar.main(data=classes, quick=True, out=out, runs=runs)
@@ -79,7 +79,7 @@ def test_the_images_are_trained_on_and_recorded(
     assert (out / "curves.png").stat().st_size < 60 * 2**10
     with Image.open(out / "curves.png") as picture:
         assert picture.width == 640
-    head, _, *rows = report.trainings().splitlines()
+    head, _, *rows = tables.trainings().splitlines()
     assert head == f"| {' | '.join(HEAD)} |"
     assert [row.count("|") for row in rows] == [len(HEAD) + 1] * 3
     assert "resnet20 on 13 CIFAR-10 images" in rows[1]
@@ -89,7 +89,7 @@ def test_the_images_are_trained_on_and_recorded(
 def test_the_masks_are_trained_on_and_recorded(
     masks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     out, runs = tmp_path / "mbs" / "membrane", tmp_path / "runs"
     membrane.main(data=masks, quick=True, out=out, runs=runs)
     expected = {"metric": "iou", "epochs": 2, "steps": 2, "train": 4, "test": 1}
@@ -105,7 +105,7 @@ def test_all_foreground_is_measured_on_the_images_held_out(masks: Path) -> None:
 def test_the_digits_are_trained_on_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     out, runs = tmp_path / "mbs" / "demo", tmp_path / "runs"
     demo.main(quick=True, runs=runs)
     assert not out.exists()  # only --out writes results
@@ -133,9 +133,9 @@ def test_a_table_holds_the_first_and_the_last_epoch_of_each_seed(
     runs = [{**run, "seed": seed} for seed in (3, 4)]
     sizes = {"batch": 16, "micro_batch": 4}
     results = {"what": "cells", "sizes": sizes, "recipe": {"model": "unet"}, "constant": 0.5}
-    table = report.training({**results, "runs": runs})
-    rows = re.findall(r"^\| seed (\d), epoch (\d+) \| ([\d.]+) ", table, re.MULTILINE)
-    assert [(int(s), int(e)) for s, e, _ in rows] == [(s, e) for s in (3, 4) for e in chosen]
-    assert all(float(value) == int(epoch) / 100 for _, epoch, value in rows)
+    table = rows.training({**results, "runs": runs})
+    found = re.findall(r"^\| seed (\d), epoch (\d+) \| ([\d.]+) ", table, re.MULTILINE)
+    assert [(int(s), int(e)) for s, e, _ in found] == [(s, e) for s in (3, 4) for e in chosen]
+    assert all(float(value) == int(epoch) / 100 for _, epoch, value in found)
     assert f"- test figure: IoU {curve[-1]:.3f} and {curve[-1]:.3f}" in table
     assert "- seconds: 61 and 61" in table

@@ -26,8 +26,9 @@ import typer
 
 from benchmarks.environment import MALLOC, environment
 from benchmarks.mbs.choice.finders import Finder, Found, largest_that_fits
+from benchmarks.mbs.choice.ours import FINDERS
 from benchmarks.mbs.choice.problems import PROBLEMS
-from benchmarks.mbs.choice.registry import FINDERS, missing
+from benchmarks.mbs.choice.registry import missing
 from benchmarks.mbs.choice.sweep import Sweep, grid, peak, relative, sweep
 from benchmarks.mbs.problem import Problem
 from benchmarks.results import console, write

@@ -28,7 +28,10 @@ from benchmarks.mbs.real_limit.training import SEED, Run, Trained, mini_batches
 from benchmarks.results import console, write
 
 HERE = Path(__file__).parent
-SUBJECTS: dict[str, str] = {"plain": PLAIN}  # name -> its step, package.module:function
+SUBJECTS: dict[str, str] = {  # name -> its step, package.module:function
+    "plain": PLAIN,
+    "anybatch": "benchmarks.mbs.real_limit.ours:make",
+}
 MODES = ("default", "large")
 ORDERS = {"float64": (1,), "float32": (1, 2, 3, 4, 5)}  # seeds of the shuffles: 15 pairs
 QUICK = Run(batch=64, steps=2, blocks=(1,))

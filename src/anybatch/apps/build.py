@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anybatch import Loss
+from anybatch.apps import allocator
 from anybatch.apps.data import Data, open_data
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.losses import make_loss
@@ -100,6 +104,11 @@ def describe(settings: Settings, parts: Parts) -> dict[str, Any]:
             "test_views": len(parts.test),
             "notes": data.notes,
         },
+        "process": {
+            "threads": torch.get_num_threads(),
+            "device": str(parts.device),
+            "malloc": allocator.running(os.environ),
+        },
         "versions": versions(),
     }
 
@@ -125,17 +134,25 @@ def find_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def seeded(seed: int, threads: int | None) -> Iterator[None]:
-    """Run a block with torch's generators at `seed` and `threads` threads; put both back after."""
+    """Run a block with all generators at `seed` and `threads` threads; put both back after.
+
+    The generators are torch's, and the global ones of Python and numpy, which a model may use.
+    """
     before = torch.get_num_threads()
+    python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         if threads is not None:
             torch.set_num_threads(threads)
         try:
             yield
         finally:
             torch.set_num_threads(before)
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def _first_line(error: BaseException) -> str:

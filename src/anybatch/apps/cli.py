@@ -1,47 +1,67 @@
-"""The command `anybatch`: train, and check.
+"""The command `anybatch`: train, plan, and check.
 
-typer reads the options; everything they do is in `train` and in the library. A fault of the person
-ends in one line on the error stream and exit code 1, Ctrl-C in one line and 130.
+typer reads the options; everything they do is in `train` and in the library, and how a command ends
+is in `outcome`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import time
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from anybatch import AnybatchError
-from anybatch import check as check_gradients
-from anybatch.apps.build import build, seeded
-from anybatch.apps.data import corrupt
-from anybatch.apps.faults import DataError
-from anybatch.apps.models.norm import NormName
+from anybatch.apps.compare import compare as compare_trainings
+from anybatch.apps.explain import check, plan
+from anybatch.apps.faults import SettingsError
+from anybatch.apps.interrupts import terminable
+from anybatch.apps.options import (
+    BatchNormOption,
+    BatchSizeOption,
+    CompareOption,
+    CompareStepsOption,
+    CropOption,
+    CropsOption,
+    DataOption,
+    DecayOption,
+    DeviceOption,
+    EpochsOption,
+    FlipOption,
+    LossOption,
+    LrOption,
+    MallocOption,
+    MemoryOption,
+    MicroBatchOption,
+    MinutesOption,
+    ModelOption,
+    MomentumOption,
+    NormOption,
+    OptimizerOption,
+    OutOption,
+    OverwriteOption,
+    PadOption,
+    RecipeOption,
+    ReplanOption,
+    ResumeOption,
+    ScheduleOption,
+    SeedOption,
+    SizeOption,
+    SkipOption,
+    TaskOption,
+    ThreadsOption,
+    WorkersOption,
+)
+from anybatch.apps.outcome import ending, summary_table
+from anybatch.apps.process import allocate
 from anybatch.apps.progress import make_progress
-from anybatch.apps.settings import (
-    BatchNormMode,
-    LossName,
-    OptimizerName,
-    RecipeName,
-    ScheduleName,
-    Settings,
-    Task,
-    parse_image_size,
-)
-from anybatch.apps.summary import Interrupted, Summary
+from anybatch.apps.saved_run import SavedRun
+from anybatch.apps.settings import Settings, parse_image_size
+from anybatch.apps.train import resume as resume_training
 from anybatch.apps.train import train as run_training
-from anybatch.apps.views import Batch, Loader
-
-MODELS = (
-    "cnn[:WIDTH], resnet20, resnet18, resnet34, resnet50, resnet101, unet[:WIDTH], "
-    "amoebanet-d[:LAYERS,FILTERS], or package.module:callable"
-)
 
 app = typer.Typer(
     help="Any batch size, in the memory you have, with the gradient of the whole batch.",
@@ -50,33 +70,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-DataOption = Annotated[str, typer.Option("--data", help="digits, or a folder of images.")]
-TaskOption = Annotated[Task | None, typer.Option("--task", help="Default: what the folder holds.")]
-ModelOption = Annotated[str | None, typer.Option("--model", help=f"One of {MODELS}.")]
-RecipeOption = Annotated[
-    RecipeName | None,
-    typer.Option("--recipe", help="Settings of MBS, section 4.2; explicit options win."),
-]
-LossOption = Annotated[
-    LossName | None,
-    typer.Option("--loss", help="Default: cross-entropy for classes, bce+dice for masks."),
-]
-NormOption = Annotated[NormName, typer.Option("--norm", help="Layer of the built-in models.")]
-SizeOption = Annotated[
-    str | None, typer.Option("--image-size", help="Resize to N, or WIDTHxHEIGHT, pixels.")
-]
-CropOption = Annotated[
-    int | None, typer.Option("--crop", help="Train on random crops of N x N pixels.")
-]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of weights, order and augmentation.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of torch.")]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, ... Default: cuda where there is one.")
-]
-SkipOption = Annotated[
-    bool, typer.Option("--skip-corrupt", help="Train without the images that cannot be read.")
-]
 
 
 def _show_version(wanted: bool) -> None:  # noqa: FBT001
@@ -98,57 +91,57 @@ def _main(
 
 @app.command()
 def train(
+    context: typer.Context,
     *,
     data: DataOption = "digits",
     task: TaskOption = None,
     model: ModelOption = None,
-    batch_size: Annotated[int, typer.Option(help="Samples of a mini-batch: of one step.")] = 1024,
-    micro_batch: Annotated[int, typer.Option(help="Samples on the device at once.")] = 64,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training set.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder. Default: a new one below runs/.")
-    ] = None,
+    batch_size: BatchSizeOption = 1024,
+    memory: MemoryOption = None,
+    micro_batch: MicroBatchOption = None,
+    epochs: EpochsOption = None,
+    out: OutOption = None,
+    resume: ResumeOption = None,
+    replan: ReplanOption = False,
+    compare: CompareOption = False,
+    compare_steps: CompareStepsOption = 20,
     recipe: RecipeOption = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    optimizer: Annotated[OptimizerName | None, typer.Option(help="Default: adamw.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="Of sgd.")] = None,
-    weight_decay: Annotated[
-        float | None, typer.Option(help="Of the weights, in every step.")
-    ] = None,
-    schedule: Annotated[
-        ScheduleName | None, typer.Option(help="Of the learning rate, over the whole run.")
-    ] = None,
+    lr: LrOption = None,
+    optimizer: OptimizerOption = None,
+    momentum: MomentumOption = None,
+    weight_decay: DecayOption = None,
+    schedule: ScheduleOption = None,
     loss: LossOption = None,
     norm: NormOption = "group",
-    batchnorm: Annotated[
-        BatchNormMode,
-        typer.Option(help="exact: of the whole batch; local: of each micro-batch, inexact."),
-    ] = "exact",
+    batchnorm: BatchNormOption = "exact",
     image_size: SizeOption = None,
     crop: CropOption = None,
-    crops: Annotated[int, typer.Option(help="Random crops of an image in an epoch.")] = 1,
-    pad: Annotated[
-        int | None, typer.Option(help="Empty pixels around a training image, to crop in.")
-    ] = None,
-    flip: Annotated[
-        bool | None, typer.Option(help="Mirror training images at random. Default: not digits.")
-    ] = None,
+    crops: CropsOption = 1,
+    pad: PadOption = None,
+    flip: FlipOption = None,
     seed: SeedOption = 0,
-    workers: Annotated[int, typer.Option(help="Processes that read images.")] = 0,
+    workers: WorkersOption = 0,
     threads: ThreadsOption = None,
     device: DeviceOption = None,
+    malloc: MallocOption = "auto",
     skip_corrupt: SkipOption = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the run in --out.")
-    ] = False,
+    overwrite: OverwriteOption = False,
+    checkpoint_minutes: MinutesOption = 10.0,
 ) -> None:
     """Train a model with mini-batches of any size, streamed in micro-batches.
 
     Data: digits (built in); DIR/{train,test}/CLASS/*.png; DIR/CLASS/*.png; or, for segmentation,
     DIR/{image,label}/*.png with masks of 0 and 255. Without a test folder a fifth is held out.
+
+    Name the --memory that a step may hold, and the fastest micro-batch that fits is found. A run
+    that was stopped, by Ctrl-C or by anything else, goes on with --resume RUN.
     """
     console = Console()
-    with _ending():
+    with ending(), terminable():
+        _refuse_together(resume=resume is not None, replan=replan, compare=compare)
+        budgeted = memory is not None or (resume is not None and SavedRun.read(resume).budgeted)
+        allocated = allocate(context, malloc, device, budgeted=budgeted)
+        console.print(allocated, highlight=False, soft_wrap=True)
         settings = Settings(
             data=data,
             out=out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S"),
@@ -156,6 +149,7 @@ def train(
             model=model,
             recipe=recipe,
             batch_size=batch_size,
+            memory=memory,
             micro_batch=micro_batch,
             epochs=epochs,
             lr=lr,
@@ -177,9 +171,18 @@ def train(
             device=device,
             skip_corrupt=skip_corrupt,
             overwrite=overwrite,
+            checkpoint_minutes=checkpoint_minutes,
         )
-        summary = run_training(settings, make_progress(console))
-        console.print(_table(summary))
+        if compare:
+            console.print(compare_trainings(settings, compare_steps))
+            return
+        progress = make_progress(console)
+        if resume is None:
+            summary = run_training(settings, progress)
+        else:
+            given = _given(context, settings)
+            summary = resume_training(resume, given, progress, replan=replan)
+        console.print(summary_table(summary))
         if summary.skipped:
             plural = ("file", "was") if summary.skipped == 1 else ("files", "were")
             console.print(
@@ -187,105 +190,28 @@ def train(
             )
 
 
-@app.command()
-def check(
-    *,
-    data: DataOption = "digits",
-    task: TaskOption = None,
-    model: ModelOption = None,
-    batch_size: Annotated[int, typer.Option(help="Samples of the batch that is checked.")] = 8,
-    recipe: RecipeOption = None,
-    loss: LossOption = None,
-    norm: NormOption = "group",
-    image_size: SizeOption = None,
-    crop: CropOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-    device: DeviceOption = None,
-    skip_corrupt: SkipOption = False,
-) -> None:
-    """Compare the gradient in micro-batches with that of the whole batch, on real data.
+app.command()(plan)
+app.command()(check)
 
-    Exit code 1 when they differ by more than rounding; the report says where, and why.
-    """
-    with _ending():
-        settings = Settings(
-            data=data,
-            task=task,
-            model=model,
-            batch_size=batch_size,
-            recipe=recipe,
-            loss=loss,
-            norm=norm,
-            image_size=None if image_size is None else parse_image_size(image_size),
-            crop=crop,
-            seed=seed,
-            threads=threads,
-            device=device,
-            skip_corrupt=skip_corrupt,
+
+def _refuse_together(*, resume: bool, replan: bool, compare: bool) -> None:
+    if replan and not resume:
+        raise SettingsError(
+            "replan needs a run whose plan is made anew; --resume was not given. Add --resume RUN, "
+            "or leave --replan out: a new run is always planned."
         )
-        with seeded(seed, threads):
-            parts = build(settings)
-            loader = parts.loader(settings, shuffle=True)
-            batch = _first_batch(loader, skip_corrupt=skip_corrupt)
-            parts.model.train()
-            report = check_gradients(parts.model, parts.loss, (batch.inputs, batch.targets))
-        typer.echo(str(report))
-    if not report.exact:
-        raise typer.Exit(1)
-
-
-def _first_batch(loader: Loader, *, skip_corrupt: bool) -> Batch:
-    for batch in loader.epoch(1):
-        if batch.unreadable and not skip_corrupt:
-            raise corrupt(batch.unreadable)
-        if len(batch.inputs):
-            return batch
-    raise DataError("no sample could be read: all were skipped. Check the files.")
-
-
-@contextlib.contextmanager
-def _ending() -> Iterator[None]:
-    """Turn an error of the person's into one line and an exit code."""
-    errors = Console(stderr=True)
-
-    def say(text: str) -> None:
-        errors.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    try:
-        yield
-    except Interrupted as stop:
-        summary = stop.summary
-        say(
-            f"interrupted after step {summary.steps} ({summary.epochs} whole epochs); checkpoint "
-            f"and summary are in {summary.run_folder}"
+    if compare and resume:
+        raise SettingsError(
+            "compare needs trainings from their first step; --resume was given too. Leave one out."
         )
-        raise typer.Exit(130) from None
-    except KeyboardInterrupt:
-        say("interrupted before the first step; nothing was trained")
-        raise typer.Exit(130) from None
-    except AnybatchError as error:
-        say(f"error: {error}")
-        raise typer.Exit(1) from None
 
 
-def _table(summary: Summary) -> Table:
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.2f} %"
-
-    name = "test IoU" if summary.metric == "iou" else "test accuracy"
-    table = Table(show_header=False, title=f"{summary.model}, {summary.parameters:,} parameters")
-    table.add_column()
-    table.add_column(overflow="fold")
-    rows = {
-        "epochs": str(summary.epochs),
-        "batch": str(summary.batch_size),
-        "micro-batch": str(summary.micro_batch),
-        name: percent(summary.last),
-        "seconds": f"{summary.seconds:.1f}",
-        "images/s": f"{summary.images_per_second:,.0f}",
-        "run folder": summary.run_folder or "-",
+def _given(context: typer.Context, settings: Settings) -> dict[str, Any]:
+    """Return the settings that were named on the command line."""
+    names = {field.name for field in dataclasses.fields(Settings)}
+    return {
+        name: getattr(settings, name)
+        for name in context.params
+        if name in names
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
     }
-    for row in rows.items():
-        table.add_row(*row)
-    return table

@@ -1,7 +1,8 @@
-"""Let Ctrl-C wait until something that must not be half done is done.
+"""Let Ctrl-C, and a job scheduler's SIGTERM, wait until what must not be half done is done.
 
 An optimizer changes one parameter after another, a checkpoint is written byte after byte. Python
-raises KeyboardInterrupt between any two lines of them. Inside `unbroken()` the signal is noted, and
+raises KeyboardInterrupt between any two lines of them, and SIGTERM ends the process there and then.
+Inside `terminable()` SIGTERM is an exception as Ctrl-C is; inside `unbroken()` both are noted, and
 handled when the block ends.
 """
 
@@ -11,11 +12,37 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: whoever catches Ctrl-C catches this."""
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise `Terminated` in a block; in a thread other than the main one do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        if before is not None:  # None: not set by Python, so Python cannot set it again
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
 def unbroken() -> Iterator[None]:
-    """Run a block to its end before Ctrl-C takes effect.
+    """Run a block to its end before Ctrl-C or SIGTERM takes effect.
 
     In a thread other than the main one, where Python delivers no signal, it does nothing.
     """
@@ -23,10 +50,24 @@ def unbroken() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number, handler in before.items() if handler is not None]
+    for number in ours:
+        signal.signal(number, lambda number, _frame: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came and callable(before):
-        before(signal.SIGINT, None)
+        for number in ours:
+            signal.signal(number, before[number])
+    for late in came:
+        handler = before[signal.Signals(late)]
+        if callable(handler):
+            handler(late, None)
+        elif handler == signal.SIG_DFL:
+            signal.raise_signal(late)
+
+
+def deaf() -> None:
+    """Let this process, a reader of images, ignore both: the process that trains will end it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

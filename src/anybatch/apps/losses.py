@@ -52,6 +52,18 @@ def bce_dice_per_image(logits: Tensor, masks: Tensor) -> Tensor:
     return bce + 1 - dice_coefficient(torch.sigmoid(logits).flatten(1), masks.flatten(1))
 
 
+def plain_loss(name: str) -> Callable[..., Tensor]:
+    """Return the loss called `name` as a loop without an engine calls it, on the whole batch."""
+    if name == "bce+dice-per-image":
+        return lambda logits, masks: bce_dice_per_image(logits, masks).mean()
+    losses: dict[str, Callable[..., Tensor]] = {
+        "cross-entropy": F.cross_entropy,
+        "bce": F.binary_cross_entropy_with_logits,
+        "bce+dice": bce_dice,
+    }
+    return losses[name]
+
+
 def make_loss(name: str, task: str) -> Callable[..., Tensor] | Loss:
     """Return the loss called `name` for `task`, as the engine takes it.
 
@@ -61,10 +73,6 @@ def make_loss(name: str, task: str) -> Callable[..., Tensor] | Loss:
     if (name in SEGMENTATION_LOSSES) != (task == "segmentation"):
         fitting = SEGMENTATION_LOSSES if task == "segmentation" else ("cross-entropy",)
         raise SettingsError(f"loss for {task} must be one of {', '.join(fitting)}; got {name!r}.")
-    losses: dict[str, Callable[..., Tensor] | Loss] = {
-        "cross-entropy": F.cross_entropy,
-        "bce": F.binary_cross_entropy_with_logits,
-        "bce+dice": bce_dice,
-        "bce+dice-per-image": Loss.per_sample(bce_dice_per_image),
-    }
-    return losses[name]
+    if name == "bce+dice-per-image":
+        return Loss.per_sample(bce_dice_per_image)
+    return plain_loss(name)

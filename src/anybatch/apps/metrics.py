@@ -23,6 +23,12 @@ class Metric(Protocol):
     def value(self) -> float:
         """Return the figure over everything seen."""
 
+    def counts(self) -> tuple[int, int]:
+        """Return the two integers."""
+
+    def go_on_from(self, counts: tuple[int, int]) -> None:
+        """Go on counting from what `counts` returned."""
+
 
 class Accuracy:
     """The fraction of samples whose largest logit is at the true class.
@@ -44,6 +50,14 @@ class Accuracy:
     def value(self) -> float:
         """Return hits / samples."""
         return int(self.hits) / self.samples if self.samples else 0.0
+
+    def counts(self) -> tuple[int, int]:
+        """Return hits and samples."""
+        return int(self.hits), self.samples
+
+    def go_on_from(self, counts: tuple[int, int]) -> None:
+        """Go on from these hits and samples."""
+        self.hits, self.samples = counts
 
 
 class IoU:
@@ -68,6 +82,14 @@ class IoU:
     def value(self) -> float:
         """Return both / either."""
         return int(self.both) / int(self.either) if int(self.either) else 1.0
+
+    def counts(self) -> tuple[int, int]:
+        """Return the pixels in both masks, and those in either."""
+        return int(self.both), int(self.either)
+
+    def go_on_from(self, counts: tuple[int, int]) -> None:
+        """Go on from these pixels."""
+        self.both, self.either = counts
 
 
 def make_metric(task: str) -> Metric:

@@ -7,8 +7,10 @@ line is printed for each epoch and, in a long one, every ten seconds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console
@@ -16,6 +18,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID,
 from rich.progress import Progress as Bar
 
 EVERY = 10.0  # seconds between two plain lines within an epoch
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """What a step held at most against what it was given, in bytes: "peak 61 of 64 MiB".
+
+    Both are in the unit of the budget, the peak rounded up, so that one over it is seen to be.
+    """
+
+    peak: int
+    budget: int
+    predicted: bool = False
+
+    @classmethod
+    def of(cls, measured: int | None, predicted: int | None, budget: int | None) -> Gauge | None:
+        """Return the gauge of a step's report; None without a budget, or without any peak."""
+        peak = predicted if measured is None else measured
+        if budget is None or peak is None:
+            return None
+        return cls(peak, budget, predicted=measured is None)
+
+    def __str__(self) -> str:
+        power = max(0, min(len(UNITS) - 1, (self.budget.bit_length() - 1) // 10))
+        peak, budget = (value / 1024**power for value in (self.peak, self.budget))
+        kind = "predicted peak" if self.predicted else "peak"
+        tenths = math.ceil(round(peak * 10, 6)) / 10
+        return f"{kind} {tenths:g} of {round(budget, 1):g} {UNITS[power]}"
 
 
 class Progress(Protocol):
@@ -30,8 +61,8 @@ class Progress(Protocol):
     def micro_batch(self, samples: int) -> None:
         """One more micro-batch of `samples` images is done."""
 
-    def step(self, loss: float) -> None:
-        """A mini-batch is done; its loss."""
+    def step(self, loss: float, held: Gauge | None = None) -> None:
+        """A mini-batch is done; its loss, and what it held where there is a budget."""
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -49,7 +80,7 @@ class Silent:
     def micro_batch(self, samples: int) -> None:
         """Do nothing."""
 
-    def step(self, loss: float) -> None:
+    def step(self, loss: float, held: Gauge | None = None) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -64,6 +95,7 @@ class Counted:
         self.epoch = self.epochs = self.done = self.expected = self.samples = 0
         self.started = self.clock()
         self.loss: float | None = None
+        self.held: Gauge | None = None
 
     def say(self, text: str) -> None:
         """Print one line."""
@@ -80,18 +112,19 @@ class Counted:
         self.done += 1
         self.samples += samples
 
-    def step(self, loss: float) -> None:
-        """Keep the loss."""
-        self.loss = loss
+    def step(self, loss: float, held: Gauge | None = None) -> None:
+        """Keep both."""
+        self.loss, self.held = loss, held
 
     def close(self) -> None:
         """Do nothing."""
 
     def figures(self) -> str:
-        """Return the speed and the latest loss of this epoch."""
+        """Return the speed of this epoch, and the latest loss and peak."""
         seconds = max(self.clock() - self.started, 1e-9)
         loss = "" if self.loss is None else f", loss {self.loss:.4f}"
-        return f"{self.samples / seconds:,.0f} images/s{loss}"
+        held = "" if self.held is None else f", {self.held}"
+        return f"{self.samples / seconds:,.0f} images/s{loss}{held}"
 
 
 class Plain(Counted):

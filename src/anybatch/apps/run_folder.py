@@ -1,9 +1,9 @@
 """A run folder: everything a run leaves behind, written so that no accident loses what was there.
 
     config.json     the settings, the recipe and what was found in the data
-    metrics.jsonl   a line for each step and each epoch, flushed at once
+    metrics.jsonl   a line for each step and each epoch, written at once
     plan.json       how the engine divided the batch
-    checkpoint.pt   model, optimizer, schedule, epoch, step
+    checkpoint.pt   all that the run needs to go on: see `checkpoint`
     summary.json    how it ended
     curves.png      loss and metric over the epochs, where matplotlib is installed
     events.out.*    the same for TensorBoard, where it is installed
@@ -15,14 +15,17 @@ file is written beside its place, forced to the disk, and then takes the old one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from anybatch.apps import lock, log
 from anybatch.apps.curves import EpochRow, draw_curves
 from anybatch.apps.earlier import Earlier
 from anybatch.apps.faults import RunFolderError
@@ -38,26 +41,51 @@ ABSENT = "not installed: pip install 'anybatch[{}]'"
 class RunFolder:
     """The run folder at `path`; None writes nothing.
 
+    With `resumed` the run that is in it goes on: `lock`, then `reopen`; else `open`.
+
     Raises:
         RunFolderError: when `path` is a file, or holds anything and `overwrite` is False.
     """
 
-    def __init__(self, path: Path | None, *, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path | None, *, overwrite: bool = False, resumed: bool = False
+    ) -> None:
         self.path = path
         self.epochs: list[EpochRow] = []
         self.extras: dict[str, str] = {}
-        self._events: Any = None
         self._opened = False
         if path is None:
             return
         self._earlier = Earlier(path, _is_ours)
+        self._lock = lock.Lock(path)
+        self._log = log.Log(path)
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"out must be a folder; {str(path)!r} is a file. Choose another.")
-        if path.is_dir() and any(path.iterdir()) and not overwrite:
+        if resumed or overwrite or not path.is_dir():
+            return
+        if any(at.name != lock.NAME for at in path.iterdir()):
             raise RunFolderError(
-                f"out must be a new or an empty folder; {str(path)!r} holds files already. "
-                "Choose another, or use --overwrite to replace the run in it."
+                f"out must be a new or an empty folder; {str(path)!r} holds files already. Choose "
+                "another, use --resume to go on with the run in it, or --overwrite to replace it."
             )
+
+    def lock(self) -> None:
+        """Keep other processes out until `release`.
+
+        Raises:
+            RunFolderError: when another process trains here, or nothing can be written.
+        """
+        if self.path is None:
+            return
+        try:
+            self._lock.take()
+        except OSError as error:
+            raise RunFolderError(f"{self.path} cannot be written: {error.strerror}.") from error
+
+    def release(self) -> None:
+        """Let other processes in."""
+        if self.path is not None:
+            self._lock.release()
 
     def open(self, config: Mapping[str, Any]) -> None:
         """Make the folder, set the files of an earlier run aside, and write config.json.
@@ -68,13 +96,35 @@ class RunFolder:
             return
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
             with unbroken():
                 self._earlier.set_aside()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be written: {error.strerror}.") from error
         self._opened = True
         self.write_json("config.json", config)
-        self._start_events()
+        self._start_events(None)
+
+    def reopen(self, step: int, epoch: int) -> list[dict[str, Any]]:
+        """Cut the log back to a checkpoint's `step` and `epoch`; return the epochs' lines."""
+        assert self.path is not None
+        self._opened = True
+        for part in self.path.glob(".*.part"):
+            part.unlink(missing_ok=True)
+        at = self.path / log.NAME
+        text = at.read_bytes() if at.exists() else b""
+        lines = log.lines_until(text, step, epoch)
+        self._replace(log.NAME, lambda file: file.write(b"".join(line + b"\n" for line in lines)))
+        if step:
+            self.keep()
+        self._start_events(step)
+        rows = [row for row in map(json.loads, lines) if row["kind"] == "epoch"]
+        self.epochs = [EpochRow.of(row) for row in rows]
+        return rows
+
+    def has(self, name: str) -> bool:
+        """Return whether the file `name` is there."""
+        return self.path is not None and (self.path / name).exists()
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `content` as the JSON file `name`."""
@@ -85,35 +135,50 @@ class RunFolder:
         self._replace(name, lambda file: file.write(text.encode()))
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
-        """Write checkpoint.pt, readable by `torch.load(path, weights_only=True)`."""
+        """Write checkpoint.pt; when it is there, so is every line logged before it."""
+        if self.path is None:
+            return
+        with self._failing(log.NAME):
+            self._log.sync()
         self._replace("checkpoint.pt", lambda file: torch.save(dict(state), file))
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        """Return what checkpoint.pt holds, on the host.
+
+        Raises:
+            RunFolderError: when there is none, or it is broken.
+        """
+        assert self.path is not None
+        try:
+            found = torch.load(self.path / "checkpoint.pt", map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise RunFolderError(
+                f"{self.path} must hold a checkpoint to be resumed; there is none: the run ended "
+                "before it began. Start it again, with --overwrite."
+            ) from error
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+            raise RunFolderError(
+                f"{self.path / 'checkpoint.pt'} must be a whole checkpoint; it cannot be read "
+                f"({_first_line(error)}). Put a copy of it back, or start again with --overwrite."
+            ) from error
+        return dict(found)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl and to the TensorBoard events."""
         if record["kind"] == "epoch":
             self.epochs.append(EpochRow.of(record))
-        if self.path is None:
-            return
-        try:
-            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            raise self._failed("metrics.jsonl", error) from error
-        if self._events is not None:
-            for name, value in record.items():
-                if isinstance(value, float):
-                    self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+        if self.path is not None:
+            with self._failing(log.NAME):
+                self._log.write(record)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Draw the curves and write summary.json, which says what was left out."""
-        if self._events is not None:
-            self._events.close()
         if self.path is None or not self._opened:
             return
-        try:
+        with self._failing(f"{EVENTS}*"):
+            self._log.close()
+        with self._failing("curves.png"):
             drawn = draw_curves(self.epochs, self.path / "curves.png")
-        except OSError as error:
-            raise self._failed("curves.png", error) from error
         self.extras["curves"] = "curves.png" if drawn else ABSENT.format("report")
         self.write_json("summary.json", {**summary, **self.extras})
 
@@ -139,22 +204,20 @@ class RunFolder:
 
     def discard(self) -> None:
         """Remove what was written and put the earlier run back; an empty folder is removed."""
-        if self._events is not None:
-            self._events.close()
-        if self.path is not None and self._opened:
-            self._earlier.remove_new()
-            self._earlier.restore()
-            if not any(self.path.iterdir()):
-                self.path.rmdir()
-
-    def _start_events(self) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            self.extras["tensorboard"] = ABSENT.format("tensorboard")
+        if self.path is None or not self._opened:
             return
-        self._events = SummaryWriter(str(self.path))
-        self.extras["tensorboard"] = "events.out.tfevents.*"
+        with contextlib.suppress(OSError):
+            self._log.close()
+        self._earlier.remove_new()
+        self._earlier.restore()
+        self.release()
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def _start_events(self, after_step: int | None) -> None:
+        with self._failing(f"{EVENTS}*"):
+            there = self._log.start_events(after_step)
+        self.extras["tensorboard"] = f"{EVENTS}*" if there else ABSENT.format("tensorboard")
 
     def _replace(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
         """Write a file under a temporary name, then give it its own."""
@@ -162,25 +225,44 @@ class RunFolder:
             return
         beside = self.path / f".{name}.part"
         try:
-            with beside.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self.path / name)
-        except (OSError, RuntimeError) as error:  # torch.save wraps the system's error
-            raise self._failed(name, error) from error
+            with self._failing(name):
+                with beside.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(self.path / name)
+                _sync_folder(self.path)
         finally:
             beside.unlink(missing_ok=True)
 
-    def _failed(self, name: str, error: Exception) -> RunFolderError:
-        found: BaseException | None = error
-        while found is not None and not isinstance(found, OSError):
-            found = found.__context__
-        reason = found.strerror if isinstance(found, OSError) else str(error)
-        return RunFolderError(
-            f"{name} cannot be written to {self.path}: {reason}. "
-            "What was written before is whole; make room and start again."
-        )
+    @contextlib.contextmanager
+    def _failing(self, name: str) -> Iterator[None]:
+        """Turn the system's error in a block into one that says what to do about `name`."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save wraps the system's error
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, OSError):
+                found = found.__context__
+            reason = found.strerror if isinstance(found, OSError) else str(error)
+            raise RunFolderError(
+                f"{name} cannot be written to {self.path}: {reason}. What was written before is "
+                f"whole; make room, then go on with --resume {self.path}."
+            ) from error
+
+
+def _sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk: that a file took another's name is one of them."""
+    if os.name == "posix":
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
 def _is_ours(name: str) -> bool:

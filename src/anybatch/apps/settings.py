@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.models.norm import NormName
+from anybatch.units import parse_bytes
 
 Task = Literal["classification", "segmentation"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
@@ -30,7 +31,12 @@ class Settings:
     `data` is "digits" or a folder. `out=None` writes nothing. `image_size` (height, width), `crop`
     and `pad` are pixels; an epoch takes `crops` random crops of each training image. `batch_size`
     and `micro_batch` count samples. `flip=None` mirrors training images of folders at random and
-    leaves digits alone. `device=None` is CUDA where there is one.
+    leaves digits alone. `device=None` is CUDA where there is one. Within an epoch a checkpoint is
+    written when the last one is `checkpoint_minutes` old; 0 is after every step.
+
+    `memory` is what a step may hold, in bytes or as "64MiB"; None is what the device has left. With
+    `micro_batch=None` the size is planned. Both: the size is kept to, and checked against memory.
+    A `micro_batch` alone plans nothing.
 
     Raises:
         SettingsError: by `checked()`, naming every field that makes no sense.
@@ -42,7 +48,8 @@ class Settings:
     model: str | None = None
     recipe: RecipeName | None = None
     batch_size: int = 1024
-    micro_batch: int = 64
+    micro_batch: int | None = None
+    memory: str | int | None = None
     epochs: int | None = None
     lr: float | None = None
     optimizer: OptimizerName | None = None
@@ -63,13 +70,27 @@ class Settings:
     device: str | None = None
     skip_corrupt: bool = False
     overwrite: bool = False
+    checkpoint_minutes: float = 10.0
 
     def checked(self) -> Settings:
         """Return these settings, or say in one error everything that is wrong with them."""
-        faults = [*self._wrong_choices(), *self._wrong_numbers()]
+        faults = [*self._wrong_choices(), *self._wrong_numbers(), *self._wrong_memory()]
         if faults:
             raise SettingsError("; ".join(faults) + ".")
         return self
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is anything to plan: a size to choose, or a budget to keep within."""
+        return self.micro_batch is None or self.memory is not None
+
+    def _wrong_memory(self) -> list[str]:
+        try:
+            if self.memory is not None:
+                parse_bytes(self.memory)
+        except ValueError as error:
+            return [str(error)]
+        return []
 
     def _wrong_choices(self) -> list[str]:
         choices = {
@@ -98,6 +119,7 @@ class Settings:
         not_negative = [
             *(("lr", self.lr), ("momentum", self.momentum), ("weight-decay", self.weight_decay)),
             *(("pad", self.pad), ("seed", self.seed), ("workers", self.workers)),
+            ("checkpoint-minutes", self.checkpoint_minutes),
         ]
         faults = [
             f"{name} must be at least 1; got {value}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -17,7 +18,8 @@ class Summary:
     `metric` names what `best`, `last` and `train_last` measure ("accuracy" or "iou", on the test
     set but for `train_last`); None before the first whole epoch. `seconds` is the wall time of all,
     `train_seconds` that of the training steps and their data; `images_per_second` is training
-    images over the latter. `stopped` says why a run ended early.
+    images over the latter. All three count every part of a run that was `resumed` so many times.
+    `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
     """
 
     metric: str
@@ -42,21 +44,48 @@ class Summary:
     seed: int
     threads: int
     device: str
+    malloc: str
     versions: dict[str, str]
+    resumed: int
     interrupted: bool
     stopped: str | None
     run_folder: str | None
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `train`: everything was saved, and `summary` says how far it came."""
+    """Ctrl-C or SIGTERM during `train`: all was saved, and `summary` says how far it came."""
 
-    def __init__(self, summary: Summary) -> None:
+    def __init__(self, summary: Summary, *, terminated: bool = False) -> None:
         super().__init__("training was interrupted")
-        self.summary = summary
+        self.summary, self.terminated = summary, terminated
 
 
 def versions() -> dict[str, str]:
     """Return the versions a result depends on."""
     found: dict[str, Any] = {"anybatch": metadata.version("anybatch"), "torch": torch.__version__}
     return {**found, "python": platform.python_version(), "system": platform.platform()}
+
+
+def figures(rows: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
+    """Return the best and the last figures of the epochs' lines, as `Summary` names them."""
+    empty = {f"test_{metric}": None, f"train_{metric}": None, "epoch": None, "test_loss": None}
+    best = max(rows, key=lambda row: row[f"test_{metric}"], default=empty)
+    last = rows[-1] if rows else empty
+    return {
+        "metric": metric,
+        "best": best[f"test_{metric}"],
+        "best_epoch": best["epoch"],
+        "last": last[f"test_{metric}"],
+        "train_last": last[f"train_{metric}"],
+        "last_loss": last["test_loss"],
+    }
+
+
+def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
+    """Say in one line what an epoch's line of the log holds."""
+    metric = row["metric"]
+    return (
+        f"epoch {row['epoch']}/{epochs}: loss {row['train_loss']:.4f}, "
+        f"test loss {row['test_loss']:.4f}, test {metric} {row[f'test_{metric}']:.4f}, "
+        f"{row['images_per_second']:,.0f} images/s"
+    )

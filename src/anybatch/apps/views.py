@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from anybatch.apps.data import Data
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.images import Pixels, Size, Unreadable, unit_range
+from anybatch.apps.interrupts import deaf
 from anybatch.apps.sources import Sample, Source, cached
 
 Key = tuple[int, int]  # epoch, index of the view
@@ -41,11 +42,14 @@ class Batch(NamedTuple):
 
 
 class InEpochs(Sampler[Key]):
-    """Hands out (epoch, index) for `size` indices: shuffled anew each epoch, or in order."""
+    """Hands out (epoch, index) for `size` indices: shuffled anew each epoch, or in order.
+
+    The order is a function of seed and epoch, so an epoch can begin at its `start`-th index.
+    """
 
     def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
         self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.epoch = 0
+        self.epoch = self.start = 0
 
     def __len__(self) -> int:
         return self.size
@@ -54,7 +58,7 @@ class InEpochs(Sampler[Key]):
         order = np.arange(self.size)
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
-        return iter([(self.epoch, int(index)) for index in order])
+        return iter([(self.epoch, int(index)) for index in order[self.start :]])
 
 
 @dataclass
@@ -172,21 +176,27 @@ class Loader:
             num_workers=workers,
             persistent_workers=workers > 0,
             collate_fn=collate,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(seed),
         )
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """Yield the mini-batches of epoch `number`."""
-        self.order.epoch = number
+    def epoch(self, number: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield the mini-batches of epoch `number` but the first `skip`, which are not read."""
+        self.order.epoch, self.order.start = number, skip * self.batch_size
         return iter(self._loader)
 
-    def micro_batches(self, micro_batch: int) -> int:
-        """Return how many micro-batches an epoch has when every file can be read."""
-        whole, rest = divmod(len(self.order), self.batch_size)
+    def micro_batches(self, micro_batch: int, skip: int = 0) -> int:
+        """Return the micro-batches of an epoch, less `skip` mini-batches, if all can be read."""
+        left = max(0, len(self.order) - skip * self.batch_size)
+        whole, rest = divmod(left, self.batch_size)
         return whole * -(-self.batch_size // micro_batch) + -(-rest // micro_batch)
+
+
+def _begin_worker(_number: int) -> None:
+    deaf()
 
 
 def collate(items: Sequence[View | Unreadable]) -> Batch:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
+from anybatch.fakes import is_fake
 from anybatch.loss.terms import Term
 
 Number = float | int | Tensor
@@ -251,7 +252,8 @@ class Inside(Loss):
         loss = loss_inside(outputs)
         whole = totals[0].denominator
         # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut.
-        if bool(count == 0) and (whole is None or bool(whole != 0)):
+        fake = is_fake(count) or is_fake(whole)
+        if not fake and bool(count == 0) and (whole is None or bool(whole != 0)):
             return [Part(torch.zeros_like(loss), lambda: count)]
         return [Part(loss * count, lambda: count)]
 

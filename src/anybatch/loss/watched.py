@@ -8,6 +8,7 @@ see that nothing but the weights depends on the size. Then each micro-batch take
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from anybatch.batch import MicroBatch
 from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.terms import Numerators, Term
 from anybatch.loss.watch import Watch, same_calls
+from anybatch.memory_errors import out_of_memory
 
 Weighted = list[tuple[float, Term]]
 
@@ -53,12 +55,12 @@ class Watched(Loss):
                 on them (``squeeze()`` of a single sample).
         """
         terms = [total.term for total in totals if total.term is not None]
-        mode = Numerators(terms)
+        mode, outside = Numerators(terms), sys.exception()
         try:
             with mode:
                 call_loss(self._fn, outputs, micro.targets)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if out_of_memory(error, outside=outside):
                 raise
             raise NotAPartError from error
         same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))

@@ -1,0 +1,1 @@
+"""The memory that is foreseen, against what a step then holds."""

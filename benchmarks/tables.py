@@ -1,0 +1,104 @@
+"""Every table by its name: the folder of its results, how it is written, and what it is called."""
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks.mbs.choice import rows as choice
+from benchmarks.mbs.prediction import rows as prediction
+from benchmarks.mbs.real_limit import rows as real_limit
+from benchmarks.mbs.rows import (
+    LIES,
+    Results,
+    algorithm1,
+    bf16,
+    exactness,
+    exactness_summary,
+    lie,
+    lies,
+    markdown,
+    overhead,
+    soak,
+    speed,
+    speed_summary,
+    training,
+)
+from benchmarks.mbs.training_rows import HEAD, summary_row
+from benchmarks.results import HERE, read
+
+TRAINED = ("demo", "cifar", "membrane")
+
+# The name of a table -> its folder and how it is written.
+WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "exactness": ("mbs/exactness", exactness),
+    "exactness_summary": ("mbs/exactness", exactness_summary),
+    "speed": ("mbs/speed", speed),
+    "speed_summary": ("mbs/speed", speed_summary),
+    "bf16": ("mbs/bf16", bf16),
+    "algorithm1": ("mbs/algorithm1", algorithm1),
+    "lies": ("mbs/lies", lies),
+    "overhead": ("mbs/overhead", overhead),
+    "soak": ("mbs/soak", soak),
+    "choice": ("mbs/choice", choice.choice),
+    "choice_summary": ("mbs/choice", choice.choice_summary),
+    "choice_sweep": ("mbs/choice", choice.choice_sweep),
+    "prediction": ("mbs/prediction", prediction.prediction),
+    "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
+    "real_limit": ("mbs/real_limit", real_limit.real_limit),
+    "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
+    **{name: (f"mbs/{name}", training) for name in TRAINED},
+    **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
+}
+TITLES = {
+    "exactness": "Error of the gradient, every case and loop",
+    "speed": "Speed against the best loop by hand",
+    "overhead": "What a step costs beside forward and backward",
+    "bf16": "2048 micro-batches in bfloat16",
+    "algorithm1": "The paper's Algorithm 1, word for word",
+    "lies": "Five ways accumulation lies",
+    "prediction": "The memory that is foreseen, beside what a step holds",
+    "choice": "The choice of a micro-batch, beside five finders and a full sweep",
+    "real_limit": "A training under a limit that the kernel keeps",
+    "demo": "Digits: what `make demo` trains",
+    "cifar": "CIFAR-10 images: a training with its curves",
+    "membrane": "Membrane images: a training with its curves",
+}
+MORE = {
+    "choice": ("choice_sweep",),
+    "real_limit": ("real_limit_compared",),
+}
+"""Tables that stand below the first one on its page."""
+OPTIONS = {
+    "mbs/demo": " --out benchmarks/mbs/demo",
+    "mbs/cifar": " --data DIR",
+    "mbs/membrane": " --data DIR",
+}
+
+
+def command(folder: str) -> str:
+    """The command that makes the results of a folder."""
+    if folder == "mbs/soak":
+        return "make soak"
+    return f"python -m benchmarks.{folder.replace('/', '.')}.run{OPTIONS.get(folder, '')}"
+
+
+def table(name: str) -> str:
+    """The markdown of one table, or one line that names the command to run first."""
+    folder, write = WRITERS[name]
+    results = read(HERE / folder / "results.json")
+    if results is None:
+        return f"*No results yet: run `{command(folder)}`.*"
+    return write(results)
+
+
+def trainings() -> str:
+    """One row for each recorded training, or the command that makes it."""
+    rows = []
+    for name in TRAINED:
+        results = read(HERE / WRITERS[name][0] / "results.json")
+        empty = [f"*no results yet: run `{command(WRITERS[name][0])}`*"] + [""] * (len(HEAD) - 1)
+        rows.append(empty if results is None else summary_row(results))
+    return markdown(HEAD, rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {name: partial(table, name) for name in WRITERS}
+TABLES["trainings"] = trainings

@@ -1,0 +1,183 @@
+"""`anybatch plan` and `anybatch check`: what training would do, and whether it would be exact.
+
+Both look at the first mini-batch of the training data, train nothing and write nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from anybatch import Plan
+from anybatch import check as check_gradients
+from anybatch import plan as foresee
+from anybatch.apps.build import Parts, build, seeded
+from anybatch.apps.options import (
+    BatchNormOption,
+    BatchSizeOption,
+    CropOption,
+    DataOption,
+    DeviceOption,
+    JsonOption,
+    LossOption,
+    MallocOption,
+    MeasureOption,
+    MemoryOption,
+    MicroBatchOption,
+    ModelOption,
+    MomentumOption,
+    NormOption,
+    OptimizerOption,
+    RecipeOption,
+    SeedOption,
+    SizeOption,
+    SkipOption,
+    TaskOption,
+    ThreadsOption,
+)
+from anybatch.apps.outcome import ending
+from anybatch.apps.planned import refuse_unknown_memory
+from anybatch.apps.process import allocate
+from anybatch.apps.progress import Silent
+from anybatch.apps.reading import Reading
+from anybatch.apps.recipes import make_optimizer
+from anybatch.apps.settings import Settings, parse_image_size
+from anybatch.apps.views import Batch
+
+UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
+TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
+NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose."
+
+
+def plan(
+    context: typer.Context,
+    *,
+    data: DataOption = "digits",
+    task: TaskOption = None,
+    model: ModelOption = None,
+    batch_size: BatchSizeOption = 1024,
+    memory: MemoryOption = None,
+    micro_batch: MicroBatchOption = None,
+    measure: MeasureOption = False,
+    json: JsonOption = False,
+    recipe: RecipeOption = None,
+    optimizer: OptimizerOption = None,
+    momentum: MomentumOption = None,
+    loss: LossOption = None,
+    norm: NormOption = "group",
+    batchnorm: BatchNormOption = "exact",
+    image_size: SizeOption = None,
+    crop: CropOption = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    malloc: MallocOption = "auto",
+    skip_corrupt: SkipOption = False,
+) -> None:
+    """Explain what a step would do, hold and take, as a database explains a query; train nothing.
+
+    The plan is that of `train` for the first mini-batch of the training data.
+    """
+    with ending():
+        allocated = allocate(context, malloc, device, budgeted=memory is not None)
+        settings = Settings(
+            data=data,
+            task=task,
+            model=model,
+            batch_size=batch_size,
+            memory=memory,
+            micro_batch=micro_batch,
+            recipe=recipe,
+            optimizer=optimizer,
+            momentum=momentum,
+            loss=loss,
+            norm=norm,
+            batchnorm=batchnorm,
+            image_size=None if image_size is None else parse_image_size(image_size),
+            crop=crop,
+            seed=seed,
+            threads=threads,
+            device=device,
+            skip_corrupt=skip_corrupt,
+        )
+        with seeded(seed, threads):
+            parts, batch = _first_batch(settings)
+            refuse_unknown_memory(settings, parts.device)
+            found = foresee(
+                parts.model,
+                parts.loss,
+                (batch.inputs, batch.targets),
+                memory=memory,
+                optimizer=make_optimizer(parts.recipe, parts.model.parameters()),
+                micro_batch=micro_batch,
+                batchnorm=batchnorm,
+                timed=measure,
+            )
+        lines = [
+            allocated,
+            str(found),
+            _not_done(found, measured=measure, fixed=micro_batch is not None),
+        ]
+        typer.echo(found.to_json() if json else "\n".join(lines))
+
+
+def check(
+    *,
+    data: DataOption = "digits",
+    task: TaskOption = None,
+    model: ModelOption = None,
+    batch_size: Annotated[int, typer.Option(help="Samples of the batch that is checked.")] = 8,
+    recipe: RecipeOption = None,
+    loss: LossOption = None,
+    norm: NormOption = "group",
+    image_size: SizeOption = None,
+    crop: CropOption = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    skip_corrupt: SkipOption = False,
+) -> None:
+    """Compare the gradient in micro-batches with that of the whole batch, on real data.
+
+    Exit code 1 when they differ by more than rounding; the report says where, and why.
+    """
+    with ending():
+        settings = Settings(
+            data=data,
+            task=task,
+            model=model,
+            batch_size=batch_size,
+            recipe=recipe,
+            loss=loss,
+            norm=norm,
+            image_size=None if image_size is None else parse_image_size(image_size),
+            crop=crop,
+            seed=seed,
+            threads=threads,
+            device=device,
+            skip_corrupt=skip_corrupt,
+        )
+        with seeded(seed, threads):
+            parts, batch = _first_batch(settings)
+            report = check_gradients(parts.model, parts.loss, (batch.inputs, batch.targets))
+        typer.echo(str(report))
+    if not report.exact:
+        raise typer.Exit(1)
+
+
+def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
+    """Say what was not done for a plan, and how to have it done."""
+    sizes = found.memory.candidates if found.memory is not None else ()
+    if any(size.seconds is not None for size in sizes):
+        return TIMED
+    return NO_CHOICE if measured or fixed else UNTIMED
+
+
+def _first_batch(settings: Settings) -> tuple[Parts, Batch]:
+    """Return the parts of a run, its model in training mode, and its first mini-batch."""
+    parts = build(settings)
+    reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)
+    _, batch = next(reading.epoch(parts.loader(settings, shuffle=True), 1))
+    parts.model.train()
+    return parts, batch

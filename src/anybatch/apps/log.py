@@ -1,0 +1,107 @@
+"""What a run tells as it goes: metrics.jsonl, a line for each step and each epoch, and TensorBoard.
+
+A line must be there when the checkpoint that comes after it is, once and whole, whatever happened:
+
+    the disk is full      the half line is taken off again and waits for room
+    the power goes        a checkpoint is written only when all lines before it are on the disk
+    the run is resumed    the lines after its checkpoint are cut off
+
+TensorBoard has an answer of its own to the last: a new file that begins with the step from which on
+older files do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAME = "metrics.jsonl"
+
+
+class Log:
+    """The log of the run in the folder `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path / NAME
+        self._waiting = b""
+        self._events: Any = None
+
+    def start_events(self, after_step: int | None = None) -> bool:
+        """Open the TensorBoard events, where it is installed; say whether it is.
+
+        `after_step` is the last step of older files that counts; None where there are none.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return False
+        purge = None if after_step is None else after_step + 1
+        self._events = SummaryWriter(str(self.path.parent), purge_step=purge)
+        return True
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record` to both.
+
+        Raises:
+            OSError: when metrics.jsonl cannot be written; the line waits for the next call.
+        """
+        self._waiting += json.dumps(record).encode() + b"\n"
+        self._flush()
+        if self._events is not None:
+            for name, value in record.items():
+                if isinstance(value, float):
+                    self._events.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk.
+
+        Raises:
+            OSError: when it cannot be.
+        """
+        self._flush()
+        if self._events is not None:
+            self._events.flush()
+        if self.path.exists():
+            with self.path.open("ab") as file:
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the TensorBoard events."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        with self.path.open("ab", buffering=0) as file:
+            whole = os.fstat(file.fileno()).st_size
+            try:
+                left = self._waiting
+                while left:
+                    left = left[file.write(left) or 0 :]
+            except OSError:
+                file.truncate(whole)
+                raise
+        self._waiting = b""
+
+
+def lines_until(text: bytes, step: int, epoch: int) -> list[bytes]:
+    """Return the whole lines of a log up to `step` and `epoch`, the last ones that are kept.
+
+    A line cut short by the end of a process is no line. The line of an epoch comes after those of
+    its steps, and may be missing though they are there.
+    """
+    return [line for line in text.splitlines() if _counts(line, step, epoch)]
+
+
+def _counts(line: bytes, step: int, epoch: int) -> bool:
+    try:
+        record = json.loads(line)
+        last = epoch if record["kind"] == "epoch" else step
+        return bool(record[record["kind"]] <= last)
+    except (ValueError, KeyError, TypeError):
+        return False

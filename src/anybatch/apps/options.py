@@ -1,0 +1,114 @@
+"""What the options of the command are called and how they are explained: one type for each.
+
+typer reads an option's name and help from its parameter's type. `train` and `check` share many, and
+an option must mean the same in both.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anybatch.apps.allocator import Asked
+from anybatch.apps.models.norm import NormName
+from anybatch.apps.settings import (
+    BatchNormMode,
+    LossName,
+    OptimizerName,
+    RecipeName,
+    ScheduleName,
+    Task,
+)
+
+MODELS = (
+    "cnn[:WIDTH], resnet20, resnet18, resnet34, resnet50, resnet101, unet[:WIDTH], "
+    "amoebanet-d[:LAYERS,FILTERS], or package.module:callable"
+)
+
+DataOption = Annotated[str, typer.Option("--data", help="digits, or a folder of images.")]
+TaskOption = Annotated[Task | None, typer.Option("--task", help="Default: what the folder holds.")]
+ModelOption = Annotated[str | None, typer.Option("--model", help=f"One of {MODELS}.")]
+RecipeOption = Annotated[
+    RecipeName | None,
+    typer.Option("--recipe", help="Settings of MBS, section 4.2; explicit options win."),
+]
+LossOption = Annotated[
+    LossName | None,
+    typer.Option("--loss", help="Default: cross-entropy for classes, bce+dice for masks."),
+]
+NormOption = Annotated[NormName, typer.Option("--norm", help="Layer of the built-in models.")]
+SizeOption = Annotated[
+    str | None, typer.Option("--image-size", help="Resize to N, or WIDTHxHEIGHT, pixels.")
+]
+CropOption = Annotated[
+    int | None, typer.Option("--crop", help="Train on random crops of N x N pixels.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of weights, order and augmentation.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of torch.")]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, ... Default: cuda where there is one.")
+]
+SkipOption = Annotated[
+    bool, typer.Option("--skip-corrupt", help="Train without the images that cannot be read.")
+]
+BatchSizeOption = Annotated[int, typer.Option(help="Samples of a mini-batch: of one step.")]
+MicroBatchOption = Annotated[
+    int | None,
+    typer.Option(help="Samples on the device at once. Default: the fastest that fits."),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--memory", help="What a step may hold, such as 64MiB. Default: what the device has left."
+    ),
+]
+EpochsOption = Annotated[int | None, typer.Option(help="Passes over the training set.")]
+OutOption = Annotated[Path | None, typer.Option(help="Run folder. Default: a new one below runs/.")]
+LrOption = Annotated[float | None, typer.Option(help="Learning rate.")]
+OptimizerOption = Annotated[OptimizerName | None, typer.Option(help="Default: adamw.")]
+MomentumOption = Annotated[float | None, typer.Option(help="Of sgd.")]
+DecayOption = Annotated[float | None, typer.Option(help="Of the weights, in every step.")]
+ScheduleOption = Annotated[
+    ScheduleName | None, typer.Option(help="Of the learning rate, over the whole run.")
+]
+BatchNormOption = Annotated[
+    BatchNormMode,
+    typer.Option(help="exact: of the whole batch; local: of each micro-batch, inexact."),
+]
+CropsOption = Annotated[int, typer.Option(help="Random crops of an image in an epoch.")]
+PadOption = Annotated[
+    int | None, typer.Option(help="Empty pixels around a training image, to crop in.")
+]
+FlipOption = Annotated[
+    bool | None, typer.Option(help="Mirror training images at random. Default: not digits.")
+]
+WorkersOption = Annotated[int, typer.Option(help="Processes that read images.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")]
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(help="Go on with the run in this folder, from its last checkpoint."),
+]
+ReplanOption = Annotated[
+    bool,
+    typer.Option("--replan", help="With --resume: plan anew, for another --memory too."),
+]
+CompareOption = Annotated[
+    bool,
+    typer.Option(
+        "--compare", help="Train with and without anybatch under --memory, and write nothing."
+    ),
+]
+CompareStepsOption = Annotated[int, typer.Option(help="Steps of --compare, at most.")]
+MeasureOption = Annotated[
+    bool, typer.Option("--measure", help="Time the sizes that fit, and choose the fastest.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and only that.")]
+MinutesOption = Annotated[
+    float, typer.Option(help="Between two checkpoints within an epoch; 0: after every step.")
+]
+MallocOption = Annotated[
+    Asked,
+    typer.Option(help="How the host keeps freed memory: fast keeps it, tight gives it back."),
+]

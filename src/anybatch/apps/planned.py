@@ -1,0 +1,133 @@
+"""The engine of a run and its plan: made before the first step, written down, obeyed ever after.
+
+An engine plans when its first batch comes, and again in every process: a run that is resumed would
+time the sizes anew, might take another one, and would then differ in its last bits. So the plan is
+the run's own. It is made from the first mini-batch, before anything is trained, and a process that
+goes on with the run obeys it.
+
+    made ──> written, with the first checkpoint ──> step, step, step ...
+                  ^                                      │
+                  └── memory ran out, or more was held ──┘
+
+Source: design, section 4, "A run folder's plan is the run's plan".
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anybatch import Engine, Plan
+from anybatch.apps.build import Parts
+from anybatch.apps.faults import RunFolderError, SettingsError
+from anybatch.apps.settings import Settings
+from anybatch.apps.views import Batch
+from anybatch.memory import left
+
+
+class Planned:
+    """An engine, and the plan that it follows.
+
+    Attributes:
+        engine: the engine.
+        plan: None until there is one.
+        waits: the plan is still to be made, by `make`, before the first step.
+    """
+
+    def __init__(self, settings: Settings, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
+        self.plan: Plan | None = None
+        self.waits = settings.planned
+        self._settings, self._parts, self._optimizer = settings, parts, optimizer
+        self._made = False
+        self.engine = Engine(
+            parts.model,
+            parts.loss,
+            optimizer=optimizer,
+            memory=settings.memory,
+            micro_batch=settings.micro_batch,
+            batchnorm=settings.batchnorm,
+        )
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in a micro-batch; 0 while nobody knows."""
+        found = self.plan.micro_batch if self.plan is not None else self._settings.micro_batch
+        return found or 0
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a step may hold; None where nothing was planned."""
+        memory = self.plan.memory if self.plan is not None else None
+        return memory.budget if memory is not None else None
+
+    def text(self) -> str | None:
+        """Return the plan as JSON."""
+        return self.plan.to_json() + "\n" if self.plan is not None else None
+
+    def put_back(self, text: str | None, *, obeyed: bool) -> None:
+        """Take the plan of an earlier process; where it is not `obeyed`, only until one is made.
+
+        Raises:
+            RunFolderError: when it is no plan of this version.
+        """
+        if text is None:
+            return
+        try:
+            self.plan = Plan.from_json(text)
+        except ValueError as error:
+            raise RunFolderError(
+                f"the checkpoint must hold a plan of this version of anybatch; {error}. Use "
+                "--replan to make a new one."
+            ) from error
+        if obeyed:
+            self.waits = False
+            self.engine = Engine(
+                self._parts.model,
+                self._parts.loss,
+                optimizer=self._optimizer,
+                batchnorm=self._settings.batchnorm,
+                plan=self.plan,
+            )
+
+    def make(self, batch: Batch) -> None:
+        """Make the plan from a mini-batch; nothing is trained.
+
+        Raises:
+            BudgetError: when no micro-batch fits, or not the one that was given.
+        """
+        refuse_unknown_memory(self._settings, self._parts.device)
+        self._parts.model.train()
+        self.plan = self.engine.foresee(batch.inputs, batch.targets)
+        self.waits, self._made = False, True
+
+    def follow(self, batch: Batch) -> bool:
+        """Take in what a step has shown, and say whether the plan is another one now.
+
+        The first step after the plan was made is measured, and may have held more than was
+        foreseen; and memory may have run out in any step. The gradients are gone afterwards.
+        """
+        before, report = self.plan, self.engine.last
+        assert report is not None
+        if before is None or report.retries:
+            self.plan = self.engine.plan
+        elif self._made:
+            self._optimizer.zero_grad()
+            self.plan = self.engine.foresee(batch.inputs, batch.targets, timed=False)
+        self._made = False
+        return self.plan != before
+
+
+def refuse_unknown_memory(settings: Settings, device: torch.device) -> None:
+    """Refuse to plan without a budget where the system does not tell what is left.
+
+    Raises:
+        SettingsError: saying so.
+    """
+    if settings.memory is not None:
+        return
+    try:
+        left(device)
+    except ValueError as error:
+        raise SettingsError(
+            f"memory must be given where the system does not tell what is left on {device}; it "
+            "was not. Name it, such as --memory 4GiB, or give --micro-batch alone."
+        ) from error

@@ -1,0 +1,32 @@
+"""The command's own process: it may start itself again, with another host allocator.
+
+What glibc does with freed memory is fixed when a process begins (`allocator`). Only a process that
+is nothing but the command may be replaced; a program or a test that calls it is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from anybatch.apps import allocator
+from anybatch.apps.build import find_device
+
+ENTRY = object()
+"""Given to the command as its `obj` by the command's own process, and by nobody else."""
+
+
+def allocate(
+    context: typer.Context, malloc: allocator.Asked, device: str | None, *, budgeted: bool
+) -> str:
+    """Say how the host's memory is kept; where this is the command's process, first see to it."""
+    decision = allocator.decide(
+        malloc, find_device(device).type, budgeted=budgeted, environment=os.environ
+    )
+    if decision.environment is None:
+        return str(decision)
+    if context.obj is ENTRY:
+        allocator.restart(decision.environment)
+    now = allocator.running(os.environ)
+    return f"malloc: {now} (another mode is only for a process that the command begins)"

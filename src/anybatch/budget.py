@@ -1,0 +1,62 @@
+"""The bytes that a step may hold: the default, and the error where they are too few.
+
+A budget counts what the step's own tensors hold already, and all that the step allocates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from anybatch.case import Case
+from anybatch.errors import BudgetError
+from anybatch.forecast import Forecast
+from anybatch.ladder import SMALL
+from anybatch.memory import left
+from anybatch.probe import workspace
+from anybatch.rehearse import state_bytes
+from anybatch.units import show_bytes
+
+
+def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> BudgetError:
+    """Return the error that says what is needed, what was given, and what would fit."""
+    n, floor = foreseen.least(size)
+    owners = sorted(foreseen.owners(n, size).items(), key=lambda pair: -pair[1])
+    listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
+    cut = "undivided" if n == size else "with micro-batches of one sample"
+    return BudgetError(
+        f"a step must fit in memory, and {cut} it needs "
+        f"{show_bytes(floor)} ({listed}), and {show_bytes(budget)} is there ({source}): give "
+        f'memory="{-(-floor // 1024)}KiB" or more, a smaller model, smaller samples, or an '
+        "optimizer that keeps less",
+        needed=floor,
+        given=budget,
+    )
+
+
+def on_cuda(found: Forecast, case: Case, optimizer: torch.optim.Optimizer | None) -> Forecast:
+    """Return the forecast with what only CUDA's allocator knows: workspace, and other tensors."""
+    states = _bytes_of_states(case)
+    grown = found.undivided.at(SMALL).peak - states
+    other = torch.cuda.memory_allocated(case.device) - states - state_bytes(optimizer)
+    more = found.with_more("workspace", workspace(case, found.look, SMALL, grown))
+    return more.with_more("other tensors", max(0, other))
+
+
+def default_budget(case: Case) -> tuple[int, str]:
+    """Return what is left on the device, and what the step's own tensors hold already."""
+    free, words = left(case.device)
+    return free + _bytes_of_states(case), words
+
+
+def _bytes_of_states(case: Case) -> int:
+    """Return the bytes of parameters, buffers and gradients."""
+    held: dict[int, Tensor] = {id(leaf): leaf for leaf in case.leaves}
+    for _, module in case.modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not is_lazy(tensor):
+                held[id(tensor)] = tensor
+    states = list(held.values())
+    states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in states)

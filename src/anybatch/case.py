@@ -1,0 +1,170 @@
+"""What a step is before its micro-batches have a size: the thing that is rehearsed and timed.
+
+A case names the model, the loss, the rows and the parameters of a step. `as_fakes` makes the same
+case of tensors without data; both go through the same mechanisms (`anybatch.rehearse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import tree
+from anybatch.batch import Batch, MicroBatch, TensorBatch
+from anybatch.device import HostLink, Shipment
+from anybatch.fakes import Fakes, Reshape
+from anybatch.loss.declared import Loss
+from anybatch.meter import Meter
+from anybatch.modules import Modules
+
+MICRO_BATCHES = 3
+"""Of a rehearsal: the first has no gradients yet, the second has another on its way."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is rehearsed: all of a step but the size of its micro-batches.
+
+    Attributes:
+        model: the person's own, or a fake of it.
+        loss: its loss.
+        rows: samples of the batch: all of them, or those that were loaded of a lazy one.
+        size: N_B, samples in the mini-batch.
+        lazy: samples are loaded on the way, so the targets are not known as a whole.
+        modules: every module a step runs, those of the loss too.
+        leaves: every parameter that may receive a gradient.
+        device: where the model is.
+        batchnorm: "exact" or "local".
+        trains: with backward; else forward only.
+        mode: what is entered for it.
+    """
+
+    model: nn.Module
+    loss: Loss
+    rows: TensorBatch
+    size: int
+    lazy: bool
+    modules: Modules
+    leaves: list[Tensor]
+    device: torch.device
+    batchnorm: str
+    trains: bool
+    mode: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def fake(self) -> bool:
+        """Whether it is made of tensors without data."""
+        return self.mode is not nullcontext
+
+    def batch(self, count: int) -> Batch:
+        """Return the batch of which only the first `count` micro-batches are asked for."""
+        if self.lazy:
+            return Loaded(self.rows, self.size, count)
+        return FirstRows(self.rows.inputs, self.rows.targets, self.size, self.rows.size, count)
+
+
+@dataclass(frozen=True)
+class FirstRows(TensorBatch):
+    """A batch of `size` rows, all there, of which `count` micro-batches are asked for.
+
+    Of a small batch there are more rows than it has, `there`, so that there can be so many.
+    """
+
+    there: int
+    count: int
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Yield the first few."""
+        every = TensorBatch(self.inputs, self.targets, self.there)
+        yield from islice(every.micro_batches(micro_batch), self.count)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The same, of rows that get memory of their own, as those of a `LazyBatch` do."""
+
+    rows: TensorBatch
+    size: int
+    count: int
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Yield the first few."""
+        for micro in islice(self.rows.micro_batches(micro_batch), self.count):
+            items = micro.map(Tensor.clone)
+            yield items.map(Tensor.clone)
+
+
+class Claiming(HostLink):
+    """Brings micro-batches to the device, and tells the meter that they are inputs."""
+
+    def __init__(self, device: torch.device, meter: Meter) -> None:
+        super().__init__(device)
+        self._meter = meter
+
+    def send(self, micro_batch: MicroBatch) -> Shipment:
+        """Copy what is not there."""
+        sent = super().send(micro_batch)
+        pair = (sent.micro_batch.inputs, sent.micro_batch.targets)
+        self._meter.claim("inputs", (tensor for _, tensor in tree.tensors(pair)))
+        return sent
+
+
+def as_fakes(case: Case, reshape: Reshape | None = None) -> Case:
+    """Return the case on fakes.
+
+    Args:
+        case: the real one.
+        reshape: other shapes for the rows; None (default) keeps them.
+
+    Raises:
+        Exception: the model or the loss cannot be copied, or holds what cannot be faked.
+    """
+    fakes = Fakes()
+    model, loss = fakes.copy((case.model, case.loss), [module for _, module in case.modules])
+    rows = max(case.size, 4 * MICRO_BATCHES)
+    pair = (case.rows.inputs, case.rows.targets)
+    inputs, targets = fakes.rows(pair, case.rows.size, rows, reshape)
+    return Case(
+        model=model,
+        loss=loss,
+        rows=TensorBatch(inputs, targets, rows),
+        size=case.size if case.lazy else rows,
+        lazy=case.lazy,
+        modules=[(path, fakes.copy(module, [])) for path, module in case.modules],
+        leaves=[fakes.of(leaf) for leaf in case.leaves],
+        device=case.device,
+        batchnorm=case.batchnorm,
+        trains=case.trains,
+        mode=lambda: fakes.mode,
+    )
+
+
+def few(case: Case, rows: int) -> Case:
+    """Return the case with `rows` rows or more; where they are repeated, no more than that."""
+    there = case.rows.size
+    if there >= rows:
+        return case
+    pair = (case.rows.inputs, case.rows.targets)
+    times, rest = divmod(rows, there)
+    pieces, sizes = [pair] * times, [there] * times
+    if rest:
+        pieces, sizes = [*pieces, tree.rows(pair, 0, rest, there)], [*sizes, rest]
+    inputs, targets = tree.join(pieces, sizes=sizes, name="rows")
+    size = case.size if case.lazy else rows
+    return replace(case, rows=TensorBatch(inputs, targets, rows), size=size)
+
+
+def first_rows(case: Case, size: int) -> Case:
+    """Return the case of a batch of just `size` samples, where its rows are all there."""
+    if case.lazy or case.rows.size <= size:
+        return case
+    pair = (case.rows.inputs, case.rows.targets)
+    with case.mode():
+        inputs, targets = tree.rows(pair, 0, size, case.rows.size)
+    return replace(case, rows=TensorBatch(inputs, targets, size), size=size)

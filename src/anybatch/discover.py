@@ -1,0 +1,42 @@
+"""Leaves that no module lists, such as the parameters that a loss closes over: the graph has them.
+
+They are found when the first backward of a kind of step is about to begin, and from then on are
+treated as the model's own: noted, set aside, summed and delivered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from anybatch import graph
+from anybatch.step import Step
+from anybatch.undo import Before
+
+
+def discoverer(
+    step: Step, before: Before, also: list[Tensor] | None = None
+) -> Callable[[list[Tensor]], None]:
+    """Return what takes in the leaves behind the roots of a backward.
+
+    Args:
+        step: its gradients take them in.
+        before: notes what they had.
+        also: a list that they are added to; None (default) for none.
+    """
+    held = weakref.ref(step)  # which holds this function: in a circle its gradients would stay
+
+    def discover(roots: list[Tensor]) -> None:
+        step = held()
+        if step is None or step.gradients is None:
+            return
+        known = {id(leaf) for leaf in step.gradients.parameters} | step.own
+        found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in known]
+        before.add(found)
+        step.gradients.add(found)
+        if also is not None:
+            also.extend(found)
+
+    return discover

@@ -1,0 +1,125 @@
+"""A step's tensors without data: the person's own model, loss, optimizer and batch, as fakes.
+
+torch's FakeTensorMode runs every kernel on shapes alone. A model built under it would be another
+one than the person's, and ``functional_call`` on theirs lets a module keep a fake in an attribute.
+So the model is copied with its tensors replaced on the way: the copy shares no tensor with the
+original, costs no memory, and is thrown away.
+
+    model ──deepcopy, parameter -> fake parameter──> fake model      the same for loss and optimizer
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from anybatch import tree
+
+Reshape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
+"""``(path, shape of a leaf without its rows)`` -> the shape to take instead."""
+
+T = TypeVar("T")
+
+
+class Fakes:
+    """One world of fake tensors; the same real tensor is always the same fake.
+
+    Attributes:
+        mode: the mode under which fakes are computed with. Real tensors that a closure holds may
+            meet them, and become fakes in the result.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._memo: dict[int, Any] = {}
+        self._originals: list[Any] = []  # an id is only a name while its object lives
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the fake of a tensor, with no gradient."""
+        if id(tensor) not in self._memo:
+            self._originals.append(tensor)
+            self._memo[id(tensor)] = self.mode.from_tensor(tensor)
+        fake: Tensor = self._memo[id(tensor)]
+        return fake
+
+    def copy(self, value: T, modules: Iterable[nn.Module]) -> T:
+        """Return a copy of `value` whose tensors are fakes.
+
+        Args:
+            value: a model or a loss.
+            modules: the modules in it; their parameters, buffers and other tensors are replaced.
+
+        Raises:
+            Exception: whatever `copy.deepcopy` raises; not everything can be copied.
+        """
+        for module in modules:
+            for held in (module._parameters, module._buffers, module.__dict__):
+                for tensor in dict(held).values():
+                    if isinstance(tensor, Tensor):
+                        self.of(tensor)
+        return copy.deepcopy(value, self._memo)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Return a copy that has not stepped yet, of fake parameters; it makes its state anew.
+
+        Returns:
+            None for an optimizer that is not torch's own: it may hold another one, and step that.
+        """
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return None
+        twin = copy.copy(optimizer)
+        twin.state = defaultdict(dict)
+        twin.__dict__.pop("step", None)  # a schedule wraps the method of the original
+        twin._optimizer_step_pre_hooks = OrderedDict()
+        twin._optimizer_step_post_hooks = OrderedDict()
+        twin.param_groups = [
+            {**group, "params": [self.of(parameter) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return twin
+
+    def rows(self, batch: Any, size: int, count: int, reshape: Reshape | None = None) -> Any:
+        """Return `count` rows like those of `batch`: fakes for tensors, repeated rows for the rest.
+
+        Args:
+            batch: tree whose tensors have `size` rows.
+            size: its rows.
+            count: rows wanted, more or fewer.
+            reshape: other shapes for the rows of some tensors; None (default) keeps them.
+        """
+        paths = iter([path for path, _ in tree.leaves(batch)])
+
+        def one(leaf: Any) -> Any:
+            path = next(paths)
+            if isinstance(leaf, Tensor):
+                return self._rows(leaf, path, count, reshape)
+            if isinstance(leaf, np.ndarray) and leaf.ndim:
+                return leaf[np.arange(count) % size]
+            if isinstance(leaf, list | tuple) and len(leaf) == size:
+                return type(leaf)(leaf[i % size] for i in range(count))
+            return leaf
+
+        return tree.map_leaves(one, batch)
+
+    def _rows(self, leaf: Tensor, path: str, count: int, reshape: Reshape | None) -> Tensor:
+        if leaf.dim() == 0:
+            return self.of(leaf)
+        shape = tuple(leaf.shape[1:])
+        if reshape is not None:
+            shape = reshape(path, shape)
+        with self.mode:
+            return torch.empty(
+                (count, *shape), dtype=leaf.dtype, device=leaf.device
+            ).requires_grad_(leaf.requires_grad)
+
+
+def is_fake(value: Any) -> bool:
+    """Say whether a tensor has a shape and no data."""
+    return isinstance(value, FakeTensor)

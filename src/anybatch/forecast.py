@@ -1,0 +1,152 @@
+"""What a step will hold, for every size of its micro-batches: the lines through its rehearsals.
+
+A forecast is data and arithmetic. It has the timelines of a divided and of an undivided step as
+functions of the samples, and what is there beside them: the optimizer's state, copies of buffers,
+the first look, the update. How it is made is `anybatch.ladder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from anybatch import rehearse
+from anybatch.case import Case, first_rows
+from anybatch.rehearse import Look
+from anybatch.timeline import Line, Timeline
+
+LOSS = 8
+"""Bytes of the loss that a step returns, which is still there during the update."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Live bytes of a step as a function of the samples in its micro-batches.
+
+    Attributes:
+        how: the rung of the ladder, in words.
+        looked: the first look at the model, at units of two samples.
+        divided: three micro-batches.
+        undivided: a step that is not divided.
+        kept: the divided step with an accumulator, where it was rehearsed; else None.
+        update: ``optimizer.step()``; None where there is none, or it cannot be rehearsed.
+        constant: owner -> bytes that are there during all of a step.
+        copied: bytes of the buffers, which a step copies.
+        gradients: bytes of a set of gradients.
+        look: what the first look found out.
+        case: the fakes, where there are some: a size can be rehearsed exactly.
+    """
+
+    how: str
+    looked: Line
+    divided: Line
+    undivided: Line
+    kept: Line | None
+    update: Timeline | None
+    constant: Mapping[str, int]
+    copied: int
+    gradients: int
+    look: Look
+    case: Case | None = field(repr=False)
+
+    def owners(self, n: int, size: int) -> dict[str, int]:
+        """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
+        return max(self._peaks(n, size), key=lambda found: sum(found.values()))
+
+    def peak(self, n: int, size: int) -> int:
+        """Return the bytes of that peak."""
+        return sum(self.owners(n, size).values())
+
+    def least(self, size: int) -> tuple[int, int]:
+        """Return the size of micro-batches that needs the fewest bytes, and these.
+
+        One sample, or all: a small batch undivided has no sums of gradients beside it.
+        """
+        found = {n: max(self.peak(n, size), self.confirm(n, size)) for n in (1, size)}
+        n = min(found, key=lambda n: (found[n], n))
+        return n, found[n]
+
+    def largest(self, budget: int, size: int) -> int:
+        """Return the most samples in a micro-batch with which a step stays within `budget` bytes.
+
+        Args:
+            budget: bytes.
+            size: N_B, samples in the mini-batch.
+
+        Returns:
+            `size` where the batch need not be divided; 0 where nothing fits.
+        """
+        if self.peak(size, size) <= budget:
+            return size
+        fixed = sum(self._held(divided=True).values())
+        n = min(self.divided.largest(budget - fixed), size - 1)
+        while n > 0 and self.peak(n, size) > budget:  # the look, or the update
+            n -= 1 if n <= 8 else n // 8
+        return n
+
+    def apart(self, n: int, size: int, *, confirmed: bool) -> int:
+        """Return the bytes of the peak where gradients are summed in an accumulator.
+
+        Args:
+            n: samples in a micro-batch, fewer than `size`.
+            size: N_B, samples in the mini-batch.
+            confirmed: rehearse it, where that costs no memory; else a bound will do.
+        """
+        if self.kept is not None:
+            held = _merged(self.kept.at(n).at_peak(), self._held(divided=True))
+            return max(_total(held), *map(_total, self._beside(n, size)))
+        if self.case is None or not confirmed:
+            return self.peak(n, size) + self.gradients
+        return max(self._rehearsed(n, size, apart=True), *map(_total, self._beside(n, size)))
+
+    def confirm(self, n: int, size: int) -> int:
+        """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
+        if self.case is None:
+            return self.peak(n, size)
+        return max(self._rehearsed(n, size, apart=False), *map(_total, self._beside(n, size)))
+
+    def _rehearsed(self, n: int, size: int, *, apart: bool) -> int:
+        """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
+        assert self.case is not None
+        if n >= size:
+            found = rehearse.whole(self.case, size)
+        else:
+            found = rehearse.divided(first_rows(self.case, size), n, self.look, apart=apart)
+        return found.peak + _total(self._held(divided=n < size))
+
+    def with_constant(self, more: Mapping[str, int]) -> Forecast:
+        """Return the forecast with more bytes that are there all the time, by owner."""
+        return replace(self, constant={**self.constant, **more})
+
+    def with_more(self, owner: str, count: int) -> Forecast:
+        """Return the forecast with `count` more bytes of one owner."""
+        return self.with_constant({owner: self.constant.get(owner, 0) + count})
+
+    def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
+        """Return the peak of the step itself, and of what comes before and after it."""
+        line = self.divided.at(n) if n < size else self.undivided.at(size)
+        return [_merged(line.at_peak(), self._held(divided=n < size)), *self._beside(n, size)]
+
+    def _beside(self, n: int, size: int) -> list[dict[str, int]]:
+        """Return the peaks of the first look, where there is one, and of the update."""
+        found: list[dict[str, int]] = [{}]
+        if n < size:  # in units of two rows: see `anybatch.look.two_sizes`
+            looked = self.looked.at(n if n < 4 else (n + 1) // 2)
+            found.append(_merged(looked.at_peak(), self._held(divided=True)))
+        if self.update is not None:
+            outside = {k: b for k, b in self.constant.items() if k != "optimizer"}
+            outside["activations"] = outside.get("activations", 0) + LOSS
+            found.append(_merged(self.update.at_peak(), outside))
+        return found
+
+    def _held(self, *, divided: bool) -> dict[str, int]:
+        copies = self.copied * (2 if divided else 1)
+        return _merged(self.constant, {"buffers": copies} if copies else {})
+
+
+def _total(owners: Mapping[str, int]) -> int:
+    return sum(owners.values())
+
+
+def _merged(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

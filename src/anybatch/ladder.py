@@ -1,0 +1,232 @@
+"""What a step will hold, for every size of its micro-batches, before it is run: a ladder.
+
+    1  two rehearsals on tensors without data: n = 2 and 3    costs no memory, exact at every event
+    2  two rehearsals on a few real rows: n = 2 and 3         where a value is read, or 1 is wrong
+    3  the peaks of a few small steps, on a line              where events differ from run to run
+
+Whether rung 1 is right is not believed: one real rehearsal at two samples is measured beside it
+(kernels such as the CPU's LSTM keep a workspace that no fake knows of). Rung 3 is a guess with a
+margin, and says so; what is wrong with it, a step's own way out of an out-of-memory error mends.
+
+Source: design of this project; the guide's Eq. 2-5 give 0.55 to 0.83 of the truth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from anybatch import rehearse
+from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
+from anybatch.errors import AnybatchError
+from anybatch.fakes import Reshape
+from anybatch.forecast import Forecast
+from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
+
+SMALL = 2
+"""Samples of the smaller of two rehearsals; one is often a special case."""
+
+NEAR = 4
+"""Samples of the smaller of two more rehearsals on real rows: kernels round what they allocate."""
+
+FARTHER = {16: 1.01, 8: 1.05}
+"""Samples of the larger one, if there is room -> what the bytes a sample are multiplied by."""
+
+NEAR_MARGIN = 1.2
+"""The same, where there is room for neither: rounded up weighs most."""
+
+ROUNDING = 16384
+"""Bytes that a kernel may round an allocation up by, between sizes that were rehearsed: 4 pages."""
+
+MARGIN = 1.1
+"""What a line through measured peaks is multiplied by: their events may move."""
+
+SLACK = 4096
+"""Bytes of scalars that a real step may hold and a fake one not."""
+
+UNKNOWN_STATE = 2
+"""Copies of its parameters that an optimizer nobody knows is expected to keep, as Adam does."""
+
+FIXED = ("parameters", "buffers", "gradients", "rounding")
+"""Owners whose bytes do not depend on the samples."""
+
+FAKE = "two rehearsals on tensors without data"
+REAL = "two rehearsals on a few real rows"
+PEAKS = "a line through measured peaks, and a tenth"
+
+
+def forecast(
+    case: Case,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    room: int,
+    reshape: Reshape | None = None,
+    verify: bool,
+) -> Forecast:
+    """Foresee the memory of a step.
+
+    Args:
+        case: the real one.
+        optimizer: its state is counted as it will be after its first step.
+        room: bytes that a rehearsal on real rows may take.
+        reshape: other shapes of the rows, on the first rung only.
+        verify: measure one small real step, and do not believe a rehearsal that it contradicts.
+
+    Returns:
+        The forecast of the highest rung that holds.
+
+    Raises:
+        Exception: what the step itself raises on real rows; with `reshape`, on other shapes.
+    """
+    state = _state(case, optimizer)
+    try:
+        found = _rehearsed(as_fakes(case, reshape), state, FAKE)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # whatever fakes cannot do: the next rung
+        if reshape is not None:
+            raise
+        found = None
+    if found is not None:
+        missing = _missing(found, case, room) if verify and reshape is None else 0
+        if missing <= SLACK:
+            return found.with_constant({"activations": missing}) if missing > 0 else found
+    real = few(case, MICRO_BATCHES * (SMALL + 1))
+    try:
+        found = _rehearsed(real, state, REAL)
+    except NotAffineError:
+        found = _rehearsed(real, state, PEAKS)
+    fits = (n for n in FARTHER if found.peak(n, max(case.size, n + 1)) <= room)
+    far = next(fits, None)
+    if far is not None:
+        return _farther(found, few(case, far * MICRO_BATCHES), far)
+    return replace(found, divided=_roughly(found.divided), undivided=_roughly(found.undivided))
+
+
+State = tuple[Timeline | None, dict[str, int]]
+"""The update of an optimizer, and what is there because of it during a step."""
+
+
+def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    if optimizer is None:
+        return None, {}
+    update = rehearse.update(optimizer, [module for _, module in case.modules])
+    there = rehearse.state_bytes(optimizer)
+    coming = update.final().get("optimizer", 0) if update is not None else 0
+    if update is None and not there:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        coming = UNKNOWN_STATE * sum(p.numel() * p.element_size() for p in stepped)
+    count = max(there, coming)
+    return update, {"optimizer": count} if count else {}
+
+
+def _rehearsed(case: Case, state: State, how: str) -> Forecast:
+    """Return what two rehearsals, at two and three samples, say.
+
+    Raises:
+        NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
+    """
+    small, seen = rehearse.look(case, 2 * SMALL)
+    more, _ = rehearse.look(case, 2 * SMALL + 2)
+    seen = rehearse.watch_loss(case, seen)
+    sizes = (SMALL, SMALL + 1)
+    buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
+    return Forecast(
+        how=how,
+        looked=_line((small, more), sizes, how),
+        divided=_line((rehearse.divided(case, n, seen, apart=False) for n in sizes), sizes, how),
+        undivided=_line((rehearse.whole(case, n) for n in sizes), sizes, how),
+        kept=None,
+        update=state[0],
+        constant=state[1],
+        copied=sum(b.untyped_storage().nbytes() for b in buffers.values()),
+        gradients=sum(p.numel() * p.element_size() for p in case.leaves) if case.trains else 0,
+        look=seen,
+        case=case if case.fake else None,
+    )
+
+
+def _roughly(line: Line) -> AffineTimeline:
+    """Return the line of two small real steps with room for what larger ones round up."""
+    assert isinstance(line, AffineTimeline)
+    steeper = np.where(line.slope > 0, np.ceil(NEAR_MARGIN * line.slope), line.slope)
+    slope = steeper.astype(np.int64)
+    base = line.base + SMALL * (line.slope - slope)
+    column = np.full((len(base), 1), ROUNDING)
+    return AffineTimeline(
+        (*line.owners, "rounding"),
+        line.events,
+        np.hstack([base, column]),
+        np.hstack([slope, 0 * column]),
+    )
+
+
+def _farther(found: Forecast, case: Case, far: int) -> Forecast:
+    """Return the forecast with lines through larger real steps: what is rounded up weighs less."""
+
+    def bent(few_samples: Line, steps: list[Timeline]) -> BentTimeline:
+        assert isinstance(few_samples, AffineTimeline)
+        low, *_, near, high = steps
+        both = near, high
+        if _alike(steps):
+            ends = [(low, SMALL), (high, far)]
+            column = near.rounded(ends, NEAR, ROUNDING)
+            both = column, high.beside(column, "rounding")
+        try:
+            return BentTimeline(few_samples, _line(both, (NEAR, far), found.how), NEAR)
+        except NotAffineError:
+            return BentTimeline(few_samples, _line(both, (NEAR, far), PEAKS), NEAR)
+
+    def divided(*, apart: bool) -> list[Timeline]:
+        return [
+            rehearse.divided(case, n, found.look, apart=apart and case.trains)
+            for n in (SMALL, SMALL + 1, NEAR, far)
+        ]
+
+    kept = divided(apart=True)
+    first = _line(kept[:2], (SMALL, SMALL + 1), found.how) if _alike(kept) else None
+    return replace(
+        found,
+        divided=bent(found.divided, divided(apart=False)),
+        undivided=bent(found.undivided, [rehearse.whole(case, n) for n in (SMALL, NEAR, far)]),
+        kept=None if first is None else bent(first, kept),
+    )
+
+
+def _alike(steps: list[Timeline]) -> bool:
+    return all(step.events == steps[0].events for step in steps)
+
+
+def _line(both: Iterable[Timeline], sizes: tuple[int, int], how: str) -> AffineTimeline:
+    """Return the line through two timelines, or through their peaks."""
+    low, high = both
+    if how != PEAKS:
+        margin = FARTHER.get(sizes[1], 1.0)
+        return AffineTimeline.through(low, high, *sizes, margin=margin)
+    every = [(line.peak, line.at_peak(), n) for line, n in zip((low, high), sizes, strict=True)]
+    fixed = max(sum(held.get(owner, 0) for owner in FIXED) for _, held, _ in every)
+    slope = max(math.ceil(MARGIN * max(0, peak - fixed) / n) for peak, _, n in every)
+    return AffineTimeline(("all",), ("peak",), np.array([[fixed]]), np.array([[slope]]))
+
+
+def _missing(found: Forecast, case: Case, room: int) -> int:
+    """Return the bytes that a small real step holds at its peak and the forecast does not know.
+
+    Where not even one sample has room, nothing is run, and the forecast is taken as it is.
+    """
+    assert found.case is not None
+    n = next((n for n in (SMALL, 1) if found.peak(n, max(case.size, SMALL + 1)) <= room), 0)
+    if n == 0:
+        return 0
+    known = rehearse.divided(found.case, n, found.look, apart=False)
+    try:
+        real = rehearse.divided(few(case, n * MICRO_BATCHES), n, found.look, apart=False)
+    except AnybatchError:
+        raise
+    except (ValueError, IndexError):  # two rows are too few for it: there is nothing to compare
+        return 0
+    return real.peak - known.peak

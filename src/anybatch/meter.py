@@ -1,0 +1,186 @@
+"""Live bytes of tensors, counted as they are born and freed, on any device, real or fake.
+
+``torch.cuda.max_memory_allocated`` exists for CUDA alone, tells one number, and needs the memory. A
+dispatch mode sees every tensor that a kernel returns; a weak reference on its storage tells when
+the memory is free again. The same mode counts a step on fake tensors, which costs no memory at all.
+
+    kernel t returns a storage  ──>  live from t on
+    the storage is freed        ──>  until the next kernel
+
+What a kernel allocates and frees inside itself is not seen. Storages that were there before are
+counted where they are named (`Meter(known=...)`), and otherwise belong to the caller.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from anybatch.timeline import Timeline, record
+
+STEP = "activations"
+"""The owner of what a step allocates and nobody else has claimed."""
+
+FOREIGN = ""
+"""The owner of storages that were there before and are not counted."""
+
+FROM_OUTSIDE = "aten.lift_fresh.default"
+"""The kernel through which ``torch.tensor(...)`` brings in memory it has just made."""
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count live bytes on one device inside ``with meter:``.
+
+    Made under a fake mode it counts fakes too; elsewhere they hold nothing.
+
+    Args:
+        device: only tensors on this type of device count.
+        known: owner -> tensors that are there already and count.
+
+    Attributes:
+        live: bytes live now.
+        peak: the most bytes live after any kernel.
+
+    Example:
+        >>> with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+        ...     loss_fn(model(x), y).backward()
+        >>> meter.peak
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, device: torch.device, known: Mapping[str, Iterable[Tensor]] | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._device = device.type
+        self._events: list[str] = []
+        self._inside = False
+        modes = _get_current_dispatch_mode_stack()
+        self._fakes = any(isinstance(mode, FakeTensorMode) for mode in modes)
+        self._open: dict[int, _Span] = {}
+        self._spans: list[_Span] = []
+        for owner, tensors in (known or {}).items():
+            for tensor in tensors:
+                self._see(tensor, owner)
+        self.peak = self.live
+
+    def claim(self, owner: str, tensors: Iterable[Tensor]) -> None:
+        """Say whose the storages of live tensors have been since they were born."""
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                span = self._open.get(storage._cdata)
+                if span is not None and span.owner == STEP:
+                    span.owner = owner
+
+    def timeline(self) -> Timeline:
+        """Return what was counted, by owner."""
+        owners = tuple(dict.fromkeys(span.owner for span in self._spans))
+        now = len(self._events)
+        spans = [(s.owner, s.size, s.first, now if s.end is None else s.end) for s in self._spans]
+        return record(spans, self._events, owners)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel, and count what it returned."""
+        kwargs = kwargs or {}
+        if self._inside:  # a kernel made of kernels
+            return func(*args, **kwargs)
+        name = str(func)
+        if name != FROM_OUTSIDE:
+            for tensor in _tensors((args, kwargs)):
+                self._see(tensor, FOREIGN)
+        self._inside = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._inside = False
+        here = False
+        for tensor in _tensors(result):
+            here = here or self._counts(tensor)
+            self._see(tensor, STEP)
+        if here:  # else it is about shapes alone, as on the meta device
+            self._events.append(name)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _see(self, tensor: Tensor, owner: str) -> None:
+        for storage in self._storages(tensor):
+            key, size = storage._cdata, storage.nbytes()
+            span = self._open.get(key)
+            if span is not None and (span.size == size or span.owner == FOREIGN):
+                continue
+            if span is not None:  # resized in place
+                self._end(key)
+            if owner == FOREIGN:
+                size = 0
+            span = _Span(owner, size, len(self._events))
+            span.watch = weakref.ref(storage, partial(self._end, key))
+            self._open[key] = span
+            self.live += size
+            if size:
+                self._spans.append(span)
+
+    def _counts(self, tensor: Tensor) -> bool:
+        fake = isinstance(tensor, FakeTensor)
+        return tensor.device.type == self._device and (self._fakes or not fake)
+
+    def _storages(self, tensor: Tensor) -> Iterator[Any]:
+        return _storages(tensor) if self._counts(tensor) else iter(())
+
+    def _end(self, key: int, _watch: Any = None) -> None:
+        span = self._open.pop(key, None)
+        if span is not None:
+            span.end = len(self._events)
+            self.live -= span.size
+
+
+class _Span:
+    """One storage: whose, how big, and after which events it is live."""
+
+    __slots__ = ("end", "first", "owner", "size", "watch")
+
+    def __init__(self, owner: str, size: int, first: int) -> None:
+        self.owner, self.size, self.first = owner, size, first
+        self.end: int | None = None
+        self.watch: Any = None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a kernel is given or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _storages(tensor: Tensor) -> Iterator[Any]:
+    """Yield the storages that hold a tensor's data; a sparse tensor has several."""
+    if is_lazy(tensor):
+        return
+    if tensor.layout == torch.strided:
+        try:
+            yield tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
+            return
+    elif tensor.is_sparse:
+        yield tensor._indices().untyped_storage()
+        yield tensor._values().untyped_storage()

@@ -1,0 +1,371 @@
+"""From a budget in bytes to the micro-batch of every batch that comes.
+
+The first batch is foreseen (`anybatch.forecast`), the sizes that fit are timed (`anybatch.probe`),
+and the fastest is chosen. What comes later is never timed again:
+
+    another batch size, such as a last partial one     the same plan
+    smaller samples (shorter sequences)                bounded by what is known of larger ones
+    larger samples                                     foreseen, at the next power of two
+
+A bound holds because a kernel on fewer elements needs no more memory. So 500 random lengths cost a
+handful of rehearsals, and every one of them keeps within the budget.
+
+Source: design of this project, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from anybatch._plan import Candidate, Memory, Plan
+from anybatch.budget import budget_error, default_budget, on_cuda
+from anybatch.case import Case
+from anybatch.choice import fastest, search, step_seconds
+from anybatch.errors import BudgetError, NotExactError
+from anybatch.forecast import Forecast
+from anybatch.kinds import Allowed, Kind
+from anybatch.ladder import FAKE, forecast
+from anybatch.probe import seconds
+from anybatch.units import parse_bytes, show_bytes
+
+LOOSE = 4
+"""How many times as many elements a known case may have to bound another one."""
+
+
+class Planner:
+    """Knows a budget, and what has been foreseen under it.
+
+    Args:
+        budget: bytes; None takes what is left on the device when the first batch comes.
+        fixed: samples in a micro-batch that must be kept to; None (default) chooses.
+        timed: run the sizes that fit to find the fastest. Default True.
+        settled: what a plan made before has decided; nothing is foreseen for the first batch.
+
+    Attributes:
+        rehearsed: forecasts made.
+        decided: the same, and the decisions of a plan that was given: each is worth a measurement.
+    """
+
+    def __init__(
+        self,
+        budget: int | None,
+        *,
+        fixed: int | None = None,
+        timed: bool = True,
+        settled: Allowed | None = None,
+    ) -> None:
+        self.budget, self.source = budget, "as given"
+        self.rehearsed = self.decided = 0
+        self.timed = timed
+        self._fixed, self._settled = fixed, settled
+        self._known: list[tuple[Kind, Forecast]] = []
+        self._allowed: dict[Kind, Allowed] = {}
+        self._best: tuple[int, int] | None = None
+
+    def allow(
+        self,
+        kind: Kind,
+        make_case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        refuse_division: Callable[[], None],
+    ) -> Allowed:
+        """Return how a batch of this kind is run.
+
+        Args:
+            kind: of the batch.
+            make_case: returns what is rehearsed; called where nothing is known yet.
+            optimizer: its state counts, as it will be.
+            refuse_division: raises where the batch must not be divided.
+
+        Raises:
+            BudgetError: not even a micro-batch of one sample fits.
+        """
+        found = self._allowed.get(kind)
+        if found is None:
+            found = self._allowed[kind] = self._decide(kind, make_case, optimizer, refuse_division)
+        return found
+
+    def learn(self, kind: Kind, peak: int, states: int) -> None:
+        """Take in what a step of this kind has really held; more than predicted is added on.
+
+        Args:
+            kind: of the step.
+            peak: bytes.
+            states: bytes of them that are the optimizer's; the first step has none yet.
+        """
+        allowed = self._allowed[kind]
+        coming = max(0, dict(allowed.memory.owners).get("optimizer", 0) - states)
+        missing = peak + coming - allowed.memory.predicted
+        if missing <= 0:
+            return
+        del self._allowed[kind]
+        self._known = [
+            (known, found.with_more("activations", missing)) for known, found in self._known
+        ]
+        if self._best is not None and not self._known:
+            self._settled = replace(
+                allowed, memory=replace(allowed.memory, predicted=peak + coming)
+            )  # a plan that was given is obeyed
+
+    def _decide(
+        self,
+        kind: Kind,
+        make_case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        refuse_division: Callable[[], None],
+    ) -> Allowed:
+        if self._settled is not None:
+            settled, self._settled = self._settled, None
+            self.decided += 1
+            self.budget, self.source = settled.memory.budget, settled.memory.source
+            self._best = settled.micro_batch, kind.elements
+            return settled
+        case = cache(make_case)
+        if self.budget is None:
+            self.budget, self.source = default_budget(case())
+        foresee = partial(self._foresee, kind, case, optimizer)
+        foreseen = self._bound(kind)
+        fresh = foreseen is None
+        if foreseen is None:
+            foreseen = foresee(rounded=True)
+        try:
+            foreseen, cap = self._cap(foreseen, kind, refuse_division, confirmed=fresh)
+        except (BudgetError, NotExactError):
+            if any(replace(known, before=kind.before) == kind for known, _ in self._known):
+                raise
+            fresh = True  # what fits no bound may fit as it is
+            foreseen, cap = self._cap(foresee(rounded=False), kind, refuse_division, confirmed=True)
+        timed: dict[int, float] = {}
+        if self._fixed is None and cap == kind.size and _must_be_whole(refuse_division):
+            return self._describe(foreseen, kind, cap, timed, confirmed=fresh)
+        if self._best is None and self.timed and self._fixed is None and kind.trains:
+            fits = partial(self._fits, foreseen, kind.size)
+            timed = search(
+                cap, kind.size, lambda n: seconds(case(), foreseen.look, n) if fits(n) else None
+            )
+        n = self._pick(kind, cap, timed)
+        n = n if self._fits(foreseen, kind.size, n) else cap
+        if self._best is None and kind.trains:
+            self._best = n, kind.elements
+        return self._describe(foreseen, kind, n, timed, confirmed=fresh)
+
+    def _cap(
+        self,
+        foreseen: Forecast,
+        kind: Kind,
+        refuse_division: Callable[[], None],
+        *,
+        confirmed: bool,
+    ) -> tuple[Forecast, int]:
+        """Return the forecast beside the gradients that are there, and the most samples that fit.
+
+        They are confirmed where that can be done without memory.
+        """
+        assert self.budget is not None
+        size = kind.size
+        if kind.before:
+            foreseen = foreseen.with_more("gradients set aside", kind.before)
+        cap = foreseen.largest(self.budget, size)
+        while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
+            cap = min(cap - 1, 7 * cap // 8)
+        if cap < size:
+            refuse_division()
+        if cap == 0:
+            raise budget_error(self.budget, self.source, foreseen, size)
+        n = cap if self._fixed is None else min(self._fixed, size)
+        if n != cap and (n > cap or not self._fits(foreseen, size, n)):
+            needed = foreseen.peak(n, size)
+            raise BudgetError(
+                f"a step must fit in memory, and micro-batches of {self._fixed} samples need "
+                f"{show_bytes(needed)} of {show_bytes(self.budget)} ({self.source}): give "
+                f"micro_batch={cap}{' or less' if n > cap else ''}, or leave it out",
+                needed=needed,
+                given=self.budget,
+            )
+        return foreseen, cap
+
+    def _fits(self, foreseen: Forecast, size: int, n: int) -> bool:
+        """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
+        assert self.budget is not None
+        return foreseen.peak(n, size) <= self.budget
+
+    def _pick(self, kind: Kind, cap: int, timed: dict[int, float]) -> int:
+        """Return the fastest size, or one that does as much work at once as the fastest did."""
+        if self._fixed is not None:
+            return min(self._fixed, cap)
+        if timed:
+            return fastest(timed, kind.size)
+        if self._best is None:
+            return even(kind.size, cap)
+        n, elements = self._best
+        return max(1, min(cap, round(n * elements / max(kind.elements, 1))))
+
+    def _describe(
+        self,
+        foreseen: Forecast,
+        kind: Kind,
+        n: int,
+        timed: dict[int, float],
+        *,
+        confirmed: bool,
+    ) -> Allowed:
+        """Return the decision, with what the plan tells of it."""
+        assert self.budget is not None
+        size, owners = kind.size, foreseen.owners(n, kind.size)
+        peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
+        apart = False
+        if kind.trains and n < size:
+            kept = foreseen.apart(n, size, confirmed=confirmed)
+            apart, peak = kept <= self.budget, max(peak, kept) if kept <= self.budget else peak
+        more = peak - sum(owners.values())
+        owners["gradients" if apart else "activations"] = more + owners.get(
+            "gradients" if apart else "activations", 0
+        )
+        memory = Memory(
+            budget=self.budget,
+            source=self.source,
+            predicted=peak,
+            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+            floor=foreseen.peak(1, size),
+            whole=foreseen.peak(size, size),
+            how=foreseen.how,
+            candidates=tuple(
+                Candidate(
+                    k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None
+                )
+                for k in self._considered(foreseen, size, n, timed)
+            ),
+        )
+        return Allowed(n, apart, memory, foreseen.look.coupled, foreseen.look.loss)
+
+    def _considered(
+        self, foreseen: Forecast, size: int, n: int, timed: dict[int, float]
+    ) -> list[int]:
+        """Return the sizes worth a line: what was timed, and the first that does not fit."""
+        assert self.budget is not None
+        doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
+        fits = [k for k in doubling if foreseen.peak(k, size) <= self.budget]
+        too_large = [k for k in doubling if k not in fits][:1]
+        return sorted({n, size, *too_large, *(timed or fits)})
+
+    def _bound(self, kind: Kind) -> Forecast | None:
+        """Return what is known of a kind that holds no less, and not many times as much."""
+        above = [
+            (known.elements, forecast)
+            for known, forecast in self._known
+            if known.bounds(kind) and known.size >= kind.size
+        ]
+        if not above:
+            return None
+        elements, found = min(above, key=lambda pair: pair[0])
+        return found if elements <= LOOSE * kind.elements else None
+
+    def _foresee(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        rounded: bool,
+    ) -> Forecast:
+        """Return the forecast of a kind, or of one that bounds it and others, and remember it."""
+        assert self.budget is not None
+        self.rehearsed += 1
+        self.decided += 1
+        bound = self._rounded(kind) if rounded else kind
+        if bound != kind:
+            found = _at(case(), bound, optimizer, self.budget)
+            if found is not None:
+                self._known.append((bound, found))
+                return found
+        found = forecast(case(), optimizer, room=self.budget, verify=True)
+        if case().device.type == "cuda":
+            found = on_cuda(found, case(), optimizer)
+        self._known.append((kind, found))
+        return found
+
+    def _rounded(self, kind: Kind) -> Kind:
+        """Return the kind with what has changed before rounded up, so that it bounds others."""
+        alike = [pair for pair in self._known if pair[0].names[0] == kind.names[0]]
+        if not alike or alike[0][1].how != FAKE:
+            return kind
+        first = alike[0][0]
+        shapes = tuple(
+            tuple(a if a == b else _power(b) for a, b in zip(before, now, strict=True))
+            for before, now in zip(first.shapes, kind.shapes, strict=True)
+        )
+        size = kind.size if kind.size <= first.size else _power(kind.size)
+        return replace(kind, shapes=shapes, size=size)
+
+
+def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Planner | None:
+    """Return the planner of what a person has asked for; None where nothing is to be planned.
+
+    Raises:
+        TypeError: `plan` is no plan.
+        ValueError: a plan and something that it decides.
+    """
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"plan must be an anybatch.Plan, and it is {type(plan).__name__}: "
+                "Plan.from_json(text) makes one of a file's text"
+            )
+        if memory is not None or micro_batch is not None:
+            raise ValueError(
+                "a plan decides memory and micro_batch, and one of them was given beside it: leave "
+                "them out, or leave plan out"
+            )
+        if plan.memory is None:
+            return None
+        apart = plan.accumulate == "accumulator"
+        coupled = plan.mechanism == "gathering"
+        settled = Allowed(plan.micro_batch, apart, plan.memory, coupled, plan.loss)
+        return Planner(plan.memory.budget, settled=settled)
+    if memory is None and micro_batch is not None:
+        return None
+    return Planner(None if memory is None else parse_bytes(memory), fixed=micro_batch)
+
+
+def _must_be_whole(refuse_division: Callable[[], None]) -> bool:
+    """Say whether the batch must not be divided, however much faster that would be."""
+    try:
+        refuse_division()
+    except NotExactError:
+        return True
+    return False
+
+
+def even(size: int, cap: int) -> int:
+    """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
+    count = -(-size // cap)
+    return -(-size // count)
+
+
+def _at(
+    case: Case, kind: Kind, optimizer: torch.optim.Optimizer | None, room: int
+) -> Forecast | None:
+    """Return the forecast of the case with other shapes; None where the model cannot take them."""
+    paths = [str(name[0]) for name in kind.names[0]]
+    shapes: dict[str, tuple[int, ...]] = dict(zip(paths, kind.shapes, strict=True))
+    larger = replace(case, size=kind.size)
+
+    def reshape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shapes.get(path, shape)
+
+    try:
+        return forecast(larger, optimizer, room=room, reshape=reshape, verify=False)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # longer than its table of positions, or whatever else
+        return None
+
+
+def _power(count: int) -> int:
+    """Return the smallest power of two that is not smaller."""
+    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -1,0 +1,77 @@
+"""`plan`: what a training step would do, hold and take, before any training.
+
+Like a database's EXPLAIN: the decision the engine would make for a batch, with the sizes it would
+not take and why. Nothing is left behind: gradients, buffers and dice are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch._plan import Plan
+from anybatch.batch import LazyBatch
+from anybatch.engine import BatchNormMode, Engine
+from anybatch.loss.declared import Loss
+
+
+def plan(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | Loss | None,
+    batch: Any,
+    *,
+    memory: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    micro_batch: int | None = None,
+    batchnorm: BatchNormMode = "exact",
+    timed: bool = True,
+) -> Plan:
+    """Return the plan that an `Engine` would make for a batch, without training on it.
+
+    The memory is foreseen by rehearsals on tensors without data, checked against one real step of
+    two samples; the sizes that fit are timed on the device, a few micro-batches each.
+
+    Args:
+        model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch` and
+            `batchnorm`.
+        loss_fn: the loss.
+        batch: ``(inputs, targets)`` as for `Engine.backward`, or a `LazyBatch`.
+        memory: bytes, or a text such as "6GiB"; None (default) is what is left on the device.
+        optimizer: its state is counted as it will be after its first step.
+        micro_batch: samples; None (default) chooses.
+        batchnorm: "exact" (default) or "local".
+        timed: time the sizes that fit. Default True; if False the plan takes the largest that
+            fits.
+
+    Returns:
+        The plan; give it to ``Engine(plan=...)`` to have it obeyed.
+
+    Raises:
+        BudgetError: a micro-batch of one sample does not fit.
+        AnybatchError: what `Engine.backward` would refuse.
+        ValueError: `batch` is neither a pair nor a `LazyBatch`, or as for `Engine`.
+
+    Example:
+        >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
+    """
+    if isinstance(batch, LazyBatch):
+        inputs, targets = batch, None
+    elif isinstance(batch, tuple) and len(batch) == 2:
+        inputs, targets = batch
+    else:
+        raise ValueError(
+            "batch must be a pair (inputs, targets), with None for no targets, or a LazyBatch, "
+            f"and it is {type(batch).__name__}"
+        )
+    engine = Engine(
+        model,
+        loss_fn,
+        optimizer=optimizer,
+        memory=memory,
+        micro_batch=micro_batch,
+        batchnorm=batchnorm,
+    )
+    return engine.foresee(inputs, targets, timed=timed)

@@ -1,0 +1,182 @@
+"""Runs a step as it was decided: whole, streamed or gathered, and again where memory ran out.
+
+Which mechanism a batch needs is found out by its first step (`anybatch.look`, and the loss that is
+watched) and remembered for the kind of batch; so is a size at which memory ran out.
+
+    whole ──out of memory──> divided        streamed ──the loss couples samples──> gathered
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.batch import Batch
+from anybatch.batchnorm import refuse, running_statistics, training_batchnorms
+from anybatch.buffers import ForwardBuffers, put_back_moved
+from anybatch.device import Link, link_to
+from anybatch.discover import discoverer
+from anybatch.gather import COUPLED, gather
+from anybatch.given import LOSS, Given
+from anybatch.gradients import Gradients
+from anybatch.look import look
+from anybatch.modules import Modules
+from anybatch.records import Seen
+from anybatch.retry import whole_step
+from anybatch.step import OutputsChangedError, Step
+from anybatch.stream import stream
+from anybatch.undivided import undivided
+from anybatch.undo import Before
+
+
+class Runner:
+    """Makes steps and runs them, and knows what earlier ones found out.
+
+    Args:
+        given: model, loss and optimizer.
+    """
+
+    def __init__(self, given: Given) -> None:
+        self._given = given
+        self._link: tuple[torch.device, Link] | None = None
+        self._seen: dict[Any, Seen] = {}
+        self._shrunk: dict[Any, tuple[int, int]] = {}
+
+    def step(
+        self,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
+        micro_batch: int,
+        *,
+        apart: bool,
+    ) -> Step:
+        """Return a step that has not begun.
+
+        Args:
+            batch: the mini-batch.
+            modules: every module that it runs.
+            before: the state before it.
+            gradients: where its gradients come together; None runs forward only.
+            micro_batch: samples in a micro-batch; fewer where memory ran out at that.
+            apart: sum gradients in an accumulator.
+
+        Raises:
+            NotExactError: the batch would have to be divided, and must not be.
+        """
+        modes = tuple(module.training for _, module in modules)
+        signature = (self._given.kinds(batch), modes, gradients is None)
+        fits = self._shrunk.get(signature, (0, micro_batch))[1]
+        step = Step(
+            model=self._given.model,
+            loss=self._given.loss,
+            batch=batch,
+            micro_batch=min(micro_batch, fits),
+            link=self._link_to_model(),
+            buffers=ForwardBuffers([], set()),
+            gradients=gradients,
+            signature=signature,
+            batchnorm=self._given.batchnorm,
+            dice=before.dice,
+            apart=apart,
+        )
+        if step.count > 1:
+            self._divide(step, modules, before)
+        return step
+
+    def refuse_division(self, modules: Modules) -> None:
+        """Raise where the modules must see the whole batch at once.
+
+        Raises:
+            NotExactError: there is BatchNorm in training mode.
+        """
+        if self._given.batchnorm == "exact":
+            refuse(training_batchnorms(of_model(modules)))
+
+    def failed_at(self, step: Step) -> int:
+        """Remember the size that a step ended with; return that at which memory ran out, or 0."""
+        failed, _ = self._shrunk.get(step.signature, (0, 0))
+        if step.retries:
+            failed = step.failed
+            self._shrunk[step.signature] = failed, step.limit
+        return failed
+
+    def run(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Run the step, and while memory runs out run it again, smaller.
+
+        Returns:
+            The loss of the whole batch, a detached 0-dim tensor.
+        """
+        run = partial(self._once, step, before)
+        try:  # no closures: the frames of an error would hold what they close over
+            return whole_step(step, run, partial(self._prepare, step, modules, before))
+        finally:
+            step.discover = None
+
+    def _once(self, step: Step, before: Before) -> Tensor:
+        return undivided(step) if step.count == 1 else self._divided(step, before)
+
+    def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
+        """Put everything back but what was shown, for a run at a smaller size."""
+        step.put_back(before.dice)
+        put_back_moved(before.buffers)
+        whole = step.count == 1
+        step.restart()
+        if whole:
+            self._divide(step, modules, before)
+
+    def _divided(self, step: Step, before: Before) -> Tensor:
+        """Stream, unless the loss couples the samples: that is known, or found out on the way."""
+        seen = self._seen.get(step.signature)
+        if seen is None:
+            look(step)
+            step.discover = discoverer(step, before, self._given.closure)
+        try:
+            return self._streamed_or_gathered(step, before, seen)
+        except OutputsChangedError:
+            if seen is None:
+                raise
+        del self._seen[step.signature]
+        step.put_back(before.dice)
+        step.restart()
+        return self._divided(step, before)
+
+    def _streamed_or_gathered(self, step: Step, before: Before, seen: Seen | None) -> Tensor:
+        loss = None if seen is not None and seen.coupled else stream(step)
+        if loss is None:
+            step.put_back(before.dice)
+            step.restart()
+            loss = gather(step)
+        moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
+        self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout, step.copies)
+        return loss
+
+    def _divide(self, step: Step, modules: Modules, before: Before) -> None:
+        """Make ready what only a divided step needs."""
+        self.refuse_division(modules)
+        seen = self._seen.get(step.signature)
+        step.local = len(training_batchnorms(of_model(modules)))
+        step.buffers = ForwardBuffers(
+            [b for b in before.buffers if not b.path.startswith(LOSS)],
+            running_statistics(of_model(modules)) if self._given.batchnorm == "local" else set(),
+            seen.moving if seen else None,
+        )
+        if seen is not None:
+            step.layout, step.copies = seen.layout, seen.copies
+        if step.gradients is not None:
+            step.gradients.divide(apart=step.apart)
+
+    def _link_to_model(self) -> Link:
+        device = self._given.device
+        if self._link is None or self._link[0] != device:
+            self._link = (device, link_to(device))
+        return self._link[1]
+
+
+def of_model(modules: Modules) -> Modules:
+    """Return the modules of the model, without those of the loss."""
+    return [(path, module) for path, module in modules if not path.startswith(LOSS)]

@@ -1,0 +1,58 @@
+"""Bytes as people write them, at the border only: inside, a number of bytes is an int.
+
+``"6GiB"`` is 6 * 2**30, ``"6GB"`` is 6 * 10**9. Binary units are printed, because that is what
+memory is sold and limited in.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}IB": 1 << 10 * (i + 1) for i, letter in enumerate("KMGTP")},
+    **{f"{letter}B": 1000 ** (i + 1) for i, letter in enumerate("KMGTP")},
+}
+"""Upper-case unit -> bytes."""
+
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(given: Any, name: str = "memory") -> int:
+    """Return the bytes that `given` means.
+
+    Args:
+        given: a whole number of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
+        name: what it is called in an error.
+
+    Returns:
+        Bytes, at least 1.
+
+    Raises:
+        ValueError: it is no such number or text, or less than one byte.
+    """
+    found = None
+    if isinstance(given, int) and not isinstance(given, bool):
+        found = given
+    elif isinstance(given, str) and (match := _WRITTEN.fullmatch(given)):
+        unit = UNITS.get(match[2].upper())
+        found = None if unit is None else int(float(match[1]) * unit)
+    if found is None or found < 1:
+        raise ValueError(
+            f"{name} must be a number of bytes of at least 1, or a text such as "
+            f'"6GiB", "512MiB" or "1.5GB", and it is {given!r}'
+        )
+    return found
+
+
+def show_bytes(count: int) -> str:
+    """Return `count` bytes with three digits or so and a binary unit: "61.4 MiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    digits = 0 if unit == "B" or abs(size) >= 100 else 1
+    return f"{size:.{digits}f} {unit}"

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from anybatch import LazyBatch
+from anybatch.case import Case, as_fakes, few, first_rows
+from anybatch.fakes import is_fake
+from anybatch.given import Given
+from anybatch.loss.watched import Watched
+
+
+def case(n: int, *, lazy: bool = False) -> Case:
+    given = Given(nn.Linear(2, 3), Watched(F.cross_entropy), None, "exact")
+    x, y = torch.arange(2.0 * n).view(n, 2), torch.zeros(n).long()
+    inputs = LazyBatch(TensorDataset(x, y)) if lazy else x
+    batch = given.batch(inputs, None if lazy else y)
+    return given.case(batch, given.modules(), trains=True)
+
+
+@pytest.mark.parametrize(("n", "rows"), [(1, 6), (4, 9), (5, 6), (6, 6), (20, 6)])
+def test_few_rows_are_repeated_to_just_as_many_and_never_copied_in_vain(n: int, rows: int) -> None:
+    whole = case(n)
+    found = few(whole, rows)
+    assert found.rows.size == found.size == max(n, rows)
+    if n >= rows:
+        assert found is whole
+    else:
+        assert torch.equal(found.rows.inputs, whole.rows.inputs[torch.arange(rows) % n])
+        assert len(found.rows.targets) == rows
+
+
+def test_only_the_first_micro_batches_are_asked_for() -> None:
+    sizes = [micro.size for micro in case(20).batch(3).micro_batches(4)]
+    assert sizes == [4, 4, 4]
+    assert case(20).batch(3).size == 20
+    lazy = case(20, lazy=True)
+    assert (lazy.size, lazy.rows.size) == (20, 9)
+    assert [micro.size for micro in lazy.batch(3).micro_batches(2)] == [2, 2, 2]
+
+
+def test_a_case_of_fakes_holds_no_data_and_shares_nothing() -> None:
+    real = case(5)
+    weights = copy.deepcopy(real.model.state_dict())
+    fake = as_fakes(real)
+    assert fake.fake
+    assert not real.fake
+    assert is_fake(fake.rows.inputs)
+    assert fake.rows.size >= 12
+    assert all(map(is_fake, fake.leaves))
+    assert {id(leaf) for leaf in fake.leaves} == {id(p) for p in fake.model.parameters()}
+    assert first_rows(fake, 5).rows.inputs.shape == (5, 2)
+    for name, value in real.model.state_dict().items():
+        assert torch.equal(value, weights[name])

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anybatch.fakes import Fakes, is_fake
+
+
+class Holds(nn.Module):
+    """Tensors everywhere: shared, as a buffer, as an attribute, and a reference to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+        self.register_buffer("mean", torch.ones(3))
+        self.plain, self.calls = torch.ones(3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = self.b(self.a(x)) + self.mean + self.plain
+        return self.last
+
+
+def test_a_copy_shares_nothing_with_the_original() -> None:
+    model, fakes = Holds(), Fakes()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    copied = fakes.copy(model, model.modules())
+    assert all(map(is_fake, [*copied.parameters(), *copied.buffers(), copied.plain]))
+    assert copied.a.weight is copied.b.weight
+    with fakes.mode:
+        copied(torch.empty(2, 3)).sum().backward()
+    assert copied.calls == 1
+    assert (model.calls, "last" in vars(model)) == (0, False)
+    assert copied.a.weight.grad is not None
+    assert model.a.weight.grad is None
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_the_same_tensor_is_always_the_same_fake() -> None:
+    fakes, tensor = Fakes(), torch.ones(3)
+    assert fakes.of(tensor) is fakes.of(tensor)
+    assert fakes.of(torch.ones(3)) is not fakes.of(torch.ones(3))
+
+
+def test_rows_are_made_anew_and_what_is_no_tensor_is_repeated() -> None:
+    batch = {
+        "x": torch.ones(4, 5),
+        "names": ["a", "b", "c", "d"],
+        "array": np.arange(4),
+        "scalar": torch.tensor(1.0),
+        "flag": True,
+    }
+    fakes = Fakes()
+    found = fakes.rows(batch, 4, 6, lambda path, shape: (2 * shape[0],))
+    assert is_fake(found["x"])
+    assert found["x"].shape == (6, 10)
+    assert found["names"] == ["a", "b", "c", "d", "a", "b"]
+    assert found["array"].tolist() == [0, 1, 2, 3, 0, 1]
+    assert found["scalar"].shape == ()
+    assert found["flag"] is True
+
+
+def test_an_optimizer_that_is_torchs_own_is_copied_unstepped_and_others_are_not() -> None:
+    model, fakes = nn.Linear(3, 3), Fakes()
+    real = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    real.step()
+    schedule = torch.optim.lr_scheduler.StepLR(real, 1)
+    called: list[int] = []
+    real.register_step_pre_hook(lambda *_: called.append(1))
+    twin = fakes.optimizer(real)
+    assert twin is not None
+    assert not twin.state
+    assert all(map(is_fake, twin.param_groups[0]["params"]))
+    with fakes.mode:
+        for p in twin.param_groups[0]["params"]:
+            p.grad = torch.empty_like(p)
+        type(twin).step(twin)
+    assert called == []
+    assert len(real.state) == 2
+    assert schedule.last_epoch == 0
+
+    class Own(torch.optim.SGD):
+        pass
+
+    assert fakes.optimizer(Own(model.parameters())) is None

@@ -1,0 +1,216 @@
+"""The ladder: each model reaches the rung that it must, and the budget and the gradient hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.mbs.models import LSTM, ResNet
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import anybatch
+from anybatch import Engine, LazyBatch, NotExactError
+from anybatch.ladder import FAKE, PEAKS, REAL, ROUNDING
+
+
+class Decides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h.relu() if float(h.detach().sum()) != 123.0 else h)
+
+
+class Masks(Decides):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x.sum(1) > 0
+        out = x.new_zeros(len(x), 3)
+        out[kept] = self.b(self.a(x)[kept].relu())
+        return out
+
+
+class NoCopies(nn.Linear):
+    def __deepcopy__(self, _: Any) -> NoCopies:
+        raise TypeError("no copies")
+
+
+class Several(Decides):
+    def forward(self, x: Tensor, names: Any, z: Tensor, times: float) -> Tensor:
+        assert len(names) == len(x)
+        return self.b(self.a(x) + times * self.a(z))
+
+
+def rows(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 8, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+def shifted(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8, 9, 40])
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), {FAKE}),
+        (Decides, {REAL}),
+        (Masks, {REAL, PEAKS}),
+    ],
+    ids=["plain", "reads a value", "boolean masks"],
+)
+def test_every_rung_plans_and_the_gradient_is_exact(
+    make: Callable[[], nn.Module], how: set[str], n: int
+) -> None:
+    model, (x, y) = make().double(), rows(n)
+    memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
+    assert memory is not None
+    assert memory.how in how
+    budget = max(memory.floor, (memory.floor + memory.whole) // 2)
+    budget += 0 if memory.how == FAKE else ROUNDING
+    for loss in (F.cross_entropy, shifted):
+        got = state_after(model, lambda m, f=loss: Engine(m, f, memory=2 * budget).backward(x, y))
+        assert_exact(got, undivided(model, loss, x, y))
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        lambda x: (x, [str(i) for i in range(len(x))], x.flip(0), 2.0),
+        lambda x: {"x": x, "names": tuple("ab" * 10), "z": x.flip(0), "times": 2.0},
+        lambda x: {"x": x, "names": np.arange(20), "z": x.flip(0), "times": 2.0},
+    ],
+    ids=["tuple", "mapping", "array"],
+)
+@pytest.mark.parametrize("loss", [F.cross_entropy, shifted])
+def test_inputs_with_leaves_that_are_no_tensors_are_rehearsed_without_data(
+    inputs: Callable[[Tensor], Any], loss: Callable[..., Tensor]
+) -> None:
+    model, (x, y) = Several().double(), rows(20)
+    given = inputs(x)
+    memory = anybatch.plan(model, loss, (given, y), memory="1MiB", timed=False).memory
+    assert memory is not None
+    assert memory.how == FAKE
+    budget = (memory.floor + memory.whole) // 2
+    got = state_after(model, lambda m: Engine(m, loss, memory=budget).backward(given, y))
+    assert_exact(got, undivided(model, loss, given, y))
+
+
+def test_a_workspace_that_no_fake_knows_of_is_found_out() -> None:
+    model, x = LSTM(), torch.randint(0, 64, (32, 20))
+    loss = nn.CrossEntropyLoss()
+    engine = Engine(lambda_model(model), loss, memory="2MiB")
+    engine.backward(x, x)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.how == REAL
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 2 << 20
+
+
+def lambda_model(model: nn.Module) -> nn.Module:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x).transpose(1, 2)
+
+    return Turned()
+
+
+def test_a_model_that_cannot_be_copied_is_measured() -> None:
+    model, (x, y) = NoCopies(8, 3).double(), rows(20)
+    loss = F.cross_entropy(model(x), y)
+    want = torch.autograd.grad(loss, list(model.parameters()))
+    engine = Engine(model, F.cross_entropy, memory="1MiB")
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.how in (REAL, PEAKS)
+    for p, g in zip(model.parameters(), want, strict=True):
+        assert p.grad is not None
+        assert torch.allclose(p.grad, g, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, shifted])
+@pytest.mark.parametrize("n", [4, 30])
+def test_a_lazy_batch_is_planned_from_a_few_rows(loss: Callable[..., Tensor], n: int) -> None:
+    model, (x, y) = Decides().double(), rows(n)
+    model.forward = lambda x: model.b(model.a(x).relu())  # type: ignore[method-assign]
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+    for memory in ("1MiB", "8KiB"):
+        got = state_after(
+            plain,
+            lambda m, b=memory: Engine(m, loss, memory=b).backward(LazyBatch(TensorDataset(x, y))),
+        )
+        assert_exact(got, undivided(plain, loss, x, y))
+
+
+def test_batchnorm_is_undivided_or_refused_before_anything_is_timed() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
+    x, y = rows(64)
+    memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB").memory
+    assert memory is not None
+    got = state_after(
+        model, lambda m: Engine(m, F.cross_entropy, memory=memory.whole).backward(x, y)
+    )
+    assert_exact(got, undivided(model, F.cross_entropy, x, y))
+    for budget in (memory.whole - 1, 64):
+        before = snapshot(model)
+        engine = Engine(model, F.cross_entropy, memory=budget)
+        with pytest.raises(NotExactError, match="BatchNorm"):
+            engine.backward(x, y)
+        assert same(before, snapshot(model))
+    Engine(model, F.cross_entropy, memory=memory.whole - 1, batchnorm="local").backward(x, y)
+
+
+class Around(torch.optim.Optimizer):
+    """Wraps another optimizer, as ZeRO or Lookahead do, and steps it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+
+
+def test_no_rehearsal_steps_an_optimizer_of_the_person() -> None:
+    model, (x, y) = nn.Linear(8, 3).double(), rows(20)
+    called: list[str] = []
+    plain = torch.optim.AdamW(model.parameters())
+    plain.register_step_pre_hook(lambda *_: called.append("before"))
+    plain.register_step_post_hook(lambda *_: called.append("after"))
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 2)
+    wrapped = Around(torch.optim.SGD(model.parameters(), lr=1.0))
+    for optimizer in (plain, wrapped):
+        before = snapshot(model, optimizer)
+        plan = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", optimizer=optimizer)
+        assert same(before, snapshot(model, optimizer))
+        assert plan.memory is not None
+        assert plan.memory.predicted >= 4 * 8 * 27  # parameters, gradients, two of state
+    assert called == []
+    assert plain.state == {}
+    assert schedule.last_epoch == 0
+
+
+def test_a_forecast_is_close_and_never_below_what_is_measured() -> None:
+    x, y = torch.randn(24, 3, 16, 16), torch.randint(0, 10, (24,))
+    for size in (2, 3, 8, 24):
+        model = ResNet(width=8, blocks=(1, 1))
+        engine = Engine(model, F.cross_entropy, memory="64MiB", micro_batch=max(1, size // 3))
+        engine.backward(x[:size], y[:size])
+        assert engine.last is not None
+        assert engine.last.predicted_bytes is not None
+        assert engine.last.peak_bytes is not None
+        assert engine.last.peak_bytes <= engine.last.predicted_bytes

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from anybatch import Engine, memory
+from anybatch.memory import _host_limits, left
+
+GIB = 1 << 30
+
+
+def system(root: Path, files: dict[str, str]) -> Path:
+    """Write the files of a system; the process's own limits are none there."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
+V2 = "sys/fs/cgroup/"
+V1 = "sys/fs/cgroup/memory/"
+
+
+@pytest.mark.parametrize(
+    ("files", "want"),
+    [
+        ({}, (8 * GIB, "memory available")),
+        (
+            {
+                "proc/self/cgroup": "0::/job\n",
+                V2 + "job/memory.max": str(4 * GIB),
+                V2 + "job/memory.current": str(GIB),
+            },
+            (3 * GIB, "control group limit"),
+        ),
+        (  # a parent's limit is smaller than its child's
+            {
+                "proc/self/cgroup": "0::/slice/job\n",
+                V2 + "slice/job/memory.max": str(6 * GIB),
+                V2 + "slice/job/memory.current": str(GIB),
+                V2 + "slice/memory.max": str(3 * GIB),
+                V2 + "slice/memory.current": str(2 * GIB),
+            },
+            (GIB, "control group limit"),
+        ),
+        (  # inside a container the group is the root
+            {
+                "proc/self/cgroup": "0::/\n",
+                V2 + "memory.max": str(2 * GIB),
+                V2 + "memory.current": str(GIB),
+            },
+            (GIB, "control group limit"),
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/job\n",
+                V2 + "job/memory.max": "max\n",
+                V2 + "job/memory.current": str(GIB),
+            },
+            (8 * GIB, "memory available"),
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/other\n9:memory,hugetlb:/job\n",
+                V1 + "job/memory.limit_in_bytes": str(2 * GIB),
+                V1 + "job/memory.usage_in_bytes": str(GIB),
+                V1 + "other/memory.limit_in_bytes": "1",
+                V1 + "other/memory.usage_in_bytes": "0",
+            },
+            (GIB, "control group limit"),
+        ),
+        (  # how version 1 writes that there is none
+            {
+                "proc/self/cgroup": "9:memory:/job\n",
+                V1 + "job/memory.limit_in_bytes": str((1 << 63) - 4096),
+                V1 + "job/memory.usage_in_bytes": str(GIB),
+            },
+            (8 * GIB, "memory available"),
+        ),
+        ({"proc/self/cgroup": "nonsense\n\n::\n"}, (8 * GIB, "memory available")),
+    ],
+)
+def test_the_smallest_limit_wins_and_what_is_unlimited_does_not_count(
+    files: dict[str, str], want: tuple[int, str], tmp_path: Path
+) -> None:
+    assert min(_host_limits(system(tmp_path, MEMINFO | files))) == want
+
+
+def test_the_limits_of_the_process_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = system(tmp_path, MEMINFO | {"proc/self/status": f"VmData: {GIB // 1024} kB\n"})
+    limits = {memory.resource.RLIMIT_DATA: 3 * GIB}
+    none = memory.resource.RLIM_INFINITY
+    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (limits.get(kind, none), none))
+    assert min(_host_limits(root)) == (2 * GIB, "RLIMIT_DATA")
+
+
+def test_a_fifth_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(100, "b"), (50, "a"), (70, "c")]))
+    assert left(torch.device("cpu")) == (40, "a, less 20 %")
+    monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(-5, "a")]))
+    assert left(torch.device("cpu")) == (0, "a, less 20 %")
+
+
+def test_a_system_that_tells_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_host_limits", lambda _: iter(()))
+    with pytest.raises(ValueError, match=r"memory= must be given where.*it is None on cpu"):
+        left(torch.device("cpu"))
+
+
+def test_with_nothing_given_what_is_left_is_planned_for_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(100_000, "a limit")]))
+    model = nn.Linear(5, 3)
+    engine = Engine(model, F.cross_entropy)
+    engine.backward(torch.randn(10, 5), torch.randint(0, 3, (10,)))
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.source == "a limit, less 20 %"
+    assert engine.plan.memory.budget == 80_000 + 4 * (15 + 3)
+    assert "(a limit, less 20 %)" in str(engine.plan)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.meter import Meter
+
+CPU = torch.device("cpu")
+KIB = 256
+"""Elements of float32 in a KiB."""
+
+
+def test_births_deaths_and_views() -> None:
+    with Meter(CPU) as meter:
+        a = torch.empty(KIB)
+        b = a.view(16, 16)[2:]  # the same storage
+        c = a + 1
+        del a
+        assert meter.live == 2048
+        del b
+        assert meter.live == 1024
+        c.add_(1)
+        assert meter.live == 1024
+        del c
+    gc.collect()
+    assert (meter.live, meter.peak) == (0, 2048)
+    assert meter.timeline().peak == 2048
+
+
+def test_what_was_there_counts_where_it_is_named_and_else_is_the_callers() -> None:
+    known, foreign = torch.empty(KIB), torch.empty(4 * KIB)
+    with Meter(CPU, {"parameters": [known, known.view(2, -1)]}) as meter:
+        kept = known + foreign[:KIB]
+        foreign.mul_(2)
+    assert meter.peak == 2048
+    assert meter.timeline().at_peak() == {"parameters": 1024, "activations": 1024}
+    del kept
+
+
+def test_a_claim_names_the_owner_from_birth_and_takes_nothing_from_others() -> None:
+    known = torch.empty(KIB)
+    with Meter(CPU, {"parameters": [known]}) as meter:
+        gradient = torch.empty(KIB)
+        meter.claim("gradients", [gradient, known])
+    assert meter.timeline().at_peak() == {"parameters": 1024, "gradients": 1024}
+
+
+def test_a_storage_that_is_resized_changes_its_bytes() -> None:
+    with Meter(CPU) as meter:
+        a = torch.empty(KIB)
+        a.resize_(4 * KIB)
+        assert meter.live == 4096
+        a.untyped_storage().resize_(0)
+        a.detach()
+        assert meter.live == 0
+    assert meter.peak == 4096
+
+
+def test_new_memory_from_outside_counts() -> None:
+    with Meter(CPU) as meter:
+        a = torch.tensor([1.0, 2.0])
+        assert meter.live == a.nbytes
+
+
+def test_sparse_and_other_tensors() -> None:
+    with Meter(CPU) as meter:
+        dense = torch.eye(4)
+        sparse = dense.to_sparse()
+        held = sparse._indices().nbytes + sparse._values().nbytes
+        assert meter.live >= dense.nbytes + held
+        away = torch.empty(1 << 20, device="meta")
+        assert meter.peak < away.nbytes
+
+
+def test_backward_is_counted_and_all_of_it_is_freed() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    with Meter(CPU, {"parameters": model.parameters()}) as meter:
+        model(x).sum().backward()
+        meter.claim("gradients", (p.grad for p in model.parameters() if p.grad is not None))
+        weights = sum(p.nbytes for p in model.parameters())
+        assert meter.live == 2 * weights
+    final = meter.timeline().final()
+    assert final["parameters"] == final["gradients"] == weights
+
+
+def test_fakes_count_only_under_their_own_mode() -> None:
+    mode = FakeTensorMode()
+    with Meter(CPU) as outer:
+        with mode, Meter(CPU) as inner:
+            fake = torch.empty(1 << 20) + 1
+        with mode:
+            fake = fake * 2
+        torch.empty(KIB)
+    assert inner.peak == 8 << 20
+    assert outer.peak == 1024
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_error_goes_through_and_counting_goes_on(fails: bool) -> None:
+    a = torch.empty(KIB)
+
+    def work() -> Tensor:
+        return a.view(3, -1) if fails else a + 1
+
+    with Meter(CPU) as meter:
+        try:
+            work()
+        except RuntimeError:
+            assert fails
+        b = a + 1
+        assert meter.live == b.nbytes

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.mbs.models import ResNet
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import Engine
+from anybatch.fakes import is_fake
+from anybatch.kinds import Kind
+from anybatch.planner import even
+
+
+def kind(shape: tuple[int, ...], size: int = 8, **more: Any) -> Kind:
+    given: dict[str, Any] = {"names": (("x", "f32"), (True,)), "trains": True, "before": 0} | more
+    return Kind(shapes=(shape,), size=size, **given)
+
+
+def test_what_bounds_what() -> None:
+    assert kind((4, 4)).bounds(kind((4, 3)))
+    assert not kind((4, 4)).bounds(kind((2, 5)))
+    forward_only = kind((4, 4), trains=False)
+    assert kind((4, 4)).bounds(forward_only)
+    assert kind((4, 4)).bounds(kind((4, 4), trains=False, names=(("x", "f32"), (False,))))
+    assert not forward_only.bounds(kind((4, 4)))
+    assert not kind((4, 4)).bounds(kind((4, 4), names=(("x", "f64"), (True,))))
+    assert not kind((4, 4)).bounds(kind((4, 4), names=(("x", "f32"), (False,))))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10, 64])
+def test_even_micro_batches_are_as_few_as_can_be(size: int) -> None:
+    for cap in range(1, size + 3):
+        n = even(size, cap)
+        assert 1 <= n <= cap
+        assert -(-size // n) == -(-size // cap)
+
+
+def images(n: int, side: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, side, side), torch.randint(0, 7, (n,))
+
+
+def test_a_batch_that_fits_as_it_is_is_not_refused_for_a_bound_that_does_not() -> None:
+    model = ResNet(7, 4, (1, 1))
+    exact = anybatch.plan(model, F.cross_entropy, images(8, 36), memory="1GiB", timed=False)
+    rounded = anybatch.plan(model, F.cross_entropy, images(8, 64), memory="1GiB", timed=False)
+    assert exact.memory is not None
+    assert rounded.memory is not None
+    budget = exact.memory.floor + 4096
+    assert budget < rounded.memory.floor
+    engine = Engine(model, F.cross_entropy, memory=budget)
+    for side in (8, 36, 35, 36):
+        engine.backward(*images(8, side))
+        model.zero_grad()
+    assert engine._planner is not None
+    assert engine._planner.rehearsed <= 4
+
+
+def test_batchnorm_that_fits_undivided_is_not_refused_for_a_bound_that_does_not() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    exact = anybatch.plan(model, F.cross_entropy, images(8, 36), memory="1GiB", timed=False)
+    assert exact.memory is not None
+    engine = Engine(model, F.cross_entropy, memory=exact.memory.whole + 64)
+    for side in (8, 36):
+        x, y = images(8, side)
+        engine.backward(x, y % 4)
+        model.zero_grad()
+
+
+def test_what_a_step_has_really_held_is_learnt() -> None:
+    kept: list[Tensor] = []
+
+    class Leaks(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) == 10 and not is_fake(x):  # more than a rehearsal sees
+                kept.append(x.new_zeros(1000))
+            return super().forward(x)
+
+    model, x, y = Leaks(5, 3), torch.randn(40, 5), torch.randint(0, 3, (40,))
+    engine = Engine(model, F.cross_entropy, memory="1MiB", micro_batch=10)
+    reports = []
+    for n in (40, 30):
+        engine.backward(x[:n], y[:n])
+        model.zero_grad()
+        reports.append(engine.last)
+    first, second = reports
+    assert first is not None
+    assert second is not None
+    assert first.peak_bytes is not None
+    assert first.predicted_bytes is not None
+    assert second.predicted_bytes is not None
+    assert first.peak_bytes > first.predicted_bytes + 8000
+    assert second.predicted_bytes > first.predicted_bytes
+
+
+def test_a_last_partial_batch_keeps_the_plan() -> None:
+    model, (x, y) = ResNet(7, 4, (1, 1)), images(12, 16)
+    memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1GiB", timed=False).memory
+    assert memory is not None
+    engine = Engine(model, F.cross_entropy, memory=(memory.floor + memory.whole) // 2)
+    engine.backward(x, y)
+    plan = engine.plan
+    for n in (5, 1, 12):
+        engine.backward(x[:n], y[:n])
+        assert engine.last is not None
+        assert engine.last.samples == n
+    assert engine._planner is not None
+    assert engine._planner.rehearsed == 1
+    assert plan is not None
+
+
+def test_batchnorm_is_never_divided_because_that_would_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anybatch.planner.seconds", lambda case, look, n: float(n * n))
+    model, (x, y) = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)), images(12, 8)
+    loss = nn.CrossEntropyLoss()
+    engine = Engine(model, loss, memory="1GiB")
+    engine.backward(x, y[:, None, None].expand(-1, 6, 6))
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "undivided"
+
+
+def test_a_division_that_needs_more_than_the_whole_batch_is_neither_timed_nor_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[int] = []
+
+    def seconds(case: Any, look: Any, n: int) -> float:
+        timed.append(n)
+        return 1e-3 * n * n
+
+    monkeypatch.setattr("anybatch.planner.seconds", seconds)
+    model = nn.Linear(500, 3).bfloat16()  # sums of gradients in float32 are the most of it
+    x, y = torch.randn(9, 500).bfloat16(), torch.randint(0, 3, (9,))
+    memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
+    assert memory is not None
+    assert memory.whole < memory.floor
+    budget = (memory.whole + memory.floor) // 2
+    engine = Engine(model, F.cross_entropy, memory=budget)
+    engine.backward(x, y)
+    assert engine.last is not None
+    assert engine.last.micro_batch == 9
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= budget
+    assert set(timed) <= {9}
+    model.zero_grad()
+    with pytest.raises(anybatch.BudgetError, match="give micro_batch=9, or leave it out"):
+        Engine(model, F.cross_entropy, memory=budget, micro_batch=4).backward(x, y)

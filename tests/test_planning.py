@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import anybatch
+from anybatch import Engine, LazyBatch, Plan
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.0), nn.Linear(16, 3)).double()
+
+
+def rows(n: int = 40) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 8, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+def shifted(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "memory", "mechanism"),
+    [
+        (F.cross_entropy, "8KiB", "streaming"),
+        (shifted, "12KiB", "gathering"),
+        (F.cross_entropy, "1MiB", "undivided"),
+    ],
+)
+def test_a_plan_goes_through_json_and_is_obeyed(
+    loss: Callable[..., Tensor], memory: str, mechanism: str
+) -> None:
+    model, (x, y) = mlp(), rows()
+    plan = anybatch.plan(model, loss, (x, y), memory=memory, timed=False)
+    assert plan.mechanism == mechanism
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert json.loads(plan.to_json())["memory"]["budget"] == plan.memory.budget
+    engines: list[Engine] = []
+
+    def run(model: nn.Module) -> Tensor:
+        engines.append(Engine(model, loss, plan=again))
+        assert engines[0].plan == plan
+        return engines[0].backward(x, y)
+
+    got = state_after(model, run)
+    assert_exact(got, undivided(model, loss, x, y))
+    (engine,) = engines
+    assert engine.plan is not None
+    assert engine.last is not None
+    assert engine.last.micro_batch == plan.micro_batch
+    for name in ("micro_batch", "mechanism", "accumulate", "loss", "exact", "memory", "reasons"):
+        assert getattr(engine.plan, name) == getattr(plan, name), name
+    assert engine._planner.rehearsed == 0
+
+
+def test_the_engine_makes_the_same_plan() -> None:
+    model, (x, y) = mlp(), rows()
+    plan = anybatch.plan(model, F.cross_entropy, (x, y), memory="8KiB", timed=False)
+    engine = Engine(model, F.cross_entropy, memory="8KiB")
+    engine._planner.timed = False
+    engine.backward(x, y)
+    assert engine.plan == plan
+
+
+class Counts(nn.Module):
+    """Counts its calls in attributes, which no copy may move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.seen = mlp(), {"rows": [0]}
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen["rows"].append(len(x))
+        return self.body(x)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("loss", [F.cross_entropy, shifted])
+def test_planning_leaves_no_trace(loss: Callable[..., Tensor], there: bool, lazy: bool) -> None:
+    model, (x, y) = Counts().double(), rows()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in list(model.parameters())[1:] if there else ():
+        p.grad = torch.randn_like(p)
+    model.register_forward_hook(lambda *_: None)
+    before, attributes = snapshot(model, optimizer), set(vars(model))
+    batch: Any = LazyBatch(TensorDataset(x, y)) if lazy else (x, y)
+    plan = anybatch.plan(model, loss, batch, memory="16KiB", optimizer=optimizer)
+    assert plan.memory is not None
+    assert same(before, snapshot(model, optimizer))
+    assert set(vars(model)) == attributes
+    assert all(0 <= n <= 40 for n in model.seen["rows"])
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_a_parameter_that_the_loss_closes_over_is_left_alone() -> None:
+    model, (x, y) = mlp(), rows()
+    scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out * scale, y)
+
+    for timed in (False, True):
+        anybatch.plan(model, loss, (x, y), memory="16KiB", timed=timed)
+        assert scale.grad is None
+    want = copy.deepcopy(model)
+    F.cross_entropy(want(x) * scale, y).backward()
+    truth, scale.grad = scale.grad, None
+    Engine(model, loss, memory="16KiB").backward(x, y)
+    assert torch.allclose(scale.grad, truth, rtol=0, atol=1e-14)
+
+
+def test_a_plan_explains_itself() -> None:
+    model, (x, y) = mlp(), rows()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = anybatch.plan(
+        model, F.cross_entropy, (x, y), memory="12KiB", optimizer=optimizer, timed=True
+    )
+    text = str(plan)
+    for word in ("parameters", "gradients", "optimizer", "activations", "floor", "undivided"):
+        assert word in text
+    assert "12.0 KiB (as given), predicted by two rehearsals on tensors without data" in text
+    assert "chosen: the fastest timed" in text
+    assert "does not fit: " in text
+    assert plan.memory is not None
+    assert sum(count for _, count in plan.memory.owners) == plan.memory.predicted <= 12 << 10
+    assert {c.micro_batch for c in plan.memory.candidates} >= {plan.micro_batch, 40}
+    roomy = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False)
+    assert "fits, not timed" in str(roomy)
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch must be a pair.*and it is Tensor"):
+        anybatch.plan(mlp(), F.cross_entropy, rows()[0], memory="1MiB")
+
+
+def test_a_plan_beside_what_it_decides_is_refused() -> None:
+    model, pair = mlp(), rows()
+    plan = anybatch.plan(model, F.cross_entropy, pair, memory="1MiB", timed=False)
+    for more in ({"memory": "1MiB"}, {"micro_batch": 4}):
+        with pytest.raises(ValueError, match="a plan decides memory and micro_batch"):
+            Engine(model, F.cross_entropy, plan=plan, **more)
+
+
+def test_a_micro_batch_alone_is_planned_within_what_is_left() -> None:
+    plan = anybatch.plan(mlp(), F.cross_entropy, rows(), micro_batch=7)
+    assert plan.micro_batch == 7
+    assert plan.memory is not None
+    assert "less 20 %" in plan.memory.source
+
+
+def test_a_batch_that_the_engine_would_refuse_is_refused() -> None:
+    x, y = rows()
+    with pytest.raises(anybatch.BatchError):
+        anybatch.plan(mlp(), F.cross_entropy, (x, y[:-1]), memory="1MiB")

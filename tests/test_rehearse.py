@@ -1,0 +1,121 @@
+"""A rehearsal without data shows the same bytes as one with, and both put everything back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from benchmarks.mbs.models import MLP, ResNet, TransformerLM
+from tests.oracle import same, snapshot
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import rehearse
+from anybatch.case import Case, as_fakes
+from anybatch.given import Given
+from anybatch.loss.watched import Watched
+from anybatch.meter import Meter
+from anybatch.probe import seconds
+
+
+def shifted(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+def tokenwise(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), y.flatten())
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(MLP(8, 16, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 7))
+
+
+MODELS: list[Callable[[], tuple[nn.Module, Tensor]]] = [
+    lambda: (ResNet(7, 4, (1, 1)), torch.randn(24, 3, 8, 8)),
+    lambda: (dropping(), torch.randn(24, 8)),
+]
+
+
+def case(model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Case:
+    given = Given(model, Watched(loss), None, "local")
+    return given.case(given.batch(x, y), given.modules(), trains=True)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, shifted])
+@pytest.mark.parametrize("make", MODELS, ids=["convolutions", "dropout and BatchNorm"])
+def test_fakes_and_real_rows_show_the_same_peaks(
+    make: Callable[[], tuple[nn.Module, Tensor]], loss: Callable[..., Tensor]
+) -> None:
+    model, x = make()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    real = case(model, loss, x, torch.randint(0, 7, (24,)))
+    before = snapshot(model)
+    fake = as_fakes(real)
+    peaks: dict[str, list[int]] = {}
+    for name, it in (("real", real), ("fake", fake)):
+        _, seen = rehearse.look(it, 4)
+        seen = rehearse.watch_loss(it, seen)
+        assert seen.coupled is (loss is shifted)
+        peaks[name] = [
+            *(rehearse.divided(it, n, seen, apart=a).peak for n in (2, 5) for a in (True, False)),
+            *(rehearse.whole(it, n).peak for n in (2, 24)),
+        ]
+        assert same(before, snapshot(model))
+    for real_peak, fake_peak in zip(peaks["real"], peaks["fake"], strict=True):
+        assert fake_peak == pytest.approx(real_peak, rel=0.02)
+
+
+def test_tied_weights_count_once() -> None:
+    model = TransformerLM(64, 16, 1, 2, 32, tied=True)
+    x = torch.randint(0, 64, (12, 16))
+    it = as_fakes(case(model, tokenwise, x, x))
+    found = rehearse.whole(it, 2).at_peak()
+    assert found["parameters"] == sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "sets"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p), 2),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+    ],
+)
+def test_the_state_of_an_optimizer_is_known_before_its_first_step(
+    make: Callable[..., torch.optim.Optimizer], sets: int
+) -> None:
+    model = MLP(8, 16, 4)
+    optimizer = make(model.parameters())
+    found = rehearse.update(optimizer, list(model.modules()))
+    assert found is not None
+    assert not optimizer.state
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    state = found.final().get("optimizer", 0)
+    assert state == rehearse.state_bytes(optimizer)
+    assert state >= sets * sum(p.nbytes for p in model.parameters())
+
+
+def test_an_optimizer_that_reads_a_value_is_not_rehearsed() -> None:
+    model = nn.Linear(3, 3)
+    assert rehearse.update(torch.optim.LBFGS(model.parameters()), [model]) is None
+
+
+def test_a_rehearsal_holds_nothing_when_it_is_over() -> None:
+    model = MLP(8, 16, 7).bfloat16()
+    it = case(model, F.cross_entropy, torch.randn(24, 8).bfloat16(), torch.randint(0, 7, (24,)))
+    _, seen = rehearse.look(it, 4)
+    gc.collect()
+    gc.disable()  # what lies in a circle would be found later, and counts until then
+    try:
+        with Meter(torch.device("cpu")) as meter:
+            rehearse.divided(it, 2, seen, apart=False)
+            rehearse.whole(it, 2)
+            seconds(it, seen, 2)
+        assert meter.live == 0
+    finally:
+        gc.enable()

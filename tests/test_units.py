@@ -1,0 +1,45 @@
+"""Bytes in and out at the border."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.units import parse_bytes, show_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (1, 1),
+        ("4096", 4096),
+        ("64MiB", 64 * 2**20),
+        ("6 GiB", 6 * 2**30),
+        ("1.5gb", 1_500_000_000),
+        ("512k" + "ib", 512 * 1024),
+        ("10 B", 10),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_what_people_write(text: int | str, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "0", "6 XiB", "GiB", "", None, 1.5, True, "six GiB"])
+def test_anything_else_is_refused_with_what_came(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"memory must be a number of bytes .* and it is"):
+        parse_bytes(wrong)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (64 * 2**20, "64.0 MiB"), (2**40, "1.0 TiB")],
+)
+def test_bytes_are_shown_in_binary_units(count: int, text: str) -> None:
+    assert show_bytes(count) == text
+
+
+@given(st.integers(1, 2**50))
+def test_what_is_shown_is_read_as_nearly_the_same(count: int) -> None:
+    assert abs(parse_bytes(show_bytes(count)) - count) <= 0.06 * count
