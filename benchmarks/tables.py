@@ -22,6 +22,7 @@ from benchmarks.mbs.rows import (
     speed_summary,
     training,
 )
+from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.results import HERE, read
 
@@ -41,6 +42,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
     "choice_sweep": ("mbs/choice", choice.choice_sweep),
+    "tables": ("mbs/tables", paper.tables),
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
@@ -58,6 +60,7 @@ TITLES = {
     "prediction": "The memory that is foreseen, beside what a step holds",
     "choice": "The choice of a micro-batch, beside five finders and a full sweep",
     "real_limit": "A training under a limit that the kernel keeps",
+    "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -69,6 +72,7 @@ MORE = {
 """Tables that stand below the first one on its page."""
 OPTIONS = {
     "mbs/demo": " --out benchmarks/mbs/demo",
+    "mbs/tables": " --images DIR --membrane DIR",
     "mbs/cifar": " --data DIR",
     "mbs/membrane": " --data DIR",
 }

@@ -140,7 +140,7 @@ def test_the_paired_ratio_is_the_median_of_ratios_not_the_ratio_of_medians() -> 
 def test_a_table_without_results_names_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "HERE", tmp_path)
+    monkeypatch.setattr(tables, "HERE", tmp_path)
     for name, table in tables.TABLES.items():
         said = "run `make soak`" if name == "soak" else "run `python -m benchmarks.mbs."
         assert said in table(), name

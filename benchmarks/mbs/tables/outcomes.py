@@ -1,0 +1,97 @@
+"""From the working file to the results file: what is finished of each table, and nothing else.
+
+The results file is made from the working file alone, so it is the same whether a table was run in
+one go or in ten, and a table of which a training is missing is not in it.
+"""
+
+from typing import Any
+
+from benchmarks.environment import environment
+from benchmarks.mbs.tables.jobs import (
+    BATCHES_OF_TABLE1,
+    TABLES,
+    Case,
+    Job,
+    Preset,
+    of_table,
+)
+from benchmarks.mbs.tables.schedule import largest_undivided
+from benchmarks.mbs.tables.working import Outcome, Working, busy_seconds
+
+Results = dict[str, Any]
+
+
+class NotRunError(Exception):
+    """A training is not in the working file."""
+
+
+def search_of(preset: Preset, case: Case, working: Working) -> tuple[int | None, list[Job]]:
+    """Return the initial mini-batch of a case and the trainings that found it.
+
+    (None, []) when they are not all there.
+    """
+    asked: list[Job] = []
+
+    def look_up(job: Job) -> Outcome:
+        asked.append(job)
+        found = working.get(job)
+        if found is None:
+            raise NotRunError
+        return found
+
+    try:
+        return largest_undivided(preset, case, look_up), asked
+    except NotRunError:
+        return None, []
+
+
+def finished(preset: Preset, working: Working) -> tuple[dict[str, int], dict[str, list[Job]]]:
+    """Return the initial mini-batches that are known, and the trainings of each whole table."""
+    searches = {case.name: search_of(preset, case, working) for case in preset.cases}
+    initial = {name: size for name, (size, _) in searches.items() if size is not None}
+    jobs = {name: of_table(name, preset, initial) for name in TABLES}
+    jobs["table2"] = [job for _, asked in searches.values() for job in asked]
+    whole = {name: of for name, of in jobs.items() if of and all(working.get(job) for job in of)}
+    return initial, whole
+
+
+def collected(preset: Preset, working: Working, processes: int) -> Results:
+    """Return the content of a results file."""
+    initial, whole = finished(preset, working)
+    jobs = dict.fromkeys(job for of in whole.values() for job in of)
+    outcomes = {job: found for job in jobs if (found := working.get(job)) is not None}
+    return {
+        "environment": environment() | {"threads": 1, "malloc": _modes(preset)},
+        "seeds": list(preset.seeds),
+        "processes": processes,
+        "table_seconds": {
+            name: round(busy_seconds(outcomes[job] for job in of), 1) for name, of in whole.items()
+        },
+        "batches_of_table1": list(BATCHES_OF_TABLE1),
+        "order": [case.name for case in preset.cases],
+        "cases": {case.name: _case(case, initial.get(case.name)) for case in preset.cases},
+        "sizes": {
+            "training images": "all" if preset.samples is None else preset.samples,
+            "epochs": preset.epochs,
+            "bytes of the cap": {case.name: case.cap for case in preset.cases},
+        },
+        "runs": [_run(job, found) for job, found in outcomes.items()],
+    }
+
+
+def _modes(preset: Preset) -> str:
+    return ", ".join(f"{case.malloc} for {case.name}" for case in preset.cases)
+
+
+def _case(case: Case, initial: int | None) -> Results:
+    looks = {"small": case.small, "large": case.large}
+    pixels = {size: look.pixels for size, look in looks.items() if look is not None}
+    found = {"paper": case.paper, "task": case.task, "model": case.model, "recipe": case.recipe}
+    return found | {"lr": case.lr, "cap": case.cap, "initial": initial, "pixels": pixels}
+
+
+def _run(job: Job, found: Outcome) -> Results:
+    kept = {name: value for name, value in found.items() if name not in ("from", "to")}
+    of = {"case": job.case, "pixels": job.look.pixels, "batch": job.batch, "micro": job.micro}
+    seconds = round(found["to"] - found["from"], 1)
+    return of | {"way": job.way, "seed": job.seed, "whole_seconds": seconds} | kept
