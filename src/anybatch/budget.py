@@ -44,10 +44,10 @@ def on_cuda(found: Forecast, case: Case, optimizer: torch.optim.Optimizer | None
     return more.with_more("other tensors", max(0, other))
 
 
-def default_budget(case: Case) -> tuple[int, str]:
+def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple[int, str]:
     """Return what is left on the device, and what the step's own tensors hold already."""
     free, words = left(case.device)
-    return free + _bytes_of_states(case), words
+    return free + _bytes_of_states(case) + state_bytes(optimizer), words
 
 
 def _bytes_of_states(case: Case) -> int:

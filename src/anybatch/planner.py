@@ -23,18 +23,15 @@ from typing import Any
 import torch
 
 from anybatch._plan import Candidate, Memory, Plan
-from anybatch.budget import budget_error, default_budget, on_cuda
+from anybatch.budget import budget_error, default_budget
 from anybatch.case import Case
 from anybatch.choice import fastest, search, step_seconds
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import Forecast
+from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
-from anybatch.ladder import FAKE, forecast
 from anybatch.probe import seconds
 from anybatch.units import parse_bytes, show_bytes
-
-LOOSE = 4
-"""How many times as many elements a known case may have to bound another one."""
 
 
 class Planner:
@@ -47,8 +44,8 @@ class Planner:
         settled: what a plan made before has decided; nothing is foreseen for the first batch.
 
     Attributes:
-        rehearsed: forecasts made.
-        decided: the same, and the decisions of a plan that was given: each is worth a measurement.
+        decided: forecasts made, and decisions of a plan that was given: each is worth a
+            measurement.
     """
 
     def __init__(
@@ -60,12 +57,17 @@ class Planner:
         settled: Allowed | None = None,
     ) -> None:
         self.budget, self.source = budget, "as given"
-        self.rehearsed = self.decided = 0
+        self.decided = 0
         self.timed = timed
         self._fixed, self._settled = fixed, settled
-        self._known: list[tuple[Kind, Forecast]] = []
+        self._foreseen = Foreseen()
         self._allowed: dict[Kind, Allowed] = {}
         self._best: tuple[int, int] | None = None
+
+    @property
+    def rehearsed(self) -> int:
+        """Forecasts made so far."""
+        return self._foreseen.rehearsed
 
     def allow(
         self,
@@ -104,10 +106,8 @@ class Planner:
         if missing <= 0:
             return
         del self._allowed[kind]
-        self._known = [
-            (known, found.with_more("activations", missing)) for known, found in self._known
-        ]
-        if self._best is not None and not self._known:
+        self._foreseen.hold_more(missing)
+        if self._best is not None and not self._foreseen.rehearsed:
             self._settled = replace(
                 allowed, memory=replace(allowed.memory, predicted=peak + coming)
             )  # a plan that was given is obeyed
@@ -127,16 +127,16 @@ class Planner:
             return settled
         case = cache(make_case)
         if self.budget is None:
-            self.budget, self.source = default_budget(case())
+            self.budget, self.source = default_budget(case(), optimizer)
         foresee = partial(self._foresee, kind, case, optimizer)
-        foreseen = self._bound(kind)
+        foreseen = self._foreseen.bound(kind)
         fresh = foreseen is None
         if foreseen is None:
             foreseen = foresee(rounded=True)
         try:
             foreseen, cap = self._cap(foreseen, kind, refuse_division, confirmed=fresh)
         except (BudgetError, NotExactError):
-            if any(replace(known, before=kind.before) == kind for known, _ in self._known):
+            if self._foreseen.knows(kind):
                 raise
             fresh = True  # what fits no bound may fit as it is
             foreseen, cap = self._cap(foresee(rounded=False), kind, refuse_division, confirmed=True)
@@ -174,7 +174,7 @@ class Planner:
         while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
             cap = min(cap - 1, 7 * cap // 8)
         if cap < size:
-            refuse_division()
+            self._refuse(refuse_division, foreseen.peak(size, size))
         if cap == 0:
             raise budget_error(self.budget, self.source, foreseen, size)
         n = cap if self._fixed is None else min(self._fixed, size)
@@ -188,6 +188,29 @@ class Planner:
                 given=self.budget,
             )
         return foreseen, cap
+
+    def _foresee(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        rounded: bool,
+    ) -> Forecast:
+        assert self.budget is not None
+        self.decided += 1
+        return self._foreseen.foresee(kind, case(), optimizer, self.budget, rounded=rounded)
+
+    def _refuse(self, refuse_division: Callable[[], None], whole: int) -> None:
+        """Refuse to divide what must not be, and say how many bytes undivided it needs."""
+        assert self.budget is not None
+        try:
+            refuse_division()
+        except NotExactError as error:
+            raise NotExactError(
+                f"{error}. Undivided the batch needs {show_bytes(whole)}, and "
+                f"{show_bytes(self.budget)} is there ({self.source})"
+            ) from None
 
     def _fits(self, foreseen: Forecast, size: int, n: int) -> bool:
         """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
@@ -253,55 +276,6 @@ class Planner:
         too_large = [k for k in doubling if k not in fits][:1]
         return sorted({n, size, *too_large, *(timed or fits)})
 
-    def _bound(self, kind: Kind) -> Forecast | None:
-        """Return what is known of a kind that holds no less, and not many times as much."""
-        above = [
-            (known.elements, forecast)
-            for known, forecast in self._known
-            if known.bounds(kind) and known.size >= kind.size
-        ]
-        if not above:
-            return None
-        elements, found = min(above, key=lambda pair: pair[0])
-        return found if elements <= LOOSE * kind.elements else None
-
-    def _foresee(
-        self,
-        kind: Kind,
-        case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        rounded: bool,
-    ) -> Forecast:
-        """Return the forecast of a kind, or of one that bounds it and others, and remember it."""
-        assert self.budget is not None
-        self.rehearsed += 1
-        self.decided += 1
-        bound = self._rounded(kind) if rounded else kind
-        if bound != kind:
-            found = _at(case(), bound, optimizer, self.budget)
-            if found is not None:
-                self._known.append((bound, found))
-                return found
-        found = forecast(case(), optimizer, room=self.budget, verify=True)
-        if case().device.type == "cuda":
-            found = on_cuda(found, case(), optimizer)
-        self._known.append((kind, found))
-        return found
-
-    def _rounded(self, kind: Kind) -> Kind:
-        """Return the kind with what has changed before rounded up, so that it bounds others."""
-        alike = [pair for pair in self._known if pair[0].names[0] == kind.names[0]]
-        if not alike or alike[0][1].how != FAKE:
-            return kind
-        first = alike[0][0]
-        shapes = tuple(
-            tuple(a if a == b else _power(b) for a, b in zip(before, now, strict=True))
-            for before, now in zip(first.shapes, kind.shapes, strict=True)
-        )
-        size = kind.size if kind.size <= first.size else _power(kind.size)
-        return replace(kind, shapes=shapes, size=size)
-
 
 def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Planner | None:
     """Return the planner of what a person has asked for; None where nothing is to be planned.
@@ -345,27 +319,3 @@ def even(size: int, cap: int) -> int:
     """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
     count = -(-size // cap)
     return -(-size // count)
-
-
-def _at(
-    case: Case, kind: Kind, optimizer: torch.optim.Optimizer | None, room: int
-) -> Forecast | None:
-    """Return the forecast of the case with other shapes; None where the model cannot take them."""
-    paths = [str(name[0]) for name in kind.names[0]]
-    shapes: dict[str, tuple[int, ...]] = dict(zip(paths, kind.shapes, strict=True))
-    larger = replace(case, size=kind.size)
-
-    def reshape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shapes.get(path, shape)
-
-    try:
-        return forecast(larger, optimizer, room=room, reshape=reshape, verify=False)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception:  # longer than its table of positions, or whatever else
-        return None
-
-
-def _power(count: int) -> int:
-    """Return the smallest power of two that is not smaller."""
-    return 1 << (count - 1).bit_length() if count > 0 else 0

@@ -19,9 +19,9 @@ class StepReport:
         micro_batch: N_mu, samples in a micro-batch; after a retry, the size it ended with.
         micro_batches: N_S, micro-batches that were done.
         seconds: host time of the call; on CUDA the device may still be computing.
-        peak_bytes: bytes the CUDA allocator has had in use at most, in this process; None on the
-            CPU.
-        predicted_bytes: None until memory is planned.
+        peak_bytes: bytes held at most. On CUDA what the allocator has had in use; on the CPU live
+            bytes of tensors, measured in the first step after each forecast, else None.
+        predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
         moved_bytes: bytes moved out of the device: 0.
         retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
     """

@@ -30,6 +30,7 @@ TIERS = {
     "probe": "diagnose forecast probe",
     "ladder": "ladder",
     "budget": "budget",
+    "foreseen": "foreseen",
     "planner": "planner",
     "runner": "runner",
     "engine": "engine",

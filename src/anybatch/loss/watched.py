@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
+from anybatch.fakes import is_fake
 from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.terms import Numerators, Term
 from anybatch.loss.watch import Watch, same_calls
@@ -77,7 +78,8 @@ class Watched(Loss):
         buffers = [b for fn in self.functions() for b in fn.buffers()]
         before = [buffer.clone() for buffer in buffers]
         totals = self._totals(scope)
-        moved = not all(map(torch.equal, buffers, before))
+        pairs = zip(buffers, before, strict=True)
+        moved = not all(is_fake(a) or torch.equal(a, b) for a, b in pairs)
         with torch.no_grad():
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
