@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,12 @@ def test_each_fact_has_its_consequence_and_its_reason(
 def test_a_plan_survives_json() -> None:
     plan = decide(replace(FACTS, coupled=True, half=("float16",)))
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_of_before_there_were_budgets_loads() -> None:
+    plan = decide(FACTS)
+    old = {name: value for name, value in json.loads(plan.to_json()).items() if name != "memory"}
+    assert Plan.from_json(json.dumps(old)) == plan
 
 
 def test_what_is_no_plan_is_refused() -> None:

@@ -134,17 +134,27 @@ class Plan:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"a plan must be JSON, and it is not: {error}") from error
-        if not isinstance(found, dict) or set(found) != set(fields):
+        without = {"memory"}  # plans of before there were budgets
+        if not isinstance(found, dict) or set(found) | without != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
         try:
-            memory = None if found["memory"] is None else _memory_of(found["memory"])
+            _check_count("micro_batch", found["micro_batch"])
+            given = found.get("memory")
+            memory = None if given is None else _memory_of(given)
             return cls(**{**found, "reasons": tuple(found["reasons"]), "memory": memory})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
 
 
+def _check_count(name: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, and it is {value!r}")
+
+
 def _memory_of(found: Mapping[str, Any]) -> Memory:
+    _check_count("budget", found["budget"])
+    _check_count("predicted", found["predicted"])
     return Memory(
         **{
             **found,

@@ -141,7 +141,7 @@ def as_fakes(case: Case, reshape: Reshape | None = None) -> Case:
         device=case.device,
         batchnorm=case.batchnorm,
         trains=case.trains,
-        mode=lambda: fakes.mode,
+        mode=fakes.entered,
     )
 
 

@@ -81,7 +81,8 @@ class _Search:
     def halve(self) -> None:
         """Go below the smallest size for as long as that pays."""
         while self.timed and self.best() == min(self.timed) > 1:
-            self._step(self.best() // 2)
+            if self._step(self.best() // 2) == float("inf"):
+                return  # it does not fit: sums of gradients cost more than undivided
 
     def between(self) -> None:
         """Time the sizes around the fastest one: three quarters of it, and one and a half times."""

@@ -20,7 +20,7 @@ from anybatch.batch import Batch, LazyBatch
 from anybatch.gather import COUPLED
 from anybatch.given import Given, shapes
 from anybatch.gradients import Gradients, gradient_dtype
-from anybatch.kinds import Allowed, Kind
+from anybatch.kinds import Allowed, Kind, bytes_of
 from anybatch.loss.declared import Loss
 from anybatch.loss.watched import Watched
 from anybatch.memory_errors import NothingHeld
@@ -222,13 +222,15 @@ class Engine:
             assert self.micro_batch is not None
             return make(self.micro_batch, apart=self._apart), None, None
         modes = tuple(module.training for _, module in modules)
-        there = (p.grad for p, _ in before.gradients if p.grad is not None)
+        leaves = self._given.leaves(modules, batch)
+        there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
+        frozen = tuple(not p.requires_grad for p, _ in before.gradients)
         kind = Kind(
-            names=(self._given.kinds(batch), modes),
+            names=(self._given.kinds(batch), modes, frozen),
             trains=gradients is not None,
             shapes=shapes(batch),
             size=batch.size,
-            before=sum(g.numel() * g.element_size() for g in there),
+            before=sum(map(bytes_of, there.values())),
         )
         allowed = self._planner.allow(
             kind,

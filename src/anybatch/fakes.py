@@ -11,14 +11,17 @@ original, costs no memory, and is thrown away.
 from __future__ import annotations
 
 import copy
+import gc
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from anybatch import tree
 
@@ -39,7 +42,20 @@ class Fakes:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
+        self._caches = [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
         self._originals: list[Any] = []  # an id is only a name while its object lives
+
+    @contextmanager
+    def entered(self) -> Iterator[FakeTensorMode]:
+        """Compute with fakes in the body; what ``functools.cache`` keeps of them is forgotten."""
+        misses = [cached.cache_info().misses for cached in self._caches]
+        try:
+            with self.mode:
+                yield self.mode
+        finally:
+            for cached, before in zip(self._caches, misses, strict=True):
+                if cached.cache_info().misses != before and _holds_fake(cached):
+                    cached.cache_clear()
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the fake of a tensor, with no gradient."""
@@ -64,7 +80,8 @@ class Fakes:
                 for tensor in dict(held).values():
                     if isinstance(tensor, Tensor):
                         self.of(tensor)
-        return copy.deepcopy(value, self._memo)
+        with FakeCopyMode(self.mode):  # tensors in lists and the like
+            return copy.deepcopy(value, self._memo)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Return a copy that has not stepped yet, of fake parameters; it makes its state anew.
@@ -123,3 +140,12 @@ class Fakes:
 def is_fake(value: Any) -> bool:
     """Say whether a tensor has a shape and no data."""
     return isinstance(value, FakeTensor)
+
+
+def _holds_fake(cached: Any, depth: int = 4) -> bool:
+    """Say whether what a cache holds, or a few levels in it, has a fake in it."""
+    inside = gc.get_referents(cached)
+    if depth == 0:
+        return False
+    kinds = (list, tuple, dict)
+    return any(is_fake(o) or (isinstance(o, kinds) and _holds_fake(o, depth - 1)) for o in inside)

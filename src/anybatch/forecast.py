@@ -109,7 +109,7 @@ class Forecast:
         """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
         assert self.case is not None
         if n >= size:
-            found = rehearse.whole(self.case, size)
+            found = rehearse.whole(self.case, size, self.look)
         else:
             found = rehearse.divided(first_rows(self.case, size), n, self.look, apart=apart)
         return found.peak + _total(self._held(divided=n < size))

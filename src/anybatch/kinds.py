@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from torch import Tensor
+
 from anybatch._plan import Memory
 
 
@@ -18,7 +20,8 @@ class Kind:
     """What a plan belongs to: everything about a batch that decides what a step holds.
 
     Attributes:
-        names: path, dtype and dimensions of each tensor of the batch, and the modes of the modules.
+        names: path, dtype and dimensions of each tensor of the batch, the modes of the modules, and
+            which parameters are frozen.
         trains: with backward; else forward only.
         shapes: the shape of one row of each tensor.
         size: N_B, samples in the mini-batch.
@@ -38,9 +41,8 @@ class Kind:
 
     def bounds(self, other: Kind) -> bool:
         """Say whether a step of `other` holds no more than one of this, at the same micro-batch."""
-        like = other.trains is self.trains and other.names == self.names
-        lighter = self.trains and not other.trains and other.names[0] == self.names[0]
-        return (like or lighter) and all(
+        like = other.names == self.names and (self.trains or not other.trains)
+        return like and all(
             all(mine >= its for mine, its in zip(a, b, strict=True))
             for a, b in zip(self.shapes, other.shapes, strict=True)
         )
@@ -64,3 +66,11 @@ class Allowed:
     memory: Memory
     coupled: bool
     loss: str
+
+
+def bytes_of(gradient: Tensor) -> int:
+    """Return the bytes of a gradient; of a sparse one, of the entries that are there."""
+    if not gradient.is_sparse:
+        return gradient.numel() * gradient.element_size()
+    parts = gradient._indices(), gradient._values()
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -139,7 +139,7 @@ def _rehearsed(case: Case, state: State, how: str) -> Forecast:
         how=how,
         looked=_line((small, more), sizes, how),
         divided=_line((rehearse.divided(case, n, seen, apart=False) for n in sizes), sizes, how),
-        undivided=_line((rehearse.whole(case, n) for n in sizes), sizes, how),
+        undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
         kept=None,
         update=state[0],
         constant=state[1],
@@ -192,7 +192,9 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
     return replace(
         found,
         divided=bent(found.divided, divided(apart=False)),
-        undivided=bent(found.undivided, [rehearse.whole(case, n) for n in (SMALL, NEAR, far)]),
+        undivided=bent(
+            found.undivided, [rehearse.whole(case, n, found.look) for n in (SMALL, NEAR, far)]
+        ),
         kept=None if first is None else bent(first, kept),
     )
 

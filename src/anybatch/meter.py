@@ -36,6 +36,15 @@ FROM_OUTSIDE = "aten.lift_fresh.default"
 """The kernel through which ``torch.tensor(...)`` brings in memory it has just made."""
 
 
+FULL = (
+    "aten.mse_loss.default",
+    "aten.smooth_l1_loss.default",
+    "aten.binary_cross_entropy.default",
+    "aten.soft_margin_loss.default",
+)
+"""Kernels whose mean is a scalar in the memory of all its terms; a fake one has only the scalar."""
+
+
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count live bytes on one device inside ``with meter:``.
 
@@ -112,23 +121,22 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         here = False
         for tensor in _tensors(result):
             here = here or self._counts(tensor)
-            self._see(tensor, STEP)
+            self._see(tensor, STEP, _terms(name, args) if isinstance(tensor, FakeTensor) else 0)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
         self.peak = max(self.peak, self.live)
         return result
 
-    def _see(self, tensor: Tensor, owner: str) -> None:
+    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> None:
         for storage in self._storages(tensor):
             key, size = storage._cdata, storage.nbytes()
             span = self._open.get(key)
-            if span is not None and (span.size == size or span.owner == FOREIGN):
+            if span is not None and (span.told == size or span.owner == FOREIGN):
                 continue
             if span is not None:  # resized in place
                 self._end(key)
-            if owner == FOREIGN:
-                size = 0
-            span = _Span(owner, size, len(self._events))
+            told, size = size, 0 if owner == FOREIGN else max(size, least)
+            span = _Span(owner, size, len(self._events), told)
             span.watch = weakref.ref(storage, partial(self._end, key))
             self._open[key] = span
             self.live += size
@@ -150,14 +158,21 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Span:
-    """One storage: whose, how big, and after which events it is live."""
+    """One storage: whose, how big, how big it says it is, and after which events it is live."""
 
-    __slots__ = ("end", "first", "owner", "size", "watch")
+    __slots__ = ("end", "first", "owner", "size", "told", "watch")
 
-    def __init__(self, owner: str, size: int, first: int) -> None:
-        self.owner, self.size, self.first = owner, size, first
+    def __init__(self, owner: str, size: int, first: int, told: int) -> None:
+        self.owner, self.size, self.first, self.told = owner, size, first, told
         self.end: int | None = None
         self.watch: Any = None
+
+
+def _terms(name: str, args: tuple[Any, ...]) -> int:
+    """Return the bytes of the terms that a real kernel's mean is a part of; 0 for most kernels."""
+    if name not in FULL:
+        return 0
+    return int(max(args[0].numel(), args[1].numel()) * args[0].element_size())
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -107,10 +107,12 @@ class Planner:
             return
         del self._allowed[kind]
         self._foreseen.hold_more(missing)
-        if self._best is not None and not self._foreseen.rehearsed:
+        given = self._best is not None and not self._foreseen.rehearsed
+        if given and peak + coming <= allowed.memory.budget:
+            # A plan that was given is obeyed, for as long as it keeps to its own budget.
             self._settled = replace(
                 allowed, memory=replace(allowed.memory, predicted=peak + coming)
-            )  # a plan that was given is obeyed
+            )
 
     def _decide(
         self,
@@ -226,6 +228,8 @@ class Planner:
         if self._best is None:
             return even(kind.size, cap)
         n, elements = self._best
+        if elements == kind.elements:
+            return min(cap, n)
         return max(1, min(cap, round(n * elements / max(kind.elements, 1))))
 
     def _describe(

@@ -18,7 +18,7 @@ from anybatch.device import link_to
 from anybatch.discover import discoverer
 from anybatch.gradients import Gradients
 from anybatch.memory_errors import out_of_memory
-from anybatch.rehearse import Look, make_step, put_back
+from anybatch.rehearse import Look, make_step, put_back, unharmed
 from anybatch.step import Step
 
 RUNS = 3
@@ -41,7 +41,7 @@ def seconds(case: Case, seen: Look, n: int) -> float | None:
     """
     try:
         alone = n >= case.size
-        case = few(case, n)
+        case = unharmed(few(case, n), n, seen) if alone else few(case, n)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
             gradients = Gradients(case.leaves, wide=not alone) if case.trains else None
             step = make_step(case, link_to(case.device), n, gradients, 1)

@@ -14,7 +14,7 @@ Real tensors go the same way where fakes cannot (a value is read, a kernel hides
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -31,6 +31,7 @@ from anybatch.discover import discoverer
 from anybatch.fakes import Fakes
 from anybatch.gather import COUPLED, loss_of_all, shares
 from anybatch.gradients import Gradients
+from anybatch.kept import Kept
 from anybatch.look import eager, layout_of, quietly, two_sizes, written
 from anybatch.meter import Meter
 from anybatch.modules import Modules
@@ -38,7 +39,7 @@ from anybatch.step import Layout, Step
 from anybatch.stream import stream
 from anybatch.timeline import Timeline
 from anybatch.undivided import undivided
-from anybatch.undo import Before, no_optimizer_step
+from anybatch.undo import Before, no_optimizer_step, uninterrupted
 
 COMPARED = 6
 """Copies of the fewer outputs that a comparison makes."""
@@ -113,8 +114,9 @@ def watch_loss(case: Case, seen: Look) -> Look:
     return replace(seen, coupled=coupled, loss=COUPLED if coupled else step.found)
 
 
-def whole(case: Case, size: int) -> Timeline:
+def whole(case: Case, size: int, seen: Look | None = None) -> Timeline:
     """Rehearse an undivided step of `size` samples, as torch alone would take it."""
+    case = case if seen is None else unharmed(case, size, seen)
     with _metered(case) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
@@ -163,17 +165,49 @@ def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
     return tree.map_tensors(grown, outputs)
 
 
+def unharmed(case: Case, rows: int, seen: Look) -> Case:
+    """Return the case with rows of its own, where forward writes to those it is given."""
+    if case.fake or not seen.copies:
+        return case
+    pair = (case.rows.inputs, case.rows.targets)
+    count = min(rows, case.rows.size)
+    inputs, targets = tree.map_tensors(
+        lambda t: t if t.requires_grad else t.clone(), tree.rows(pair, 0, count, case.rows.size)
+    )
+    return replace(case, rows=TensorBatch(inputs, targets, count))
+
+
 @contextmanager
 def put_back(case: Case) -> Iterator[Before]:
     """Run the body on a case without its gradients, and put back whatever it moved."""
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
+    hooks = [] if case.fake else [found for found in map(_hooks, case.leaves) if found]
+    kept = Kept()
+    kept.modules((module for _, module in case.modules), attributes=not case.fake)
+    for held in (*hooks, *case.loss.functions()):
+        kept.container(held) if isinstance(held, dict) else kept.function(held)
     try:
+        for found in hooks:
+            found.clear()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
-        with no_optimizer_step(before), case.mode():
+        with no_optimizer_step(before), _in_one_piece(case), case.mode():
             yield before
     finally:
-        for failure in before.put_back():
+        with uninterrupted():
+            kept.put_back()
+            failures = before.put_back()
+        for failure in failures:
             raise failure
+
+
+def _in_one_piece(case: Case) -> AbstractContextManager[None]:
+    """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
+    return uninterrupted() if case.fake else nullcontext()
+
+
+def _hooks(leaf: Tensor) -> dict[Any, Any]:
+    """Return the hooks that run when the gradient of a leaf has been added."""
+    return getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
 
 
 @contextmanager
@@ -229,7 +263,11 @@ def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeli
     stepped = [p for group in twin.param_groups for p in group["params"]]
     device = next((p.device for p in stepped), torch.device("cpu"))
     try:
+        there = {id(p) for p in stepped}
+        trained = [fakes.of(p) for p in _of(modules, "_parameters") if p.requires_grad]
+        others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
         with fakes.mode:
+            beside = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         for group in twin.param_groups:
@@ -238,7 +276,7 @@ def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeli
         known = {
             "parameters": [*stepped, *map(fakes.of, _of(modules, "_parameters"))],
             "buffers": map(fakes.of, _of(modules, "_buffers")),
-            "gradients": [p.grad for p in stepped if p.grad is not None],
+            "gradients": [*beside, *(p.grad for p in stepped if p.grad is not None)],
         }
         with quietly(), torch.no_grad(), fakes.mode, Meter(device, known) as meter:
             type(twin).step(twin)

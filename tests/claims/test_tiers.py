@@ -24,7 +24,7 @@ TIERS = {
     "pure": "_plan timeline choice",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
-    "meter fakes case given discover memory kinds",
+    "meter fakes case given discover memory kinds kept",
     "mechanisms": "undivided stream gather",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

@@ -1,0 +1,137 @@
+"""Python state that a rehearsal moves, and that must be as it was: counters, logs, running means.
+
+A copy of a model shares its hooks, and what these close over, with the original; a loss is a plain
+function with a world of its own. torch knows nothing of either. So what can be reached from there
+is noted in the form of references, and put back after the rehearsal: the attributes of modules and
+other objects, cells of closures, global names, and what lists, dicts and sets held.
+
+    hook ──closure──> list [a, b]        rehearsed: [a, b, fake, fake]        put back: [a, b]
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+CONTAINERS = (list, dict, set, deque)
+PLAIN = (*CONTAINERS, int, float, bool, str, tuple, type(None), Tensor)
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+MANY = 1000
+"""Entries of a container, above which those inside it are left alone."""
+
+
+class Kept:
+    """What functions and objects hold, as it was."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def modules(self, modules: Iterable[nn.Module], *, attributes: bool) -> None:
+        """Note what modules and their hooks hold.
+
+        Args:
+            modules: those of a step.
+            attributes: note those of the modules too; False where they are copies.
+        """
+        for module in modules:
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            made_late = any(t is not None and is_lazy(t) for t in tensors)
+            if attributes and not made_late:
+                self.container(vars(module))
+            self.function(type(module).forward)
+            for kind in HOOKS:
+                for hook in list(getattr(module, kind, {}).values()):
+                    self.function(hook)
+
+    def function(self, fn: Any) -> None:
+        """Note what a function, a method or a callable object holds."""
+        if id(fn) in self._seen or isinstance(fn, nn.Module | type):
+            return
+        self._seen.add(id(fn))
+        if isinstance(fn, partial):
+            for held in (fn.func, *fn.args, *fn.keywords.values()):
+                self._value(held)
+        elif isinstance(fn, MethodType):
+            self.function(fn.__func__)
+            self._value(fn.__self__)
+        elif not isinstance(fn, FunctionType):
+            if callable(fn) and hasattr(fn, "__dict__"):
+                self.container(vars(fn))
+        elif not (fn.__module__ or "").startswith("torch."):
+            self._closure(fn)
+
+    def container(self, held: Any) -> None:
+        """Note what a list, dict or set holds, and the same of those in it."""
+        if id(held) in self._seen:
+            return
+        self._seen.add(id(held))
+        was = held.copy()
+        self._undo.append(partial(_fill, held, was))
+        if len(was) > MANY:
+            return  # data, not a log
+        for inside in was.values() if isinstance(was, dict) else was:
+            if type(inside) in CONTAINERS:
+                self.container(inside)
+
+    def put_back(self) -> None:
+        """Make all of it as it was."""
+        for undo in self._undo:
+            undo()
+
+    def _closure(self, fn: FunctionType) -> None:
+        for cell in fn.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # nothing yet
+                continue
+            self._undo.append(partial(setattr, cell, "cell_contents", value))
+            self._value(value)
+        for name in _names(fn.__code__):
+            value = fn.__globals__.get(name, fn)
+            if type(value) in PLAIN:
+                self._undo.append(partial(fn.__globals__.__setitem__, name, value))
+                self._value(value)
+
+    def _value(self, value: Any) -> None:
+        if type(value) in CONTAINERS:
+            self.container(value)
+        elif callable(value):
+            self.function(value)
+        elif type(value).__module__ != "builtins" and not isinstance(value, Tensor | nn.Module):
+            self.container(getattr(value, "__dict__", {}))
+
+
+def _fill(held: Any, was: Any) -> None:
+    """Make a container hold what it did; one that does is not written to."""
+    same = len(held) == len(was)
+    if isinstance(held, dict):
+        for key in [key for key in held if key not in was]:
+            del held[key]
+        held.update({k: v for k, v in was.items() if k not in held or held[k] is not v})
+    elif isinstance(held, set):
+        held.clear()
+        held.update(was)
+    elif not (same and all(a is b for a, b in zip(held, was, strict=True))):
+        held.clear()
+        held.extend(was)
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function uses, and those inside it."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return {*code.co_names}.union(*inner)
