@@ -15,6 +15,12 @@ from anybatch.case import Case, first_rows
 from anybatch.rehearse import Look
 from anybatch.timeline import Line, Timeline
 
+ASIDE = "gradients set aside"
+"""The owner of gradients that were there before a step; at the update the sums are in them."""
+
+OF_UPDATE = ("optimizer", ASIDE)
+"""Owners of what a rehearsed update has itself."""
+
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
 
@@ -134,7 +140,7 @@ class Forecast:
             looked = self.looked.at(n if n < 4 else (n + 1) // 2)
             found.append(_merged(looked.at_peak(), self._held(divided=True)))
         if self.update is not None:
-            outside = {k: b for k, b in self.constant.items() if k != "optimizer"}
+            outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
             outside["activations"] = outside.get("activations", 0) + LOSS
             found.append(_merged(self.update.at_peak(), outside))
         return found

@@ -121,7 +121,7 @@ def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         coming = UNKNOWN_STATE * sum(p.numel() * p.element_size() for p in stepped)
     count = max(there, coming)
-    return update, {"optimizer": count} if count else {}
+    return update if case.trains else None, {"optimizer": count} if count else {}
 
 
 def _rehearsed(case: Case, state: State, how: str) -> Forecast:

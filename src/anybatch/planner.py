@@ -27,7 +27,7 @@ from anybatch.budget import budget_error, default_budget
 from anybatch.case import Case
 from anybatch.choice import fastest, search, step_seconds
 from anybatch.errors import BudgetError, NotExactError
-from anybatch.forecast import Forecast
+from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.probe import seconds
@@ -171,7 +171,7 @@ class Planner:
         assert self.budget is not None
         size = kind.size
         if kind.before:
-            foreseen = foreseen.with_more("gradients set aside", kind.before)
+            foreseen = foreseen.with_more(ASIDE, kind.before)
         cap = foreseen.largest(self.budget, size)
         while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
             cap = min(cap - 1, 7 * cap // 8)

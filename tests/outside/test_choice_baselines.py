@@ -64,8 +64,8 @@ def needs(package: str) -> None:
 @pytest.fixture
 def _quick_collection() -> Iterator[None]:
     """The peers collect garbage at every attempt: let them not walk all that is loaded."""
-    for package in filter(find_spec, ("lightning.pytorch", "accelerate")):
-        import_module(package)
+    for package in filter(find_spec, ("lightning", "accelerate")):
+        import_module("lightning.pytorch" if package == "lightning" else package)
     gc.collect()
     gc.freeze()
     yield
