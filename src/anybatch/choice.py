@@ -1,7 +1,7 @@
 """Which micro-batch is fastest, of those that fit: a search over measured times, as pure functions.
 
 The largest that fits is not the fastest: on a CPU its tensors leave the caches and its blocks are
-mapped and unmapped again, which costs a quarter to a third. So sizes are timed, few of them, the
+mapped and unmapped again. So sizes are timed, few of them, the
 cheap ones first: doubling from a small one for as long as that pays, then the ones between.
 
     4  8  16  32  64      doubling, until two in a row are slower

@@ -109,7 +109,6 @@ class Engine:
         self._last: StepReport | None = None
         self._facts: Any = None
         self._measured = 0
-        self._apart = False
 
     @property
     def model(self) -> nn.Module:
@@ -220,7 +219,7 @@ class Engine:
         make = partial(self._runner.step, batch, modules, before, gradients)
         if self._planner is None:
             assert self.micro_batch is not None
-            return make(self.micro_batch, apart=self._apart), None, None
+            return make(self.micro_batch, apart=False), None, None
         modes = tuple(module.training for _, module in modules)
         leaves = self._given.leaves(modules, batch)
         there = {id(p.grad): p.grad for p in leaves if p.grad is not None}

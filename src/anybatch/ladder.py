@@ -8,7 +8,7 @@ Whether rung 1 is right is not believed: one real rehearsal at two samples is me
 (kernels such as the CPU's LSTM keep a workspace that no fake knows of). Rung 3 is a guess with a
 margin, and says so; what is wrong with it, a step's own way out of an out-of-memory error mends.
 
-Source: design of this project; the guide's Eq. 2-5 give 0.55 to 0.83 of the truth.
+Source: design of this project, section 5.5.
 """
 
 from __future__ import annotations

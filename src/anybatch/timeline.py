@@ -1,7 +1,7 @@
 """The ledger: live bytes by owner at every event of a step, and how they grow with a micro-batch.
 
 A training step allocates and frees in a fixed order. Peaks alone do not extrapolate, because the
-event at which the peak lies moves with the size: a straight line through two of them is up to 37 %
+event at which the peak lies moves with the size: a straight line through two of them is too
 low. But at each event the bytes are affine in the number of samples, so two traced steps give all:
 
     live_t(n) = a_t + b_t * n          peak(n) = max_t live_t(n)
