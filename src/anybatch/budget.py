@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.case import Case
 from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast
+from anybatch.kinds import bytes_of
 from anybatch.ladder import SMALL
 from anybatch.memory import left
 from anybatch.probe import workspace
@@ -59,4 +60,4 @@ def _bytes_of_states(case: Case) -> int:
                 held[id(tensor)] = tensor
     states = list(held.values())
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in states)
+    return sum(map(bytes_of, states))

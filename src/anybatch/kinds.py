@@ -68,9 +68,9 @@ class Allowed:
     loss: str
 
 
-def bytes_of(gradient: Tensor) -> int:
-    """Return the bytes of a gradient; of a sparse one, of the entries that are there."""
-    if not gradient.is_sparse:
-        return gradient.numel() * gradient.element_size()
-    parts = gradient._indices(), gradient._values()
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; of a sparse one, of the entries that are there."""
+    if not tensor.is_sparse:
+        return tensor.numel() * tensor.element_size()
+    parts = tensor._indices(), tensor._values()
     return sum(part.numel() * part.element_size() for part in parts)

@@ -15,7 +15,6 @@ every time such a time: a step that does not come to its end leaves nothing behi
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -28,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.apps.faults import RunFolderError
 from anybatch.apps.interrupts import unbroken
 from anybatch.apps.metrics import Metric
+from anybatch.rng import Dice
 
 FORMAT = 1  # raised when what a checkpoint holds changes its meaning
 
@@ -119,26 +119,28 @@ def check_format(state: State) -> None:
 
 def dice() -> State:
     """Return the states of every generator that a model or a loss may draw from."""
-    kind, keys, position, has_normal, normal = np.random.get_state(legacy=True)
+    now = Dice.now()
+    kind, keys, position, has_normal, normal = now.numpy
     words = torch.from_numpy(np.asarray(keys, np.int64))
-    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
-        "python": random.getstate(),
+        "torch": now.cpu,
+        "cuda": list(now.cuda),
+        "python": now.python,
         "numpy": (str(kind), words, int(position), int(has_normal), float(normal)),
     }
 
 
 def put_dice_back(state: State) -> None:
     """Put back what `dice` returned; the CUDA devices' only where there are as many."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    cuda = state["cuda"] if len(state["cuda"]) == torch.cuda.device_count() else ()
     version, words, normal = state["python"]
-    random.setstate((version, tuple(words), normal))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    Dice(
+        cpu=state["torch"],
+        cuda=tuple(cuda),
+        python=(version, tuple(words), normal),
+        numpy=(kind, keys.numpy().astype(np.uint32), *rest),
+    ).put_back()
 
 
 class WholeStep:
@@ -155,7 +157,7 @@ class WholeStep:
         self._done = False
 
     def __enter__(self) -> WholeStep:
-        self._dice = dice()
+        self._dice = Dice.now()
         self._buffers = {n: b.to("cpu", copy=True) for n, b in self.model.named_buffers()}
         self._counts = dict(vars(self.metric)) if self.metric is not None else {}
         return self
@@ -173,7 +175,7 @@ class WholeStep:
         if kind is None or self._done:
             return
         with unbroken(), torch.no_grad():
-            put_dice_back(self._dice)
+            self._dice.put_back()
             if self.metric is not None:
                 vars(self.metric).update(self._counts)
             for name, buffer in self.model.named_buffers():
