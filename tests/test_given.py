@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import AnybatchError, LazyBatch
-from anybatch.given import LOSS, Given, shapes
+from anybatch.given import LOSS, Given
+from anybatch.kinds import shapes_of
 from anybatch.loss.watched import Watched
 from anybatch.rng import Dice
 
@@ -36,10 +37,9 @@ def test_kinds_know_no_sizes_and_shapes_no_rows() -> None:
     y = torch.zeros(4).long()
     one, other = (it.batch(torch.ones(n, 5), y[:n]) for n in (4, 2))
     assert it.kinds(one) == it.kinds(other)
-    assert shapes(one) == shapes(other) == ((5,), ())
+    assert shapes_of(one) == shapes_of(other) == ((5,), ())
     assert it.kinds(it.batch(torch.ones(4, 5).double(), y)) != it.kinds(one)
     lazy = it.batch(LazyBatch(TensorDataset(torch.ones(4, 5), y)), None)
-    assert shapes(lazy) == ()
     assert it.kinds(lazy) == ("lazy",)
 
 
@@ -53,6 +53,8 @@ def test_the_rows_that_are_loaded_of_a_lazy_batch_draw_nothing() -> None:
     batch = it.batch(LazyBatch(Draws(torch.ones(40, 5), torch.zeros(40).long())), None)
     case = it.case(batch, it.modules(), trains=True)
     assert (case.size, case.rows.size, case.lazy) == (40, 9, True)
+    kind = it.kind(batch, it.modules(), trains=True, before=0)
+    assert (kind.shapes, kind.size) == (((5,), ()), 40)
     assert Dice.now().same_as(before)
 
 

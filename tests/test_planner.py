@@ -16,8 +16,8 @@ from anybatch.planner import even
 
 
 def kind(shape: tuple[int, ...], size: int = 8, **more: Any) -> Kind:
-    given: dict[str, Any] = {"names": (("x", "f32"), (True,)), "trains": True, "before": 0} | more
-    return Kind(shapes=(shape,), size=size, **given)
+    given: dict[str, Any] = {"tensors": ("x", "f32"), "modes": (True,), "numbers": ()}
+    return Kind(shapes=(shape,), size=size, **(given | {"trains": True, "before": 0} | more))
 
 
 def test_what_bounds_what() -> None:
@@ -25,11 +25,11 @@ def test_what_bounds_what() -> None:
     assert not kind((4, 4)).bounds(kind((2, 5)))
     forward_only = kind((4, 4), trains=False)
     assert kind((4, 4)).bounds(forward_only)
-    eval_mode = kind((4, 4), trains=False, names=(("x", "f32"), (False,)))
+    eval_mode = kind((4, 4), trains=False, modes=(False,))
     assert not kind((4, 4)).bounds(eval_mode)  # a model may do more when it is tested
     assert not forward_only.bounds(kind((4, 4)))
-    assert not kind((4, 4)).bounds(kind((4, 4), names=(("x", "f64"), (True,))))
-    assert not kind((4, 4)).bounds(kind((4, 4), names=(("x", "f32"), (False,))))
+    assert not kind((4, 4)).bounds(kind((4, 4), tensors=("x", "f64")))
+    assert not kind((4, 4)).bounds(kind((4, 4), modes=(False,)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10, 64])

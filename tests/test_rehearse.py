@@ -12,7 +12,7 @@ from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import rehearse
+from anybatch import rehearse, updates
 from anybatch.case import Case, as_fakes
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
@@ -90,19 +90,19 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(
 ) -> None:
     model = MLP(8, 16, 4)
     optimizer = make(model.parameters())
-    found = rehearse.update(optimizer, list(model.modules()))
+    found = updates.update(optimizer, list(model.modules()))
     assert found is not None
     assert not optimizer.state
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     state = found.final().get("optimizer", 0)
-    assert state == rehearse.state_bytes(optimizer)
+    assert state == updates.state_bytes(optimizer)
     assert state >= sets * sum(p.nbytes for p in model.parameters())
 
 
 def test_an_optimizer_that_reads_a_value_is_not_rehearsed() -> None:
     model = nn.Linear(3, 3)
-    assert rehearse.update(torch.optim.LBFGS(model.parameters()), [model]) is None
+    assert updates.update(torch.optim.LBFGS(model.parameters()), [model]) is None
 
 
 def test_a_rehearsal_holds_nothing_when_it_is_over() -> None:

@@ -162,11 +162,18 @@ def soak(results: Results) -> str:
     """What the last soak has run, in one line a count."""
     tests = results["outcomes"]
     counted = results["counted"].items()
-    interrupted = sum(count for name, count in counted if "ctrl_c_at_every_line" in name)
+
+    def of(test: str) -> str:
+        return str(sum(count for name, count in counted if test in name))
+
     rows = [
         ["tests passed, failed", f"{tests['passed']}, {tests['failed']}"],
         ["cases and splits against the undivided batch", str(results["exactness"])],
         ["random shapes and splits, each property", str(results["examples"])],
-        ["lines at which a step was interrupted by a real signal", str(interrupted)],
+        ["lines at which a step was interrupted by a real signal", of("ctrl_c_at_every_line")],
+        ["random models, batches and budgets, the fastest size", of("is_ever_over")],
+        ["the same, the largest size", of("uses_the_budget")],
+        ["random lengths, batch sizes and image sizes under a budget", of("changing_shapes")],
+        ["moments at which a run was killed, and resumed bitwise", of("test_kills")],
     ]
     return markdown(["full counts", "of the last soak"], rows)

@@ -16,8 +16,8 @@ from anybatch.kinds import bytes_of
 from anybatch.ladder import SMALL
 from anybatch.memory import left
 from anybatch.probe import workspace
-from anybatch.rehearse import state_bytes
 from anybatch.units import show_bytes
+from anybatch.updates import state_bytes
 
 
 def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> BudgetError:

@@ -6,7 +6,7 @@ case of tensors without data; both go through the same mechanisms (`anybatch.reh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from anybatch import tree
 from anybatch.batch import Batch, MicroBatch, TensorBatch
 from anybatch.device import HostLink, Shipment
-from anybatch.fakes import Fakes, Reshape
+from anybatch.fakes import Fakes
 from anybatch.loss.declared import Loss
 from anybatch.meter import Meter
 from anybatch.modules import Modules
@@ -115,12 +115,8 @@ class Claiming(HostLink):
         return sent
 
 
-def as_fakes(case: Case, reshape: Reshape | None = None) -> Case:
+def as_fakes(case: Case) -> Case:
     """Return the case on fakes.
-
-    Args:
-        case: the real one.
-        reshape: other shapes for the rows; None (default) keeps them.
 
     Raises:
         Exception: the model or the loss cannot be copied, or holds what cannot be faked.
@@ -129,7 +125,7 @@ def as_fakes(case: Case, reshape: Reshape | None = None) -> Case:
     model, loss = fakes.copy((case.model, case.loss), [module for _, module in case.modules])
     rows = max(case.size, 4 * MICRO_BATCHES)
     pair = (case.rows.inputs, case.rows.targets)
-    inputs, targets = fakes.rows(pair, case.rows.size, rows, reshape)
+    inputs, targets = fakes.rows(pair, case.rows.size, rows)
     return Case(
         model=model,
         loss=loss,
@@ -146,10 +142,13 @@ def as_fakes(case: Case, reshape: Reshape | None = None) -> Case:
 
 
 def few(case: Case, rows: int) -> Case:
-    """Return the case with `rows` rows or more; where they are repeated, no more than that."""
+    """Return the case with `rows` rows or more; where they are repeated, no more than that.
+
+    Where not all rows of the batch are there, it is the case of a batch of those that are.
+    """
     there = case.rows.size
     if there >= rows:
-        return case
+        return case if case.lazy or there >= case.size else replace(case, size=there)
     pair = (case.rows.inputs, case.rows.targets)
     times, rest = divmod(rows, there)
     pieces, sizes = [pair] * times, [there] * times
@@ -168,3 +167,26 @@ def first_rows(case: Case, size: int) -> Case:
     with case.mode():
         inputs, targets = tree.rows(pair, 0, size, case.rows.size)
     return replace(case, rows=TensorBatch(inputs, targets, size), size=size)
+
+
+def stretched(rows: TensorBatch, shapes: Sequence[tuple[int, ...]], count: int) -> TensorBatch:
+    """Return the first rows in other shapes: what is too short is repeated, too long is cut.
+
+    Args:
+        rows: at least one.
+        shapes: of a row of each of its tensors, in order.
+        count: rows to take, or all that there are.
+    """
+    count, wanted = min(count, rows.size), iter(shapes)
+
+    def one(tensor: Tensor) -> Tensor:
+        longer = tensor.detach()
+        for dim, length in enumerate(next(wanted), 1):
+            if longer.shape[dim] != length:
+                index = torch.arange(length, device=tensor.device) % max(longer.shape[dim], 1)
+                longer = longer.index_select(dim, index)
+        return longer.requires_grad_(tensor.requires_grad)
+
+    few_rows = tree.rows((rows.inputs, rows.targets), 0, count, rows.size)
+    inputs, targets = tree.map_tensors(one, few_rows)
+    return TensorBatch(inputs, targets, count)

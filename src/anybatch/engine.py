@@ -15,14 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch._plan import Facts, Plan, decide
+from anybatch._plan import Plan, decide
 from anybatch.batch import Batch, LazyBatch
-from anybatch.gather import COUPLED
-from anybatch.given import Given, shapes
-from anybatch.gradients import Gradients, gradient_dtype
+from anybatch.facts import of_foreseen, of_run
+from anybatch.given import Given
+from anybatch.gradients import Gradients
 from anybatch.kinds import Allowed, Kind, bytes_of
 from anybatch.loss.declared import Loss
 from anybatch.loss.watched import Watched
+from anybatch.measure import measured
 from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules
 from anybatch.planner import Planner, planner_of
@@ -35,10 +36,10 @@ from anybatch.refusals import (
     refuse_written,
     versions_of,
 )
-from anybatch.rehearse import measured, state_bytes
 from anybatch.runner import Runner
-from anybatch.step import Observer, Scaler, Step
+from anybatch.step import Observer, Scaler, Shown, Step
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
+from anybatch.updates import state_bytes
 
 BatchNormMode = Literal["exact", "local"]
 
@@ -158,11 +159,17 @@ class Engine:
         an exception, KeyboardInterrupt included.
         """
         refuse_nested(BACKWARD)
+        run = partial(self._backward, inputs, targets, scaler, observe, Shown())
         with NothingHeld():
-            return self._backward(inputs, targets, scaler, observe)
+            return self._given.reach.again(run)
 
     def _backward(
-        self, inputs: Any, targets: Any, scaler: Scaler | None, observe: Observer | None
+        self,
+        inputs: Any,
+        targets: Any,
+        scaler: Scaler | None,
+        observe: Observer | None,
+        shown: Shown,
     ) -> Tensor:
         start = perf_counter()
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
@@ -172,7 +179,7 @@ class Engine:
         gradients = Gradients(leaves, wide=False)
         with whole_or_nothing(before, gradients.deliver):
             step, kind, allowed = self._planned(batch, modules, before, gradients)
-            step.scaler, step.observe = scaler, observe
+            step.scaler, step.observe, step.shown = scaler, observe, shown
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
                 loss, peak = self._first_measured(step, kind, modules, before)
@@ -199,15 +206,19 @@ class Engine:
             NotExactError: as in `backward`.
         """
         with NothingHeld():
-            return self._evaluate(inputs, targets, observe)
+            return self._given.reach.again(
+                partial(self._evaluate, inputs, targets, observe, Shown())
+            )
 
-    def _evaluate(self, inputs: Any, targets: Any, observe: Observer | None) -> Tensor:
+    def _evaluate(
+        self, inputs: Any, targets: Any, observe: Observer | None, shown: Shown
+    ) -> Tensor:
         start = perf_counter()
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         before = Before(modules, [])
         with whole_or_nothing(before, lambda: None), torch.no_grad():
             step, kind, allowed = self._planned(batch, modules, before, None)
-            step.observe = observe
+            step.observe, step.shown = observe, shown
             loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, allowed, peak)
@@ -220,25 +231,28 @@ class Engine:
         if self._planner is None:
             assert self.micro_batch is not None
             return make(self.micro_batch, apart=False), None, None
-        modes = tuple(module.training for _, module in modules)
+        kind = self._kind(batch, modules, gradients)
+        allowed = self._allow(self._planner, kind, batch, modules)
+        self.micro_batch = allowed.micro_batch
+        step = make(allowed.micro_batch, apart=allowed.apart)
+        if isinstance(batch, LazyBatch):
+            step.watch = self._given.reach.watch
+        return step, kind, allowed
+
+    def _kind(self, batch: Batch, modules: Modules, gradients: Gradients | None) -> Kind:
         leaves = self._given.leaves(modules, batch)
         there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
-        frozen = tuple(not p.requires_grad for p, _ in before.gradients)
-        kind = Kind(
-            names=(self._given.kinds(batch), modes, frozen),
-            trains=gradients is not None,
-            shapes=shapes(batch),
-            size=batch.size,
-            before=sum(map(bytes_of, there.values())),
-        )
-        allowed = self._planner.allow(
+        before = sum(map(bytes_of, there.values()))
+        return self._given.kind(batch, modules, trains=gradients is not None, before=before)
+
+    def _allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
+        """Return how a batch is run, within the budget."""
+        return planner.allow(
             kind,
             lambda: self._given.case(batch, modules, trains=kind.trains),
             self._given.optimizer,
             lambda: self._runner.refuse_division(modules),
         )
-        self.micro_batch = allowed.micro_batch
-        return make(allowed.micro_batch, apart=allowed.apart), kind, allowed
 
     def _first_measured(
         self, step: Step, kind: Kind | None, modules: Modules, before: Before
@@ -261,19 +275,7 @@ class Engine:
         allowed: Allowed | None,
         peak: int | None,
     ) -> Tensor:
-        gradients = step.gradients
-        facts = Facts(
-            micro_batch=step.limit,
-            divided=step.count > 1,
-            loss=step.found,
-            coupled=step.found == COUPLED,
-            late=isinstance(step.batch, LazyBatch),
-            half=gradients.half if gradients is not None else (),
-            before=gradients is not None and gradients.added,
-            local=step.local,
-            apart=step.apart and step.count > 1 and gradients is not None,
-            failed=self._runner.failed_at(step),
-        )
+        facts = of_run(step, self._runner.failed_at(step))
         memory = None if allowed is None else allowed.memory
         # A last partial batch that needs no splitting does not change the plan of the others.
         if (facts, memory) != self._facts and (facts.divided or self._plan is None):
@@ -300,30 +302,16 @@ class Engine:
             targets: as in `backward`.
             timed: time the sizes that fit, where they have not been. Default True.
         """
-        planner = self._planner
-        if planner is None:
-            planner = self._planner = Planner(None, fixed=self.micro_batch)
-        planner.timed = timed
+        planner = self._planner or Planner(None, fixed=self.micro_batch)
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
         with whole_or_nothing(before, lambda: None), torch.enable_grad():
-            step, _, allowed = self._planned(batch, modules, before, gradients)
-        assert allowed is not None
-        half = {str(gradient_dtype(p)).removeprefix("torch.") for p in leaves}
-        facts = Facts(
-            micro_batch=allowed.micro_batch,
-            divided=step.count > 1,
-            loss=allowed.loss,
-            coupled=allowed.coupled,
-            late=isinstance(batch, LazyBatch),
-            half=tuple(sorted(half & {"bfloat16", "float16"})),
-            before=any(leaf.grad is not None for leaf in leaves),
-            local=step.local,
-            apart=allowed.apart,
-            failed=0,
-        )
-        return decide(facts, allowed.memory)
+            with planner.timing(timed):
+                kind = self._kind(batch, modules, gradients)
+                allowed = self._allow(planner, kind, batch, modules)
+            step = self._runner.step(batch, modules, before, gradients, allowed.micro_batch)
+        return decide(of_foreseen(step, allowed, leaves), allowed.memory)
 
 
 BACKWARD = Engine.backward.__code__

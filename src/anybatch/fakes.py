@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from typing import Any, TypeVar
@@ -24,9 +24,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from anybatch import tree
-
-Reshape = Callable[[str, tuple[int, ...]], tuple[int, ...]]
-"""``(path, shape of a leaf without its rows)`` -> the shape to take instead."""
 
 T = TypeVar("T")
 
@@ -102,21 +99,18 @@ class Fakes:
         ]
         return twin
 
-    def rows(self, batch: Any, size: int, count: int, reshape: Reshape | None = None) -> Any:
+    def rows(self, batch: Any, size: int, count: int) -> Any:
         """Return `count` rows like those of `batch`: fakes for tensors, repeated rows for the rest.
 
         Args:
             batch: tree whose tensors have `size` rows.
             size: its rows.
             count: rows wanted, more or fewer.
-            reshape: other shapes for the rows of some tensors; None (default) keeps them.
         """
-        paths = iter([path for path, _ in tree.leaves(batch)])
 
         def one(leaf: Any) -> Any:
-            path = next(paths)
             if isinstance(leaf, Tensor):
-                return self._rows(leaf, path, count, reshape)
+                return self._rows(leaf, count)
             if isinstance(leaf, np.ndarray) and leaf.ndim:
                 return leaf[np.arange(count) % size]
             if isinstance(leaf, list | tuple) and len(leaf) == size:
@@ -125,16 +119,13 @@ class Fakes:
 
         return tree.map_leaves(one, batch)
 
-    def _rows(self, leaf: Tensor, path: str, count: int, reshape: Reshape | None) -> Tensor:
+    def _rows(self, leaf: Tensor, count: int) -> Tensor:
         if leaf.dim() == 0:
             return self.of(leaf)
-        shape = tuple(leaf.shape[1:])
-        if reshape is not None:
-            shape = reshape(path, shape)
+        shape = (count, *leaf.shape[1:])
         with self.mode:
-            return torch.empty(
-                (count, *shape), dtype=leaf.dtype, device=leaf.device
-            ).requires_grad_(leaf.requires_grad)
+            rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        return rows.requires_grad_(leaf.requires_grad)
 
 
 def is_fake(value: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from anybatch import rehearse
-from anybatch.case import Case, first_rows
+from anybatch.case import MICRO_BATCHES, Case, first_rows
 from anybatch.rehearse import Look
 from anybatch.timeline import Line, Timeline
 
@@ -41,6 +41,7 @@ class Forecast:
         gradients: bytes of a set of gradients.
         look: what the first look found out.
         case: the fakes, where there are some: a size can be rehearsed exactly.
+        entries: bytes that a sample adds to sparse gradients, whose sums grow.
     """
 
     how: str
@@ -54,6 +55,7 @@ class Forecast:
     gradients: int
     look: Look
     case: Case | None = field(repr=False)
+    entries: int = 0
 
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
@@ -100,7 +102,7 @@ class Forecast:
         """
         if self.kept is not None:
             held = _merged(self.kept.at(n).at_peak(), self._held(divided=True))
-            return max(_total(held), *map(_total, self._beside(n, size)))
+            return max(_total(held) + self._grown(n, size), *map(_total, self._beside(n, size)))
         if self.case is None or not confirmed:
             return self.peak(n, size) + self.gradients
         return max(self._rehearsed(n, size, apart=True), *map(_total, self._beside(n, size)))
@@ -131,7 +133,14 @@ class Forecast:
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
         line = self.divided.at(n) if n < size else self.undivided.at(size)
-        return [_merged(line.at_peak(), self._held(divided=n < size)), *self._beside(n, size)]
+        held = _merged(line.at_peak(), self._held(divided=n < size))
+        if grown := self._grown(n, size):
+            held = _merged(held, {"gradients": grown})
+        return [held, *self._beside(n, size)]
+
+    def _grown(self, n: int, size: int) -> int:
+        """Return what sparse sums grow by after the micro-batches of a rehearsal: old and new."""
+        return 2 * self.entries * max(0, size - MICRO_BATCHES * n) if n < size else 0
 
     def _beside(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peaks of the first look, where there is one, and of the update."""

@@ -5,22 +5,30 @@ seconds. A kind of batch whose rows are all at least as large holds no less, so 
 do; and what is rehearsed anew is rounded up, so that it bounds the next ones too.
 
     lengths 300, 410, 120, 500, 31 ...      rehearsed: 300, 512, 32
+
+A number that comes with the rows may decide what is held (how many tokens are kept), or nothing at
+all (a count of steps). Two numbers that hold the same show that it is the latter.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from anybatch.budget import on_cuda
-from anybatch.case import Case
+from anybatch.case import MICRO_BATCHES, Case, stretched
 from anybatch.forecast import Forecast
-from anybatch.kinds import Kind
-from anybatch.ladder import FAKE, forecast
+from anybatch.kinds import Kind, bytes_of
+from anybatch.ladder import FAKE, FARTHER, forecast
+from anybatch.tree import tensors
 
 LOOSE = 4
 """How many times as many elements a known case may have to bound another one."""
+
+MANY = 8
+"""Numbers that are told apart; of others the forecast with the most bytes stands in."""
 
 
 class Foreseen:
@@ -33,6 +41,11 @@ class Foreseen:
     def __init__(self) -> None:
         self.rehearsed = 0
         self._known: list[tuple[Kind, Forecast]] = []
+        self._same: set[Any] = set()
+
+    def plain(self, kind: Kind) -> Kind:
+        """Return the kind without its numbers, where these are known to decide nothing."""
+        return replace(kind, numbers=()) if _but_numbers(kind) in self._same else kind
 
     def knows(self, kind: Kind) -> bool:
         """Say whether just this kind has been foreseen."""
@@ -50,7 +63,7 @@ class Foreseen:
             if known.bounds(kind) and known.size >= kind.size
         ]
         if not above:
-            return None
+            return self._stand_in(kind)
         elements, found = min(above, key=lambda pair: pair[0])
         return found if elements <= LOOSE * kind.elements else None
 
@@ -66,23 +79,21 @@ class Foreseen:
         """Return the forecast of a kind, or of one that bounds it and others, and remember it."""
         self.rehearsed += 1
         bound = self._rounded(kind) if rounded else kind
-        if bound != kind:
-            found = _at(case, bound, optimizer, room)
-            if found is not None:
-                self._known.append((bound, found))
-                return found
-        found = forecast(case, optimizer, room=room, verify=True)
-        if case.device.type == "cuda":
-            found = on_cuda(found, case, optimizer)
-        self._known.append((kind, found))
+        found = _at(case, bound, optimizer, room) if bound != kind else None
+        if found is None:
+            bound = kind
+            found = forecast(case, optimizer, room=room, verify=True)
+            if case.device.type == "cuda":
+                found = on_cuda(found, case, optimizer)
+        self._known.append((bound, found))
+        self._compare(bound, found)
         return found
 
     def _rounded(self, kind: Kind) -> Kind:
         """Return the kind with what has changed before rounded up, so that it bounds others."""
-        alike = [pair for pair in self._known if pair[0].names[0] == kind.names[0]]
-        if not alike or alike[0][1].how != FAKE:
+        first = next((known for known, _ in self._known if known.tensors == kind.tensors), None)
+        if first is None:
             return kind
-        first = alike[0][0]
         shapes = tuple(
             tuple(a if a == b else _power(b) for a, b in zip(before, now, strict=True))
             for before, now in zip(first.shapes, kind.shapes, strict=True)
@@ -90,24 +101,56 @@ class Foreseen:
         size = kind.size if kind.size <= first.size else _power(kind.size)
         return replace(kind, shapes=shapes, size=size)
 
+    def _compare(self, kind: Kind, found: Forecast) -> None:
+        """Remember where another number has held the same."""
+        sizes = {1, kind.size}
+        peaks = [found.peak(n, kind.size) for n in sizes]
+        for known, other in self._known:
+            alike = _but_numbers(known) == _but_numbers(kind) and known.shapes == kind.shapes
+            if known.numbers == kind.numbers or not alike:
+                continue
+            if known.size == kind.size and peaks == [other.peak(n, kind.size) for n in sizes]:
+                self._same.add(_but_numbers(kind))
+        self._known = [(self.plain(known), forecast) for known, forecast in self._known]
+
+    def _stand_in(self, kind: Kind) -> Forecast | None:
+        """Return the largest forecast of many that differ in numbers; None where they are few."""
+        others = [
+            forecast
+            for known, forecast in self._known
+            if replace(known, numbers=kind.numbers).bounds(kind) and known.size >= kind.size
+        ]
+        if len(others) < MANY:
+            return None
+        return max(others, key=lambda forecast: forecast.peak(kind.size, kind.size))
+
 
 def _at(
     case: Case, kind: Kind, optimizer: torch.optim.Optimizer | None, room: int
 ) -> Forecast | None:
-    """Return the forecast of the case with other shapes; None where the model cannot take them."""
-    paths = [str(name[0]) for name in kind.names[0]]
-    shapes: dict[str, tuple[int, ...]] = dict(zip(paths, kind.shapes, strict=True))
-    larger = replace(case, size=kind.size)
+    """Return the forecast of the case with other shapes; None where the model cannot take them.
 
-    def reshape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shapes.get(path, shape)
-
+    On CUDA nothing is run: an index beyond a table ends all work on the device.
+    """
+    count = MICRO_BATCHES * max(FARTHER)
+    larger = replace(case, size=kind.size, rows=stretched(case.rows, kind.shapes, count))
     try:
-        return forecast(larger, optimizer, room=room, reshape=reshape, verify=False)
+        found = forecast(larger, optimizer, room=room, verify=case.device.type != "cuda")
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # longer than its table of positions, or whatever else
         return None
+    if found.how == FAKE:
+        return found
+    if found.look.coupled:  # what all outputs need was not seen
+        return None
+    # What a loss counts over all targets was counted over a few.
+    row = sum(bytes_of(t[:1]) for _, t in tensors(larger.rows.targets) if t.dim())
+    return found.with_more("activations", row * kind.size)
+
+
+def _but_numbers(kind: Kind) -> Any:
+    return kind.tensors, kind.modes, kind.trains
 
 
 def _power(count: int) -> int:

@@ -15,12 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from anybatch import tree
 from anybatch.batch import Batch, LazyBatch, TensorBatch
-from anybatch.case import MICRO_BATCHES, Case
+from anybatch.case import Case
 from anybatch.errors import AnybatchError
+from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.declared import Inside, Loss
 from anybatch.modules import Modules, parameters, walk
+from anybatch.reach import Reach
 from anybatch.refusals import refuse_ranks
-from anybatch.rng import Dice
 
 LOSS = "loss_fn: "
 """What the paths of the modules of the loss begin with."""
@@ -36,6 +37,7 @@ class Given:
         optimizer: the optimizer, or None.
         batchnorm: "exact" or "local".
         closure: leaves that the loss closes over, found on the way.
+        reach: the largest rows met so far of batches that are loaded on the way.
     """
 
     model: nn.Module
@@ -43,6 +45,7 @@ class Given:
     optimizer: torch.optim.Optimizer | None
     batchnorm: str
     closure: list[Tensor] = field(default_factory=list)
+    reach: Reach = field(default_factory=Reach)
 
     @property
     def device(self) -> torch.device:
@@ -81,19 +84,42 @@ class Given:
         return list({id(p): p for p in every}.values())
 
     def kinds(self, batch: Batch) -> tuple[Any, ...]:
-        """Return path, dimensions and dtype of every tensor of a batch."""
-        if not isinstance(batch, TensorBatch):
-            return ("lazy",)
-        pair = (batch.inputs, batch.targets)
-        return tuple((path, t.dim(), t.dtype) for path, t in tree.tensors(pair))
+        """Return path, dimensions and dtype of every tensor of a batch, where they are known."""
+        return kinds_of(batch) if isinstance(batch, TensorBatch) else ("lazy",)
+
+    def kind(self, batch: Batch, modules: Modules, *, trains: bool, before: int) -> Kind:
+        """Return what a plan for a step belongs to.
+
+        Args:
+            batch: of the step; of a lazy one a few rows are loaded, once.
+            modules: every module that it runs.
+            trains: with backward.
+            before: bytes of gradients that are there.
+        """
+        rows = self.rows(batch)
+        every = [p for _, module in modules for p in module._parameters.values() if p is not None]
+        modes = (
+            isinstance(batch, TensorBatch),
+            tuple(module.training for _, module in modules),
+            tuple(p.requires_grad for p in every),
+            switched_on(self.optimizer),
+        )
+        shapes, numbers = shapes_of(rows), numbers_of(rows)
+        return Kind(kinds_of(rows), modes, numbers, trains, shapes, batch.size, before)
+
+    def rows(self, batch: Batch) -> TensorBatch:
+        """Return the rows that a step is planned with."""
+        if isinstance(batch, TensorBatch):
+            return batch
+        assert isinstance(batch, LazyBatch)
+        return self.reach.rows(batch)
 
     def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
-        """Return what is rehearsed of a step; of a lazy batch a few rows are loaded for it."""
-        rows = batch if isinstance(batch, TensorBatch) else _loaded(batch)
+        """Return what is rehearsed of a step."""
         return Case(
             model=self.model,
             loss=self.loss,
-            rows=rows,
+            rows=self.rows(batch),
             size=batch.size,
             lazy=not isinstance(batch, TensorBatch),
             modules=modules,
@@ -102,21 +128,6 @@ class Given:
             batchnorm=self.batchnorm,
             trains=trains,
         )
-
-
-def shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    """Return the shape of one row of every tensor of a batch; nothing is known of a lazy one."""
-    if not isinstance(batch, TensorBatch):
-        return ()
-    return tuple(tuple(t.shape[1:]) for _, t in tree.tensors((batch.inputs, batch.targets)))
-
-
-def _loaded(batch: Batch) -> TensorBatch:
-    """Return the first rows of a lazy batch; the dice are put back."""
-    dice = Dice.now()
-    first = next(iter(batch.micro_batches(min(batch.size, MICRO_BATCHES * MICRO_BATCHES))))
-    dice.put_back()
-    return TensorBatch(first.inputs, first.targets, first.size)
 
 
 _NOTHING = TensorBatch(None, None, 0)

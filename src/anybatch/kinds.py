@@ -8,11 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from anybatch import tree
 from anybatch._plan import Memory
+
+Shapes = tuple[tuple[int, ...], ...]
+"""The shape of one row of each tensor of a batch."""
+
+
+class Rows(Protocol):
+    """Inputs and targets with rows: a mini-batch or a micro-batch."""
+
+    @property
+    def inputs(self) -> Any:
+        """Tree of tensors [n, ...]."""
+
+    @property
+    def targets(self) -> Any:
+        """The same."""
 
 
 @dataclass(frozen=True)
@@ -20,31 +37,43 @@ class Kind:
     """What a plan belongs to: everything about a batch that decides what a step holds.
 
     Attributes:
-        names: path, dtype and dimensions of each tensor of the batch, the modes of the modules, and
-            which parameters are frozen.
+        tensors: path, dimensions and dtype of each tensor of the batch.
+        modes: whether it is loaded on the way, the modes of the modules, which parameters are
+            frozen, and what is switched on in the optimizer.
+        numbers: path and value of what comes with the rows and is no tensor.
         trains: with backward; else forward only.
         shapes: the shape of one row of each tensor.
         size: N_B, samples in the mini-batch.
         before: bytes of gradients that are there already and are added to.
     """
 
-    names: Any
+    tensors: Any
+    modes: Any
+    numbers: tuple[tuple[str, Any], ...]
     trains: bool
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     size: int
     before: int
 
     @property
     def elements(self) -> int:
         """Elements of one sample."""
-        return sum(prod(shape) for shape in self.shapes)
+        return elements(self.shapes)
+
+    def like(self, other: Kind) -> bool:
+        """Say whether they differ in sizes and numbers only."""
+        return (self.tensors, self.modes) == (other.tensors, other.modes)
 
     def bounds(self, other: Kind) -> bool:
         """Say whether a step of `other` holds no more than one of this, at the same micro-batch."""
-        like = other.names == self.names and (self.trains or not other.trains)
-        return like and all(
-            all(mine >= its for mine, its in zip(a, b, strict=True))
-            for a, b in zip(self.shapes, other.shapes, strict=True)
+        like = self.like(other) and self.numbers == other.numbers
+        return (
+            like
+            and (self.trains or not other.trains)
+            and all(
+                all(mine >= its for mine, its in zip(a, b, strict=True))
+                for a, b in zip(self.shapes, other.shapes, strict=True)
+            )
         )
 
 
@@ -66,6 +95,42 @@ class Allowed:
     memory: Memory
     coupled: bool
     loss: str
+
+
+def kinds_of(rows: Rows) -> tuple[Any, ...]:
+    """Return path, dimensions and dtype of every tensor."""
+    return tuple((path, t.dim(), t.dtype) for path, t in tree.tensors((rows.inputs, rows.targets)))
+
+
+def shapes_of(rows: Rows) -> Shapes:
+    """Return the shape of one row of every tensor."""
+    return tuple(tuple(t.shape[1:]) for _, t in tree.tensors((rows.inputs, rows.targets)))
+
+
+def numbers_of(rows: Rows) -> tuple[tuple[str, Any], ...]:
+    """Return path and value of every number, flag and text that is no row."""
+    leaves = tree.leaves((rows.inputs, rows.targets))
+    return tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, PLAIN))
+
+
+PLAIN = bool | int | float | str
+
+
+def switched_on(optimizer: torch.optim.Optimizer | None) -> tuple[Any, ...]:
+    """Return how many parameters each group has, and which of its options are not off.
+
+    The value of a learning rate changes at every step and no memory; a momentum that is there does.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    return tuple(
+        (len(group["params"]), *(k for k, v in group.items() if isinstance(v, PLAIN) and v))
+        for group in groups
+    )
+
+
+def elements(shapes: Shapes) -> int:
+    """Return the elements of one sample."""
+    return sum(map(prod, shapes))
 
 
 def bytes_of(tensor: Tensor) -> int:

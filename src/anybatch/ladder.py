@@ -20,11 +20,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from anybatch import rehearse
+from anybatch import rehearse, tree, updates
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
-from anybatch.fakes import Reshape
 from anybatch.forecast import Forecast
+from anybatch.kinds import bytes_of
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -64,7 +64,6 @@ def forecast(
     optimizer: torch.optim.Optimizer | None,
     *,
     room: int,
-    reshape: Reshape | None = None,
     verify: bool,
 ) -> Forecast:
     """Foresee the memory of a step.
@@ -73,35 +72,37 @@ def forecast(
         case: the real one.
         optimizer: its state is counted as it will be after its first step.
         room: bytes that a rehearsal on real rows may take.
-        reshape: other shapes of the rows, on the first rung only.
-        verify: measure one small real step, and do not believe a rehearsal that it contradicts.
+        verify: measure one small real step, and do not believe a rehearsal that it contradicts;
+            without, nothing real is run, so there is only the first rung.
 
     Returns:
         The forecast of the highest rung that holds.
 
     Raises:
-        Exception: what the step itself raises on real rows; with `reshape`, on other shapes.
+        Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
     state = _state(case, optimizer)
     try:
-        found = _rehearsed(as_fakes(case, reshape), state, FAKE)
+        found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
-        if reshape is not None:
+        if not verify:
             raise
         found = None
     if found is not None:
-        missing = _missing(found, case, room) if verify and reshape is None else 0
+        missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
             return found.with_constant({"activations": missing}) if missing > 0 else found
+    one = _of_one(case, state)
+    if one is not None and _held_at(one, case, SMALL + 1) > room:
+        return one
     real = few(case, MICRO_BATCHES * (SMALL + 1))
     try:
         found = _rehearsed(real, state, REAL)
     except NotAffineError:
         found = _rehearsed(real, state, PEAKS)
-    fits = (n for n in FARTHER if found.peak(n, max(case.size, n + 1)) <= room)
-    far = next(fits, None)
+    far = next((n for n in FARTHER if _held_at(found, case, n) <= room), None)
     if far is not None:
         return _farther(found, few(case, far * MICRO_BATCHES), far)
     return replace(found, divided=_roughly(found.divided), undivided=_roughly(found.undivided))
@@ -114,8 +115,8 @@ State = tuple[Timeline | None, dict[str, int]]
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
-    update = rehearse.update(optimizer, [module for _, module in case.modules])
-    there = rehearse.state_bytes(optimizer)
+    update = updates.update(optimizer, [module for _, module in case.modules])
+    there = updates.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -124,20 +125,31 @@ def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     return update if case.trains else None, {"optimizer": count} if count else {}
 
 
-def _rehearsed(case: Case, state: State, how: str) -> Forecast:
-    """Return what two rehearsals, at two and three samples, say.
+def _of_one(case: Case, state: State) -> Forecast | None:
+    """Return a guess from real steps of one sample; None where the model cannot take one."""
+    try:
+        return _rehearsed(few(case, MICRO_BATCHES), state, PEAKS, (1,))
+    except AnybatchError:
+        raise
+    except (ValueError, IndexError):
+        return None
+
+
+def _rehearsed(
+    case: Case, state: State, how: str, sizes: tuple[int, ...] = (SMALL, SMALL + 1)
+) -> Forecast:
+    """Return what rehearsals, at two and three samples, say.
 
     Raises:
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
-    small, seen = rehearse.look(case, 2 * SMALL)
-    more, _ = rehearse.look(case, 2 * SMALL + 2)
-    seen = rehearse.watch_loss(case, seen)
-    sizes = (SMALL, SMALL + 1)
+    looks = [rehearse.look(case, 2 * n if n > 1 else 1) for n in sizes]
+    seen = rehearse.watch_loss(case, looks[0][1])
+    case = rehearse.unharmed(case, case.rows.size, seen)
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
-        looked=_line((small, more), sizes, how),
+        looked=_line((held for held, _ in looks), sizes, how),
         divided=_line((rehearse.divided(case, n, seen, apart=False) for n in sizes), sizes, how),
         undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
         kept=None,
@@ -147,6 +159,7 @@ def _rehearsed(case: Case, state: State, how: str) -> Forecast:
         gradients=sum(p.numel() * p.element_size() for p in case.leaves) if case.trains else 0,
         look=seen,
         case=case if case.fake else None,
+        entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
     )
 
 
@@ -163,6 +176,14 @@ def _roughly(line: Line) -> AffineTimeline:
         np.hstack([base, column]),
         np.hstack([slope, 0 * column]),
     )
+
+
+def _held_at(found: Forecast, case: Case, n: int) -> int:
+    """Return the bytes of a rehearsal at `n` samples, with rows that are made for it."""
+    rows = 0 if case.rows.size >= n * MICRO_BATCHES else n * MICRO_BATCHES
+    pair = (case.rows.inputs, case.rows.targets)
+    row = sum(bytes_of(t[:1]) for _, t in tree.tensors(pair) if t.dim())
+    return found.peak(n, max(case.size, n + 1)) + rows * row
 
 
 def _farther(found: Forecast, case: Case, far: int) -> Forecast:
@@ -203,13 +224,14 @@ def _alike(steps: list[Timeline]) -> bool:
     return all(step.events == steps[0].events for step in steps)
 
 
-def _line(both: Iterable[Timeline], sizes: tuple[int, int], how: str) -> AffineTimeline:
-    """Return the line through two timelines, or through their peaks."""
-    low, high = both
+def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> AffineTimeline:
+    """Return the line through two timelines, or through the peaks of one or more."""
+    found = list(steps)
     if how != PEAKS:
+        low, high = found
         margin = FARTHER.get(sizes[1], 1.0)
-        return AffineTimeline.through(low, high, *sizes, margin=margin)
-    every = [(line.peak, line.at_peak(), n) for line, n in zip((low, high), sizes, strict=True)]
+        return AffineTimeline.through(low, high, sizes[0], sizes[1], margin=margin)
+    every = [(line.peak, line.at_peak(), n) for line, n in zip(found, sizes, strict=True)]
     fixed = max(sum(held.get(owner, 0) for owner in FIXED) for _, held, _ in every)
     slope = max(math.ceil(MARGIN * max(0, peak - fixed) / n) for peak, _, n in every)
     return AffineTimeline(("all",), ("peak",), np.array([[fixed]]), np.array([[slope]]))
@@ -221,14 +243,24 @@ def _missing(found: Forecast, case: Case, room: int) -> int:
     Where not even one sample has room, nothing is run, and the forecast is taken as it is.
     """
     assert found.case is not None
-    n = next((n for n in (SMALL, 1) if found.peak(n, max(case.size, SMALL + 1)) <= room), 0)
+    n = next((n for n in (SMALL, 1) if _held_at(found, case, n) <= room), 0)
     if n == 0:
         return 0
-    known = rehearse.divided(found.case, n, found.look, apart=False)
-    try:
-        real = rehearse.divided(few(case, n * MICRO_BATCHES), n, found.look, apart=False)
+    real = rehearse.unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, found.look)
+    try:  # what all outputs need may hide what a micro-batch needs, so undivided too
+        return max(
+            _divided(real, found, n) - _divided(found.case, found, n),
+            _whole(real, found, n) - _whole(found.case, found, n),
+        )
     except AnybatchError:
         raise
     except (ValueError, IndexError):  # two rows are too few for it: there is nothing to compare
         return 0
-    return real.peak - known.peak
+
+
+def _divided(case: Case, found: Forecast, n: int) -> int:
+    return rehearse.divided(case, n, found.look, apart=False).peak
+
+
+def _whole(case: Case, found: Forecast, n: int) -> int:
+    return rehearse.whole(case, n, found.look).peak

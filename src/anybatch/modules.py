@@ -6,6 +6,8 @@ more than the rest of the bookkeeping together. The list made here is asked inst
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, nn
 
 Modules = list[tuple[str, nn.Module]]
@@ -32,3 +34,9 @@ def walk(model: nn.Module) -> Modules:
 def parameters(modules: Modules) -> list[Tensor]:
     """Return every parameter, tied ones as often as they are tied."""
     return [p for _, module in modules for p in module._parameters.values() if p is not None]
+
+
+def tensors_of(modules: Iterable[nn.Module], kind: str) -> list[Tensor]:
+    """Return the tensors of modules that are ``"_parameters"`` or ``"_buffers"``."""
+    every = [tensor for module in modules for tensor in getattr(module, kind).values()]
+    return [tensor for tensor in every if tensor is not None]

@@ -15,17 +15,19 @@ Source: design of this project, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 
-from anybatch._plan import Candidate, Memory, Plan
+from anybatch._plan import Plan
 from anybatch.budget import budget_error, default_budget
 from anybatch.case import Case
-from anybatch.choice import fastest, search, step_seconds
+from anybatch.choice import fastest, search
+from anybatch.describe import describe
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
@@ -64,6 +66,15 @@ class Planner:
         self._allowed: dict[Kind, Allowed] = {}
         self._best: tuple[int, int] | None = None
 
+    @contextmanager
+    def timing(self, wanted: bool) -> Iterator[None]:  # noqa: FBT001
+        """Time sizes in the body, or do not, and then as before."""
+        was, self.timed = self.timed, wanted
+        try:
+            yield
+        finally:
+            self.timed = was
+
     @property
     def rehearsed(self) -> int:
         """Forecasts made so far."""
@@ -87,9 +98,11 @@ class Planner:
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
         """
+        kind = self._foreseen.plain(kind)
         found = self._allowed.get(kind)
         if found is None:
-            found = self._allowed[kind] = self._decide(kind, make_case, optimizer, refuse_division)
+            found = self._decide(kind, make_case, optimizer, refuse_division)
+            self._allowed[self._foreseen.plain(kind)] = found
         return found
 
     def learn(self, kind: Kind, peak: int, states: int) -> None:
@@ -100,6 +113,7 @@ class Planner:
             peak: bytes.
             states: bytes of them that are the optimizer's; the first step has none yet.
         """
+        kind = self._foreseen.plain(kind)
         allowed = self._allowed[kind]
         coming = max(0, dict(allowed.memory.owners).get("optimizer", 0) - states)
         missing = peak + coming - allowed.memory.predicted
@@ -144,7 +158,7 @@ class Planner:
             foreseen, cap = self._cap(foresee(rounded=False), kind, refuse_division, confirmed=True)
         timed: dict[int, float] = {}
         if self._fixed is None and cap == kind.size and _must_be_whole(refuse_division):
-            return self._describe(foreseen, kind, cap, timed, confirmed=fresh)
+            return self._described(foreseen, kind, cap, timed, fresh=fresh)
         if self._best is None and self.timed and self._fixed is None and kind.trains:
             fits = partial(self._fits, foreseen, kind.size)
             timed = search(
@@ -154,7 +168,22 @@ class Planner:
         n = n if self._fits(foreseen, kind.size, n) else cap
         if self._best is None and kind.trains:
             self._best = n, kind.elements
-        return self._describe(foreseen, kind, n, timed, confirmed=fresh)
+        return self._described(foreseen, kind, n, timed, fresh=fresh)
+
+    def _described(
+        self, foreseen: Forecast, kind: Kind, n: int, timed: dict[int, float], *, fresh: bool
+    ) -> Allowed:
+        assert self.budget is not None
+        return describe(
+            foreseen,
+            n,
+            kind.size,
+            timed,
+            budget=self.budget,
+            source=self.source,
+            trains=kind.trains,
+            confirmed=fresh,
+        )
 
     def _cap(
         self,
@@ -231,54 +260,6 @@ class Planner:
         if elements == kind.elements:
             return min(cap, n)
         return max(1, min(cap, round(n * elements / max(kind.elements, 1))))
-
-    def _describe(
-        self,
-        foreseen: Forecast,
-        kind: Kind,
-        n: int,
-        timed: dict[int, float],
-        *,
-        confirmed: bool,
-    ) -> Allowed:
-        """Return the decision, with what the plan tells of it."""
-        assert self.budget is not None
-        size, owners = kind.size, foreseen.owners(n, kind.size)
-        peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
-        apart = False
-        if kind.trains and n < size:
-            kept = foreseen.apart(n, size, confirmed=confirmed)
-            apart, peak = kept <= self.budget, max(peak, kept) if kept <= self.budget else peak
-        more = peak - sum(owners.values())
-        owners["gradients" if apart else "activations"] = more + owners.get(
-            "gradients" if apart else "activations", 0
-        )
-        memory = Memory(
-            budget=self.budget,
-            source=self.source,
-            predicted=peak,
-            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
-            floor=foreseen.peak(1, size),
-            whole=foreseen.peak(size, size),
-            how=foreseen.how,
-            candidates=tuple(
-                Candidate(
-                    k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None
-                )
-                for k in self._considered(foreseen, size, n, timed)
-            ),
-        )
-        return Allowed(n, apart, memory, foreseen.look.coupled, foreseen.look.loss)
-
-    def _considered(
-        self, foreseen: Forecast, size: int, n: int, timed: dict[int, float]
-    ) -> list[int]:
-        """Return the sizes worth a line: what was timed, and the first that does not fit."""
-        assert self.budget is not None
-        doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
-        fits = [k for k in doubling if foreseen.peak(k, size) <= self.budget]
-        too_large = [k for k in doubling if k not in fits][:1]
-        return sorted({n, size, *too_large, *(timed or fits)})
 
 
 def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Planner | None:

@@ -41,7 +41,7 @@ def seconds(case: Case, seen: Look, n: int) -> float | None:
     """
     try:
         alone = n >= case.size
-        case = unharmed(few(case, n), n, seen) if alone else few(case, n)
+        case = unharmed(few(case, n), n, seen)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
             gradients = Gradients(case.leaves, wide=not alone) if case.trains else None
             step = make_step(case, link_to(case.device), n, gradients, 1)

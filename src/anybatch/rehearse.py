@@ -13,14 +13,14 @@ Real tensors go the same way where fakes cannot (a value is read, a kernel hides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
@@ -28,13 +28,13 @@ from anybatch.buffers import ForwardBuffers
 from anybatch.case import MICRO_BATCHES, Case, Claiming
 from anybatch.device import Link
 from anybatch.discover import discoverer
-from anybatch.fakes import Fakes
 from anybatch.gather import COUPLED, loss_of_all, shares
 from anybatch.gradients import Gradients
 from anybatch.kept import Kept
-from anybatch.look import eager, layout_of, quietly, two_sizes, written
+from anybatch.kinds import bytes_of
+from anybatch.look import layout_of, quietly, two_sizes, written
 from anybatch.meter import Meter
-from anybatch.modules import Modules
+from anybatch.modules import tensors_of
 from anybatch.step import Layout, Step
 from anybatch.stream import stream
 from anybatch.timeline import Timeline
@@ -51,7 +51,7 @@ class Look:
 
     Attributes:
         layout: where the outputs hold the samples.
-        copies: forward writes to its inputs, so it gets copies.
+        copies: forward writes to its inputs, or the loss to its targets, so it gets copies.
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
     """
@@ -106,12 +106,35 @@ def divided(case: Case, n: int, seen: Look, *, apart: bool) -> Timeline:
 
 
 def watch_loss(case: Case, seen: Look) -> Look:
-    """Return what was seen, and what the loss is, as the first micro-batch tells."""
+    """Return what was seen, and what the loss is and does, as two rows tell."""
+    rows = _own(case, 2)
+    tried = replace(case, rows=rows, size=rows.size)
     with _metered(case) as (meter, _), torch.no_grad():
-        step = make_step(case, Claiming(case.device, meter), 2, None, 1)
+        step = make_step(tried, Claiming(case.device, meter), rows.size, None, 1)
         step.layout, step.copies = seen.layout, seen.copies
         coupled = stream(step) is None
-    return replace(seen, coupled=coupled, loss=COUPLED if coupled else step.found)
+        (micro,) = step.feed()
+        step.loss.whole(step.forward(micro), micro)
+    writes = any(t._version > 0 for _, t in tree.tensors(rows.targets))
+    loss = COUPLED if coupled else step.found
+    return replace(seen, coupled=coupled, loss=loss, copies=seen.copies or writes)
+
+
+def entries(case: Case, n: int, seen: Look) -> int:
+    """Return the bytes that a sample adds to sparse gradients; 0 where they are dense."""
+    if not case.trains:
+        return 0
+    with _metered(case) as (meter, before):
+        gradients = Gradients(case.leaves)
+        step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
+        step.layout, step.copies = seen.layout, seen.copies
+        step.discover = discoverer(step, before)
+        with torch.enable_grad():
+            (micro,) = step.feed()
+            loss = step.loss.whole(step.forward(micro), micro)
+            step.pull([loss], [torch.ones_like(loss)])
+        there = [p.grad for p in gradients.parameters if p.grad is not None and p.grad.is_sparse]
+        return -(-sum(map(bytes_of, there)) // n)
 
 
 def whole(case: Case, size: int, seen: Look | None = None) -> Timeline:
@@ -169,12 +192,18 @@ def unharmed(case: Case, rows: int, seen: Look) -> Case:
     """Return the case with rows of its own, where forward writes to those it is given."""
     if case.fake or not seen.copies:
         return case
+    return replace(case, rows=_own(case, rows))
+
+
+def _own(case: Case, rows: int) -> TensorBatch:
+    """Return the first rows as copies, but for leaves that receive a gradient."""
     pair = (case.rows.inputs, case.rows.targets)
     count = min(rows, case.rows.size)
-    inputs, targets = tree.map_tensors(
-        lambda t: t if t.requires_grad else t.clone(), tree.rows(pair, 0, count, case.rows.size)
-    )
-    return replace(case, rows=TensorBatch(inputs, targets, count))
+    with case.mode():
+        inputs, targets = tree.map_tensors(
+            lambda t: t if t.requires_grad else t.clone(), tree.rows(pair, 0, count, case.rows.size)
+        )
+    return TensorBatch(inputs, targets, count)
 
 
 @contextmanager
@@ -215,8 +244,8 @@ def _metered(case: Case) -> Iterator[tuple[Meter, Before]]:
     """The same under a meter that knows the tensors of the model."""
     modules = [module for _, module in case.modules]
     known = {
-        "parameters": [*_of(modules, "_parameters"), *case.leaves],
-        "buffers": _of(modules, "_buffers"),
+        "parameters": [*tensors_of(modules, "_parameters"), *case.leaves],
+        "buffers": tensors_of(modules, "_buffers"),
     }
     with quietly(), put_back(case) as before, Meter(case.device, known) as meter:
         yield meter, before
@@ -236,99 +265,6 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
     )
 
 
-def _of(modules: list[nn.Module], kind: str) -> list[Tensor]:
-    every = [tensor for module in modules for tensor in getattr(module, kind).values()]
-    return [tensor for tensor in every if tensor is not None]
-
-
 def _claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
     if gradients is not None:
         meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))
-
-
-def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeline | None:
-    """Rehearse the first ``optimizer.step()``, on fakes, with every gradient there.
-
-    Args:
-        optimizer: the real one.
-        modules: all that a step runs; their tensors are there too.
-
-    Returns:
-        What it holds; None where the optimizer is not torch's own, or reads a value.
-    """
-    fakes = Fakes()
-    twin = fakes.optimizer(optimizer)
-    if twin is None:
-        return None
-    stepped = [p for group in twin.param_groups for p in group["params"]]
-    device = next((p.device for p in stepped), torch.device("cpu"))
-    try:
-        there = {id(p) for p in stepped}
-        trained = [fakes.of(p) for p in _of(modules, "_parameters") if p.requires_grad]
-        others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
-        with fakes.mode:
-            beside = [torch.empty_like(p) for p in others]
-            for parameter in stepped:
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        for group in twin.param_groups:
-            if device.type == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
-                group["foreach"] = True  # what torch does there, and not for fakes
-        known = {
-            "parameters": [*stepped, *map(fakes.of, _of(modules, "_parameters"))],
-            "buffers": map(fakes.of, _of(modules, "_buffers")),
-            "gradients": [*beside, *(p.grad for p in stepped if p.grad is not None)],
-        }
-        with quietly(), torch.no_grad(), fakes.mode, Meter(device, known) as meter:
-            type(twin).step(twin)
-    except Exception:  # whatever an optimizer does that fakes cannot
-        return None
-    meter.claim("optimizer", state_tensors(twin))
-    found: Timeline = meter.timeline()
-    return found
-
-
-@contextmanager
-def measured(
-    device: torch.device,
-    modules: Modules,
-    optimizer: torch.optim.Optimizer | None,
-    before: Before,
-) -> Iterator[Callable[[], int]]:
-    """Count what the body holds at its peak, and what is there beside it.
-
-    Args:
-        device: CUDA counts for itself; elsewhere the body runs under the meter.
-        modules: their tensors are there.
-        optimizer: and its state.
-        before: and the gradients that were there.
-
-    Yields:
-        What returns the bytes once the body is done.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device)
-        return
-    every = [module for _, module in modules]
-    known = {
-        "parameters": _of(every, "_parameters"),
-        "buffers": [
-            *_of(every, "_buffers"),
-            *(b.values for b in before.buffers if b.values is not None),
-        ],
-        "optimizer": [] if optimizer is None else state_tensors(optimizer),
-        "gradients": [gradient for _, gradient in before.gradients if gradient is not None],
-    }
-    with eager(), Meter(device, known) as meter:
-        yield lambda: int(meter.peak)
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor of an optimizer's state."""
-    return [tensor for state in optimizer.state.values() for _, tensor in tree.tensors(dict(state))]
-
-
-def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of that state."""
-    held = [] if optimizer is None else state_tensors(optimizer)
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())

@@ -53,7 +53,7 @@ class Runner:
         gradients: Gradients | None,
         micro_batch: int,
         *,
-        apart: bool,
+        apart: bool = False,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -63,7 +63,7 @@ class Runner:
             before: the state before it.
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
-            apart: sum gradients in an accumulator.
+            apart: sum gradients in an accumulator. Default False.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.

@@ -49,6 +49,13 @@ Layout = tuple[int | None, ...]
 """For each output tensor the dimension that holds the samples; None where none does."""
 
 
+@dataclass
+class Shown:
+    """How many rows an observer has seen, however often the step begins again."""
+
+    rows: int = 0
+
+
 class OutputsChangedError(Exception):
     """The model returns other outputs than in the first step of its kind: look again."""
 
@@ -76,6 +83,8 @@ class Step:
         phase: of the micro-batch being computed.
         apart: gradients are summed in an accumulator, once the step is divided.
         dice: as they were noted last in this step.
+        watch: sees each micro-batch as it comes, and may end the step.
+        shown: what the observer has seen.
     """
 
     model: nn.Module
@@ -103,8 +112,9 @@ class Step:
     phase: Phase = "forward"
     apart: bool = False
     _rows: int = 0
-    _shown: int = 0
     dice: Dice | None = None
+    watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
+    shown: Shown = field(default_factory=Shown)
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -116,7 +126,7 @@ class Step:
 
     def feed(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device."""
-        return feed(self.batch.micro_batches(self.micro_batch), self.link)
+        return feed(self.watch(self.batch.micro_batches(self.micro_batch)), self.link)
 
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return what is known of the whole batch after its first forward."""
@@ -177,9 +187,9 @@ class Step:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
         begin, self._rows = self._rows, self._rows + micro.size
         self.done += 1
-        if self.observe is None or self._rows <= self._shown:
+        if self.observe is None or self._rows <= self.shown.rows:
             return
-        seen, self._shown = max(self._shown - begin, 0), self._rows
+        seen, self.shown.rows = max(self.shown.rows - begin, 0), self._rows
         targets = micro.targets
         if seen:
             outputs = self.rows(outputs, seen, micro.size - seen, micro.size)

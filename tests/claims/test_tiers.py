@@ -24,15 +24,15 @@ TIERS = {
     "pure": "_plan timeline choice",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
-    "meter fakes case given discover memory kinds kept",
+    "meter fakes case given discover memory kinds kept reach updates measure",
     "mechanisms": "undivided stream gather",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
     "ladder": "ladder",
     "budget": "budget",
-    "foreseen": "foreseen",
+    "foreseen": "foreseen describe",
     "planner": "planner",
-    "runner": "runner",
+    "runner": "runner facts",
     "engine": "engine",
     "public": "_check planning",
     "front": "",

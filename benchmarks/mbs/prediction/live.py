@@ -21,7 +21,7 @@ from anybatch.given import Given
 from anybatch.ladder import forecast
 from anybatch.loss.watched import Watched
 from anybatch.meter import Meter
-from anybatch.rehearse import state_tensors
+from anybatch.updates import state_tensors
 from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
 

@@ -1,0 +1,70 @@
+"""A decision with what the plan tells of it: who holds what, and the sizes that were not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anybatch._plan import Candidate, Memory
+from anybatch.choice import step_seconds
+from anybatch.forecast import Forecast
+from anybatch.kinds import Allowed
+
+
+def describe(
+    foreseen: Forecast,
+    n: int,
+    size: int,
+    timed: Mapping[int, float],
+    *,
+    budget: int,
+    source: str,
+    trains: bool,
+    confirmed: bool,
+) -> Allowed:
+    """Return how a batch is run, and why.
+
+    Args:
+        foreseen: what its steps hold.
+        n: samples in a micro-batch, as was chosen.
+        size: N_B, samples in the mini-batch.
+        timed: micro-batch -> seconds, where they were taken.
+        budget: bytes.
+        source: where these come from, in words.
+        trains: with backward; else forward only.
+        confirmed: rehearse the size that was chosen, where that costs no memory.
+    """
+    owners = foreseen.owners(n, size)
+    peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
+    apart = False
+    if trains and n < size:
+        kept = foreseen.apart(n, size, confirmed=confirmed)
+        apart, peak = kept <= budget, max(peak, kept) if kept <= budget else peak
+    more, owner = peak - sum(owners.values()), "gradients" if apart else "activations"
+    owners[owner] = more + owners.get(owner, 0)
+    considered = _considered(foreseen, n, size, timed, budget)
+    memory = Memory(
+        budget=budget,
+        source=source,
+        predicted=peak,
+        owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+        floor=foreseen.peak(1, size),
+        whole=foreseen.peak(size, size),
+        how=foreseen.how,
+        candidates=tuple(
+            Candidate(
+                k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None
+            )
+            for k in considered
+        ),
+    )
+    return Allowed(n, apart, memory, foreseen.look.coupled, foreseen.look.loss)
+
+
+def _considered(
+    foreseen: Forecast, n: int, size: int, timed: Mapping[int, float], budget: int
+) -> list[int]:
+    """Return the sizes worth a line: what was timed, and the first that does not fit."""
+    doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
+    fits = [k for k in doubling if foreseen.peak(k, size) <= budget]
+    too_large = [k for k in doubling if k not in fits][:1]
+    return sorted({n, size, *too_large, *(timed or fits)})

@@ -1,0 +1,50 @@
+"""The bytes that a real step holds at its peak, as the device or the meter counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from anybatch.look import eager
+from anybatch.meter import Meter
+from anybatch.modules import Modules, tensors_of
+from anybatch.undo import Before
+from anybatch.updates import state_tensors
+
+
+@contextmanager
+def measured(
+    device: torch.device,
+    modules: Modules,
+    optimizer: torch.optim.Optimizer | None,
+    before: Before,
+) -> Iterator[Callable[[], int]]:
+    """Count what the body holds at its peak, and what is there beside it.
+
+    Args:
+        device: CUDA counts for itself; elsewhere the body runs under the meter.
+        modules: their tensors are there.
+        optimizer: and its state.
+        before: and the gradients that were there.
+
+    Yields:
+        What returns the bytes once the body is done.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    every = [module for _, module in modules]
+    known = {
+        "parameters": tensors_of(every, "_parameters"),
+        "buffers": [
+            *tensors_of(every, "_buffers"),
+            *(b.values for b in before.buffers if b.values is not None),
+        ],
+        "optimizer": [] if optimizer is None else state_tensors(optimizer),
+        "gradients": [gradient for _, gradient in before.gradients if gradient is not None],
+    }
+    with eager(), Meter(device, known) as meter:
+        yield lambda: int(meter.peak)

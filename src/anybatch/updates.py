@@ -1,0 +1,68 @@
+"""What an optimizer keeps, and what its update holds: rehearsed on fakes, before it has stepped.
+
+The state is made by the first ``optimizer.step()``; until then only a rehearsal tells its bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import tree
+from anybatch.fakes import Fakes
+from anybatch.look import quietly
+from anybatch.meter import Meter
+from anybatch.modules import tensors_of
+from anybatch.timeline import Timeline
+
+
+def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeline | None:
+    """Rehearse the first ``optimizer.step()``, on fakes, with every gradient there.
+
+    Args:
+        optimizer: the real one.
+        modules: all that a step runs; their tensors are there too.
+
+    Returns:
+        What it holds; None where the optimizer is not torch's own, or reads a value.
+    """
+    fakes = Fakes()
+    twin = fakes.optimizer(optimizer)
+    if twin is None:
+        return None
+    stepped = [p for group in twin.param_groups for p in group["params"]]
+    device = next((p.device for p in stepped), torch.device("cpu"))
+    try:
+        there = {id(p) for p in stepped}
+        trained = [fakes.of(p) for p in tensors_of(modules, "_parameters") if p.requires_grad]
+        others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
+        with fakes.mode:
+            beside = [torch.empty_like(p) for p in others]
+            for parameter in stepped:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        for group in twin.param_groups:
+            if device.type == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch does there, and not for fakes
+        known = {
+            "parameters": [*stepped, *map(fakes.of, tensors_of(modules, "_parameters"))],
+            "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
+            "gradients": [*beside, *(p.grad for p in stepped if p.grad is not None)],
+        }
+        with quietly(), torch.no_grad(), fakes.mode, Meter(device, known) as meter:
+            type(twin).step(twin)
+    except Exception:  # whatever an optimizer does that fakes cannot
+        return None
+    meter.claim("optimizer", state_tensors(twin))
+    found: Timeline = meter.timeline()
+    return found
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every tensor of an optimizer's state."""
+    return [tensor for state in optimizer.state.values() for _, tensor in tree.tensors(dict(state))]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of that state."""
+    held = [] if optimizer is None else state_tensors(optimizer)
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
