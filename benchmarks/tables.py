@@ -43,6 +43,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "choice_summary": ("mbs/choice", choice.choice_summary),
     "choice_sweep": ("mbs/choice", choice.choice_sweep),
     "tables": ("mbs/tables", paper.tables),
+    "tables_summary": ("mbs/tables", paper.tables_summary),
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
