@@ -9,10 +9,13 @@ import torch
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
 
 import anybatch
 from anybatch import _check, diagnose
 from anybatch.batch import TensorBatch
+
+LITERAL = anybatch.Loss.algorithm1(F.cross_entropy)
 
 
 def batch(n: int = 10) -> tuple[Tensor, Tensor]:
@@ -67,8 +70,12 @@ class Spread(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (nn.BatchNorm1d(6), r'samples meet in BatchNorm \(1 \(BatchNorm1d\)\).*batchnorm="local"'),
+        (
+            nn.Sequential(spectral_norm(nn.Linear(6, 6)), nn.BatchNorm1d(6)),
+            r'samples meet in BatchNorm \(1.1 \(BatchNorm1d\)\).*batchnorm="local"',
+        ),
         (Centre(), r"samples meet inside the model, first in 1:"),
+        (nn.Sequential(nn.BatchNorm1d(6), Centre()), r"meet inside the model, first in 1.1:"),
         (Decide(), r"forward reads values of tensors at .*test_check.py:\d+"),
         (Spread(), r"another module ran for fewer rows"),
     ],
@@ -81,8 +88,26 @@ def test_what_is_not_exact_is_said_in_words_and_where(layer: nn.Module, words: s
     assert re.search(words, str(report), re.DOTALL), str(report)
 
 
+class Bare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "where"),
+    [(nn.BatchNorm1d(6), "1 (BatchNorm1d)"), (Bare(), "a call of batch_norm in forward")],
+)
+def test_batchnorm_is_exact_at_every_split_and_told_its_price(layer: nn.Module, where: str) -> None:
+    report = anybatch.check(mlp(layer), F.cross_entropy, batch())
+    assert report.exact, str(report)
+    assert [split.mechanism for split in report.splits] == ["lanes"] * 3
+    (found,) = report.findings
+    assert f"samples meet in BatchNorm ({where}): micro-batches wait for each other" in found.text
+
+
 def test_batchnorm_refusals_are_in_the_report() -> None:
-    report = anybatch.check(mlp(nn.BatchNorm1d(6)), F.cross_entropy, batch())
+    report = anybatch.check(mlp(nn.BatchNorm1d(6)), LITERAL, batch())
+    assert not report.exact
     assert all(split.refused and "BatchNorm" in split.refused for split in report.splits)
     assert report.splits[0].worst == float("inf")
 
@@ -95,7 +120,7 @@ def test_a_coupled_loss_is_exact_and_told_its_price() -> None:
 
 
 def test_buffers_that_forward_moves_are_named() -> None:
-    model = mlp(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)))
+    model = mlp(spectral_norm(nn.Linear(6, 6)))
     report = anybatch.check(model, F.cross_entropy, batch())
     assert report.exact
     assert "forward moves buffers (1.parametrizations.weight.0._u" in str(report)
@@ -144,9 +169,8 @@ def test_a_wrong_declaration_is_found_out() -> None:
     wrong = anybatch.Loss.ratio(lambda o, y: F.cross_entropy(o, y), lambda _: 1)
     report = anybatch.check(mlp(), wrong, batch())
     assert not report.exact
-    literal = anybatch.Loss.algorithm1(F.cross_entropy)
-    assert not anybatch.check(mlp(), literal, batch(), micro_batch=4).exact
-    assert anybatch.check(mlp(), literal, batch(), micro_batch=5).exact
+    assert not anybatch.check(mlp(), LITERAL, batch(), micro_batch=4).exact
+    assert anybatch.check(mlp(), LITERAL, batch(), micro_batch=5).exact
 
 
 @pytest.mark.parametrize(
@@ -222,9 +246,9 @@ def test_rows_whose_place_in_the_batch_matters_are_no_rounding() -> None:
 
 def test_a_refusal_is_printed_once_with_its_splits() -> None:
     """Three splits, three times the same long sentence."""
-    text = str(anybatch.check(mlp(nn.BatchNorm1d(6)), F.cross_entropy, batch()))
-    assert text.count("samples must not meet") == 1
-    assert "micro-batch 1, 5, 6  refused: samples must not meet" in text
+    text = str(anybatch.check(mlp(nn.BatchNorm1d(6)), LITERAL, batch()))
+    assert text.count("micro-batches must wait") == 1
+    assert "micro-batch 1, 5, 6  refused: micro-batches must wait" in text
 
 
 def test_a_batch_that_cannot_be_cut_is_a_refused_split() -> None:
@@ -258,7 +282,7 @@ def test_a_size_that_cannot_be_is_an_error_and_no_refused_split() -> None:
 
 def test_a_single_row_that_batchnorm_cannot_take_is_said() -> None:
     """The comparison with batchnorm="local" raised."""
-    report = anybatch.check(mlp(nn.BatchNorm1d(6)), F.cross_entropy, batch(), micro_batch=1)
+    report = anybatch.check(mlp(nn.BatchNorm1d(6)), LITERAL, batch(), micro_batch=1)
     assert "micro-batches of 1 cannot be normalised alone (Expected more than 1" in str(report)
 
 

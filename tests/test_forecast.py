@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import anybatch
-from anybatch import Engine, LazyBatch, NotExactError
+from anybatch import Engine, LazyBatch
 from anybatch.ladder import FAKE, PEAKS, REAL, ROUNDING
 
 
@@ -156,22 +156,60 @@ def test_a_lazy_batch_is_planned_from_a_few_rows(loss: Callable[..., Tensor], n:
         assert_exact(got, undivided(plain, loss, x, y))
 
 
-def test_batchnorm_is_undivided_or_refused_before_anything_is_timed() -> None:
+def stepped(
+    model: nn.Module, x: Tensor, y: Tensor, **options: Any
+) -> tuple[dict[str, Tensor], Engine]:
+    engines: list[Engine] = []
+
+    def run(copied: nn.Module) -> Tensor:
+        engines.append(Engine(copied, F.cross_entropy, **options))
+        return engines[0].backward(x, y)
+
+    return state_after(model, run), engines[0]
+
+
+def test_batchnorm_is_undivided_where_that_fits_and_in_lanes_within_the_budget_where_not() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
     x, y = rows(64)
+    want = undivided(model, F.cross_entropy, x, y)
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB").memory
     assert memory is not None
-    got = state_after(
-        model, lambda m: Engine(m, F.cross_entropy, memory=memory.whole).backward(x, y)
-    )
-    assert_exact(got, undivided(model, F.cross_entropy, x, y))
-    for budget in (memory.whole - 1, 64):
-        before = snapshot(model)
-        engine = Engine(model, F.cross_entropy, memory=budget)
-        with pytest.raises(NotExactError, match="BatchNorm"):
-            engine.backward(x, y)
-        assert same(before, snapshot(model))
+    cases = [
+        (memory.whole, None, "undivided"),
+        (memory.whole - 1, 32, "lanes"),
+        ((memory.floor + memory.whole) // 2, 16, "lanes"),
+    ]
+    for budget, micro_batch, mechanism in cases:
+        got, engine = stepped(model, x, y, memory=budget, micro_batch=micro_batch)
+        assert_exact(got, want)
+        assert engine.plan is not None
+        assert engine.plan.mechanism == mechanism
+        assert engine.last is not None
+        assert engine.last.peak_bytes is not None
+        assert engine.last.peak_bytes <= budget
+    assert engine.last.moved_bytes > 0
+    before = snapshot(model)
+    with pytest.raises(anybatch.BudgetError, match="with micro-batches of one sample it needs"):
+        Engine(model, F.cross_entropy, memory=memory.floor - 1).backward(x, y)
+    assert same(before, snapshot(model))
     Engine(model, F.cross_entropy, memory=memory.whole - 1, batchnorm="local").backward(x, y)
+
+
+def test_a_plan_for_batchnorm_says_what_waits_and_is_obeyed() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
+    x, y = rows(64)
+    whole = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
+    assert whole is not None
+    plan = anybatch.plan(
+        model, F.cross_entropy, (x, y), memory=whole.whole // 2, micro_batch=16, timed=False
+    )
+    assert (plan.mechanism, plan.micro_batch, plan.exact) == ("lanes", 16, True)
+    assert plan.memory is not None
+    assert 0 < plan.memory.room < plan.memory.budget
+    again = anybatch.Plan.from_json(plan.to_json())
+    assert again == plan
+    got = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=again).backward(x, y))
+    assert_exact(got, undivided(model, F.cross_entropy, x, y))
 
 
 class Around(torch.optim.Optimizer):

@@ -31,6 +31,10 @@ def write(self: nn.Module, _: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def centred(out: Tensor) -> Tensor:
+    return out - out.mean(0)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "centred by hand": (lambda s, x, o: o - o.mean(0), NotExactError, "meet inside the model"),
     "hidden batch norm": (
@@ -38,10 +42,10 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         NotExactError,
         "native_batch_norm called in forward",
     ),
-    "bare batch norm": (
-        lambda s, x, o: F.batch_norm(o, None, None, None, None, True),
+    "centred by hand behind a batch norm": (
+        lambda s, x, o: centred(F.batch_norm(o, None, None, None, None, True)),
         NotExactError,
-        "batch_norm.* called in forward",
+        "meet inside the model",
     ),
     "pairs": (lambda s, x, o: o @ o.T, NotExactError, r"outputs has shape \(4, 4\) for 4 samples"),
     "parameters written": (write, NotExactError, "forward writes to linear.weight"),
@@ -77,6 +81,20 @@ def test_what_cannot_be_split_is_refused_before_anything_happened(
         with pytest.raises(error, match=message if micro_batch == 4 else None):
             engine.backward(x, y)
         assert same(before, snapshot(model))
+
+
+def test_a_bare_batch_norm_is_found_before_its_statistics_are_used() -> None:
+    model = Wrapped(lambda s, x, o: F.batch_norm(o, None, None, None, None, True)).double()
+    x, y = batch()
+    engines: list[Engine] = []
+
+    def run(copied: nn.Module) -> Tensor:
+        engines.append(Engine(copied, F.cross_entropy, micro_batch=4))
+        return engines[0].backward(x, y)
+
+    assert_exact(state_after(model, run), undivided(model, F.cross_entropy, x, y))
+    assert engines[0].plan is not None
+    assert engines[0].plan.mechanism == "lanes"
 
 
 def test_instance_norm_is_no_batch_norm() -> None:

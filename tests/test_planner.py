@@ -17,7 +17,8 @@ from anybatch.planner import even
 
 def kind(shape: tuple[int, ...], size: int = 8, **more: Any) -> Kind:
     given: dict[str, Any] = {"tensors": ("x", "f32"), "modes": (True,), "numbers": ()}
-    return Kind(shapes=(shape,), size=size, **(given | {"trains": True, "before": 0} | more))
+    given |= {"lanes": False, "trains": True, "before": 0}
+    return Kind(shapes=(shape,), size=size, **(given | more))
 
 
 def test_what_bounds_what() -> None:
@@ -30,6 +31,7 @@ def test_what_bounds_what() -> None:
     assert not forward_only.bounds(kind((4, 4)))
     assert not kind((4, 4)).bounds(kind((4, 4), tensors=("x", "f64")))
     assert not kind((4, 4)).bounds(kind((4, 4), modes=(False,)))
+    assert not kind((4, 4)).bounds(kind((4, 4), lanes=True))  # what waits is held beside it
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10, 64])

@@ -198,7 +198,9 @@ class _Check:
         model, batch = self.model, _own(self.batch)
         moved = diagnose.moved_buffers(model, batch)
         norms = training_batchnorms(walk(model))
-        if norms:
+        if any(split.mechanism == "lanes" for split in splits):
+            self._explain_lanes(norms)
+        elif norms:
             self._explain_batchnorm(norms, splits, truth)
         elif moved:
             self._find(
@@ -209,7 +211,7 @@ class _Check:
             return
         if diagnose.draws(model, batch):
             self._find("forward draws random numbers: other splits draw others, all equally right")
-        place = None if norms else self._first_meeting(batch)
+        place = self._first_meeting(batch)
         if place:
             self._find(
                 f"samples meet inside the model, first in {place}: its outputs for some rows "
@@ -239,9 +241,14 @@ class _Check:
             "loss_fn = anybatch.Loss.per_sample(lambda outputs, targets: ...)  # shape [n]",
         )
 
+    def _explain_lanes(self, norms: list[str]) -> None:
+        self._find(
+            f"{_meeting(norms)}: micro-batches wait for each other there, and what a waiting one "
+            "holds leaves the device as far as there is no room for it"
+        )
+
     def _explain_batchnorm(self, norms: list[str], splits: tuple[Split, ...], truth: _Run) -> None:
-        size = splits[-1].micro_batch
-        where = f"samples meet in BatchNorm ({norms[0]}{' and more' if len(norms) > 1 else ''})"
+        size, where = splits[-1].micro_batch, _meeting(norms)
         try:
             local = self.run(self.batch, size, "local")
         except Exception as error:
@@ -258,6 +265,11 @@ class _Check:
 
     def _find(self, text: str, line: str | None = None) -> None:
         self.findings.append(Finding(text, line))
+
+
+def _meeting(norms: list[str]) -> str:
+    first = norms[0] if norms else "a call of batch_norm in forward"
+    return f"samples meet in BatchNorm ({first}{' and more' if len(norms) > 1 else ''})"
 
 
 def _sizes(size: int) -> list[int]:

@@ -42,6 +42,7 @@ class Memory:
         whole: what the undivided batch would hold.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
+        room: what waiting micro-batches may hold on the device, where they wait for each other.
     """
 
     budget: int
@@ -52,6 +53,7 @@ class Memory:
     whole: int
     how: str
     candidates: tuple[Candidate, ...] = ()
+    room: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Facts:
         local: BatchNorm layers that normalise each micro-batch by itself.
         apart: every sum of gradients is kept apart from ``.grad``.
         failed: samples in a micro-batch for which memory ran out; 0 where it never did.
+        lanes: micro-batches wait for each other in BatchNorm.
     """
 
     micro_batch: int
@@ -81,6 +84,7 @@ class Facts:
     local: int
     apart: bool = False
     failed: int = 0
+    lanes: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Plan:
 
     Attributes:
         micro_batch: samples in a micro-batch; the last one of a batch may be smaller.
-        mechanism: "streaming" (one pass), "gathering" (two passes), or "undivided".
+        mechanism: "streaming" (one pass), "gathering" (two passes), "lanes" (micro-batches wait for
+            each other where samples meet), or "undivided".
         accumulate: "in place" in ``.grad``, or "accumulator" (one more set of gradients).
         loss: the loss in words.
         exact: whether the gradient is that of the undivided batch.
@@ -195,17 +200,7 @@ def _row(one: Candidate, memory: Memory, chosen: int) -> str:
 
 def decide(facts: Facts, memory: Memory | None = None) -> Plan:
     """Return the plan for `facts`, and for what is known of memory."""
-    reasons = []
-    if not facts.divided:
-        reasons.append("the batch is no larger than a micro-batch: torch's own step")
-    elif facts.coupled:
-        reasons.append(
-            "the loss is not known to be a sum over samples: it is computed once on all outputs, "
-            "and a second forward pass hands out its gradient. Loss.per_sample or Loss.ratio "
-            "would save that pass"
-        )
-    else:
-        reasons.append("the loss is a sum over samples: one pass")
+    reasons = [_WHY[_mechanism(facts)]]
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
@@ -242,4 +237,22 @@ def decide(facts: Facts, memory: Memory | None = None) -> Plan:
 def _mechanism(facts: Facts) -> str:
     if not facts.divided:
         return "undivided"
+    if facts.lanes:
+        return "lanes"
     return "gathering" if facts.coupled else "streaming"
+
+
+_WHY = {
+    "undivided": "the batch is no larger than a micro-batch: torch's own step",
+    "lanes": (
+        "samples meet in BatchNorm: micro-batches go in lanes and wait for each other there; "
+        "what a waiting one holds leaves the device as far as there is no room for it"
+    ),
+    "gathering": (
+        "the loss is not known to be a sum over samples: it is computed once on all outputs, "
+        "and a second forward pass hands out its gradient. Loss.per_sample or Loss.ratio "
+        "would save that pass"
+    ),
+    "streaming": "the loss is a sum over samples: one pass",
+}
+"""Why a mechanism was taken."""

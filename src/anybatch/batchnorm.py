@@ -1,12 +1,15 @@
 """Where the samples of a batch meet inside a model: BatchNorm in training.
 
 It normalises with the statistics of the rows it is given, so rows that come in micro-batches give
-another function than rows that come at once. Modules are found by walking the model; a bare
-``F.batch_norm`` only shows itself when it is called.
+another function than rows that come at once; then micro-batches go in lanes. Modules are found by
+walking the model; a bare ``F.batch_norm`` only shows itself when it is called.
 """
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from anybatch.errors import NotExactError
@@ -16,6 +19,10 @@ WAY_OUT = (
     'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '
     "eval() on these layers, replace them by GroupNorm, or give micro_batch >= the batch size"
 )
+
+
+class BatchStatisticsError(NotExactError):
+    """A kernel normalises over the batch, and no module said that it would."""
 
 
 def training_batchnorms(modules: Modules) -> list[str]:
@@ -38,11 +45,48 @@ def running_statistics(modules: Modules) -> set[tuple[int, str]]:
     }
 
 
-def refuse(names: list[str]) -> None:
-    """Raise `NotExactError` naming the layers where samples meet, if there are any."""
-    if names:
+def counters(modules: Modules) -> list[Tensor]:
+    """Return every ``num_batches_tracked``."""
+    found = [
+        getattr(m, "num_batches_tracked", None) for _, m in modules if isinstance(m, _NormBase)
+    ]
+    return [counter for counter in found if counter is not None]
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise `BatchStatisticsError` for a kernel that normalises over the batch."""
+    raise BatchStatisticsError(
+        "samples must not meet inside the model when the batch is split, and they meet in "
+        f"BatchNorm in training mode: {name}. {WAY_OUT}"
+    )
+
+
+def refuse_lanes(modules: Modules, names: list[str], *, literal: bool) -> None:
+    """Raise where micro-batches cannot wait for each other in BatchNorm.
+
+    Args:
+        modules: of the model.
+        names: the layers where samples meet.
+        literal: the loss is Algorithm 1 to the letter, which knows no whole batch.
+
+    Raises:
+        NotExactError: naming the first of the layers.
+    """
+    compiled = [
+        name or "the model"
+        for name, module in modules
+        if _is_compiled(module) and any(isinstance(inner, _BatchNorm) for inner in module.modules())
+    ]
+    reason = f"torch.compile has compiled {compiled[0]}" if compiled else ""
+    if literal:
+        reason = "Algorithm 1 to the letter takes the loss of each micro-batch by itself"
+    if reason:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise NotExactError(
-            "samples must not meet inside the model when the batch is split, and they meet in "
-            f"BatchNorm in training mode: {shown}. {WAY_OUT}"
+            "micro-batches must wait for each other where samples meet, which is BatchNorm in "
+            f"training mode ({shown}), and {reason}, where they cannot. {WAY_OUT}"
         )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None

@@ -11,6 +11,8 @@ forwards gives the value of the whole batch: that is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -66,6 +68,31 @@ class ForwardBuffers:
                 "a buffer must not depend on the samples of a micro-batch, and these do: "
                 f"{', '.join(late + other)}. Call eval() on the modules that own them, or give "
                 "micro_batch >= the batch size"
+            )
+
+    def refuse_moved(self, tracked: Mapping[int, int | None]) -> None:
+        """Refuse what every lane has moved again, where a single forward would move it once.
+
+        Args:
+            tracked: ids of buffers that were moved once for all lanes; for a counter, by how much.
+
+        Raises:
+            NotExactError: naming the others.
+        """
+        moved = sorted(self.moving)
+        for state in [*self._kept, *self._exempt]:
+            now = state.now()
+            if not state.moved() or (now is not None and tracked.get(id(now), 0) is None):
+                continue
+            by = 0 if now is None else tracked.get(id(now), 0)
+            if not by or state.values is None or now is None or int(now - state.values) != by:
+                moved.append(state.path)
+        if moved:
+            raise NotExactError(
+                "a buffer must not move in forward while micro-batches wait for each other in "
+                f"BatchNorm, and these do: {', '.join(dict.fromkeys(moved))}. Call eval() on the "
+                'modules that own them, use batchnorm="local", or give micro_batch >= the batch '
+                "size"
             )
 
     def statistics(self) -> list[Tensor | None]:

@@ -42,6 +42,7 @@ class Case:
         device: where the model is.
         batchnorm: "exact" or "local".
         trains: with backward; else forward only.
+        lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
     """
 
@@ -55,6 +56,7 @@ class Case:
     device: torch.device
     batchnorm: str
     trains: bool
+    lanes: bool = False
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -137,6 +139,7 @@ def as_fakes(case: Case) -> Case:
         device=case.device,
         batchnorm=case.batchnorm,
         trains=case.trains,
+        lanes=case.lanes,
         mode=fakes.entered,
     )
 

@@ -35,8 +35,8 @@ def describe(
     """
     owners = foreseen.owners(n, size)
     peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
-    apart = False
-    if trains and n < size:
+    apart, lanes = False, foreseen.look.lanes and n < size
+    if trains and n < size and not lanes:
         kept = foreseen.apart(n, size, confirmed=confirmed)
         apart, peak = kept <= budget, max(peak, kept) if kept <= budget else peak
     more, owner = peak - sum(owners.values()), "gradients" if apart else "activations"
@@ -45,7 +45,8 @@ def describe(
     memory = Memory(
         budget=budget,
         source=source,
-        predicted=peak,
+        predicted=min(budget, peak + foreseen.peak(size, size)) if lanes else peak,
+        room=max(0, budget - peak) if lanes else 0,
         owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
         floor=foreseen.peak(1, size),
         whole=foreseen.peak(size, size),
@@ -57,7 +58,8 @@ def describe(
             for k in considered
         ),
     )
-    return Allowed(n, apart, memory, foreseen.look.coupled, foreseen.look.loss)
+    coupled = foreseen.look.coupled and not lanes
+    return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
 
 
 def _considered(

@@ -25,8 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
 from anybatch.batch import TensorBatch
+from anybatch.batchnorm import counters
 from anybatch.errors import AnybatchError
 from anybatch.modules import walk
+from anybatch.norm.alone import AloneNorms
 from anybatch.step import call_model
 from anybatch.undo import BufferState, note_buffers, same_values
 
@@ -210,11 +212,14 @@ def draws(model: nn.Module, batch: TensorBatch) -> bool:
 
 
 def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
-    """Return the first module whose outputs for some rows depend on the other rows, or None."""
-    half = max(1, batch.size // 2)
-    with torch.no_grad(), _same_buffers(model):
+    """Return the first module whose outputs for some rows depend on the other rows, or None.
+
+    BatchNorm does not count: micro-batches wait for each other there.
+    """
+    half, alone = max(1, batch.size // 2), AloneNorms(counters(walk(model)))
+    with torch.no_grad(), _same_buffers(model), alone:
         whole = _outputs_by_module(model, batch.inputs)
-    with torch.no_grad(), _same_buffers(model):
+    with torch.no_grad(), _same_buffers(model), alone:
         part = _outputs_by_module(model, tree.rows(batch.inputs, 0, half, batch.size))
     for (name, all_rows), (other, some_rows) in zip(whole, part, strict=False):
         if name != other:

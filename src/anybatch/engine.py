@@ -65,8 +65,9 @@ class Engine:
             names; unless `micro_batch` is given, then nothing is planned.
         micro_batch: samples in a micro-batch, at least 1. None (default): the first step foresees
             the memory of every size, times the sizes that fit, and takes the fastest.
-        batchnorm: "exact" (default) refuses BatchNorm in training mode when the batch is split;
-            "local" lets each micro-batch be normalised by its own statistics, which is another
+        batchnorm: "exact" (default) normalises by the whole batch: micro-batches wait for each
+            other in BatchNorm, and what waits leaves the device as far as `memory` has no room for
+            it. "local" lets each micro-batch be normalised by its own statistics, which is another
             function than that of the batch.
         rng: "lane" (default): each micro-batch draws its own random numbers, in order.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
@@ -234,7 +235,7 @@ class Engine:
         kind = self._kind(batch, modules, gradients)
         allowed = self._allow(self._planner, kind, batch, modules)
         self.micro_batch = allowed.micro_batch
-        step = make(allowed.micro_batch, apart=allowed.apart)
+        step = make(allowed.micro_batch, apart=allowed.apart, room=allowed.memory.room)
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return step, kind, allowed
@@ -247,12 +248,13 @@ class Engine:
 
     def _allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
         """Return how a batch is run, within the budget."""
-        return planner.allow(
-            kind,
-            lambda: self._given.case(batch, modules, trains=kind.trains),
-            self._given.optimizer,
-            lambda: self._runner.refuse_division(modules),
-        )
+        with self._given.hearing():
+            return planner.allow(
+                kind,
+                lambda: self._given.case(batch, modules, trains=kind.trains),
+                self._given.optimizer,
+                lambda: self._runner.refuse_division(modules),
+            )
 
     def _first_measured(
         self, step: Step, kind: Kind | None, modules: Modules, before: Before
@@ -290,6 +292,7 @@ class Engine:
             seconds=seconds,
             peak_bytes=peak,
             predicted_bytes=None if memory is None else memory.predicted,
+            moved_bytes=step.moved,
             retries=step.retries,
         )
         return loss
@@ -302,6 +305,9 @@ class Engine:
             targets: as in `backward`.
             timed: time the sizes that fit, where they have not been. Default True.
         """
+        return self._given.reach.again(partial(self._foresee, inputs, targets, timed=timed))
+
+    def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)

@@ -19,6 +19,10 @@ class NotExactError(AnybatchError, RuntimeError):
     """The gradient of the whole batch cannot be had this way, so no step was made."""
 
 
+class LaneMismatchError(NotExactError):
+    """Micro-batches do not go through the same layers where samples meet."""
+
+
 class NotReproducibleError(NotExactError):
     """A second pass met other samples or other random draws than the first."""
 

@@ -21,13 +21,14 @@ def of_run(step: Step, failed: int) -> Facts:
         micro_batch=step.limit,
         divided=step.count > 1,
         loss=step.found,
-        coupled=step.found == COUPLED,
+        coupled=step.found == COUPLED and not step.lanes,
         late=isinstance(step.batch, LazyBatch),
         half=gradients.half if gradients is not None else (),
         before=gradients is not None and gradients.added,
         local=step.local,
         apart=step.apart and step.count > 1 and gradients is not None,
         failed=failed,
+        lanes=step.lanes and step.count > 1,
     )
 
 
@@ -46,4 +47,5 @@ def of_foreseen(step: Step, allowed: Allowed, leaves: Iterable[Tensor]) -> Facts
         local=step.local,
         apart=allowed.apart,
         failed=0,
+        lanes=allowed.lanes,
     )

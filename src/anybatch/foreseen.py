@@ -150,7 +150,7 @@ def _at(
 
 
 def _but_numbers(kind: Kind) -> Any:
-    return kind.tensors, kind.modes, kind.trains
+    return kind.tensors, kind.modes, kind.lanes, kind.trains
 
 
 def _power(count: int) -> int:

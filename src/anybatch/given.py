@@ -6,6 +6,8 @@ step. What follows from them alone, without any state of the engine, is here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +17,13 @@ from torch.nn.parameter import is_lazy
 
 from anybatch import tree
 from anybatch.batch import Batch, LazyBatch, TensorBatch
+from anybatch.batchnorm import BatchStatisticsError, training_batchnorms
 from anybatch.case import Case
 from anybatch.errors import AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.declared import Inside, Loss
 from anybatch.modules import Modules, parameters, walk
-from anybatch.reach import Reach
+from anybatch.reach import AgainError, Reach
 from anybatch.refusals import refuse_ranks
 
 LOSS = "loss_fn: "
@@ -37,6 +40,7 @@ class Given:
         optimizer: the optimizer, or None.
         batchnorm: "exact" or "local".
         closure: leaves that the loss closes over, found on the way.
+        bare: batch normalisation kernels of forward that no module stands for, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
     """
 
@@ -45,6 +49,7 @@ class Given:
     optimizer: torch.optim.Optimizer | None
     batchnorm: str
     closure: list[Tensor] = field(default_factory=list)
+    bare: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
 
     @property
@@ -83,6 +88,29 @@ class Given:
         ]
         return list({id(p): p for p in every}.values())
 
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Take in batch normalisation that no module stands for; the step begins again for it.
+
+        Raises:
+            AgainError: it was heard in the body.
+        """
+        try:
+            yield
+        except BatchStatisticsError as error:
+            if self.bare or self.batchnorm != "exact":
+                raise
+            self.bare.append("a call of batch_norm in forward")
+            raise AgainError from error
+
+    def meets(self, modules: Modules) -> list[str]:
+        """Return the names of the layers where samples meet, so that micro-batches need lanes."""
+        of_model = [(path, module) for path, module in modules if not path.startswith(LOSS)]
+        if self.batchnorm != "exact":
+            return []
+        bare = self.bare if any(module.training for _, module in of_model) else []
+        return bare + training_batchnorms(of_model)
+
     def kinds(self, batch: Batch) -> tuple[Any, ...]:
         """Return path, dimensions and dtype of every tensor of a batch, where they are known."""
         return kinds_of(batch) if isinstance(batch, TensorBatch) else ("lazy",)
@@ -105,7 +133,8 @@ class Given:
             switched_on(self.optimizer),
         )
         shapes, numbers = shapes_of(rows), numbers_of(rows)
-        return Kind(kinds_of(rows), modes, numbers, trains, shapes, batch.size, before)
+        lanes = bool(self.meets(modules))
+        return Kind(kinds_of(rows), modes, numbers, lanes, trains, shapes, batch.size, before)
 
     def rows(self, batch: Batch) -> TensorBatch:
         """Return the rows that a step is planned with."""
@@ -127,6 +156,7 @@ class Given:
             device=self.device,
             batchnorm=self.batchnorm,
             trains=trains,
+            lanes=bool(self.meets(modules)),
         )
 
 

@@ -68,7 +68,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema is None:  # control flow: its kernels come one by one
             return func(*args, **kwargs)
         if not self._local and _normalises_the_batch(schema, args):
-            refuse([f"{schema.name} called in forward"])
+            refuse(f"{schema.name} called in forward")
         if schema.is_mutable:
             self._refuse_writes(schema, args, kwargs)
         self.own_dice |= any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))

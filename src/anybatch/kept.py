@@ -35,9 +35,14 @@ MANY = 1000
 
 
 class Kept:
-    """What functions and objects hold, as it was."""
+    """What functions and objects hold, as it was.
+
+    Attributes:
+        held: the containers that were noted.
+    """
 
     def __init__(self) -> None:
+        self.held: list[Any] = []
         self._seen: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
@@ -81,7 +86,8 @@ class Kept:
             return
         self._seen.add(id(held))
         was = held.copy()
-        self._undo.append(partial(_fill, held, was))
+        self.held.append(held)
+        self._undo.append(partial(fill, held, was))
         if len(was) > MANY:
             return  # data, not a log
         for inside in was.values() if isinstance(was, dict) else was:
@@ -116,7 +122,7 @@ class Kept:
             self.container(getattr(value, "__dict__", {}))
 
 
-def _fill(held: Any, was: Any) -> None:
+def fill(held: Any, was: Any) -> None:
     """Make a container hold what it did; one that does is not written to."""
     same = len(held) == len(was)
     if isinstance(held, dict):

@@ -41,6 +41,7 @@ class Kind:
         modes: whether it is loaded on the way, the modes of the modules, which parameters are
             frozen, and what is switched on in the optimizer.
         numbers: path and value of what comes with the rows and is no tensor.
+        lanes: micro-batches wait for each other in BatchNorm.
         trains: with backward; else forward only.
         shapes: the shape of one row of each tensor.
         size: N_B, samples in the mini-batch.
@@ -50,6 +51,7 @@ class Kind:
     tensors: Any
     modes: Any
     numbers: tuple[tuple[str, Any], ...]
+    lanes: bool
     trains: bool
     shapes: Shapes
     size: int
@@ -62,7 +64,7 @@ class Kind:
 
     def like(self, other: Kind) -> bool:
         """Say whether they differ in sizes and numbers only."""
-        return (self.tensors, self.modes) == (other.tensors, other.modes)
+        return (self.tensors, self.modes, self.lanes) == (other.tensors, other.modes, other.lanes)
 
     def bounds(self, other: Kind) -> bool:
         """Say whether a step of `other` holds no more than one of this, at the same micro-batch."""
@@ -88,6 +90,7 @@ class Allowed:
         memory: what the plan says of it.
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
+        lanes: micro-batches wait for each other.
     """
 
     micro_batch: int
@@ -95,6 +98,7 @@ class Allowed:
     memory: Memory
     coupled: bool
     loss: str
+    lanes: bool = False
 
 
 def kinds_of(rows: Rows) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from anybatch import rehearse, tree, updates
+from anybatch.batchnorm import BatchStatisticsError
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import Forecast
@@ -84,7 +85,7 @@ def forecast(
     state = _state(case, optimizer)
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:

@@ -112,7 +112,8 @@ def _reversed(inputs: Any, size: int) -> Any:
 
 def written(micro: MicroBatch) -> bool:
     """Say whether forward wrote to its inputs: they are copies that nobody else has."""
-    return any(tensor._version > 0 for _, tensor in tree.tensors(micro.inputs))
+    tensors = [tensor for _, tensor in tree.tensors(micro.inputs)]
+    return any(not tensor.is_inference() and tensor._version > 0 for tensor in tensors)
 
 
 def _forward_of_fewer(step: Step, part: MicroBatch) -> Any:

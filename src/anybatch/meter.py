@@ -91,6 +91,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if span is not None and span.owner == STEP:
                     span.owner = owner
 
+    def resized(self, storage: Any) -> None:
+        """Take in that a storage has given its memory away; a kernel that uses it has it again."""
+        self._end(storage._cdata)
+
     def timeline(self) -> Timeline:
         """Return what was counted, by owner."""
         owners = tuple(dict.fromkeys(span.owner for span in self._spans))

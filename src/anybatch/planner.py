@@ -151,13 +151,19 @@ class Planner:
             foreseen = foresee(rounded=True)
         try:
             foreseen, cap = self._cap(foreseen, kind, refuse_division, confirmed=fresh)
+            if kind.lanes and cap < kind.size and not self._foreseen.knows(kind):
+                fresh = True  # undivided it may fit as it is, and there lanes are only slower
+                foreseen, cap = self._cap(
+                    foresee(rounded=False), kind, refuse_division, confirmed=True
+                )
         except (BudgetError, NotExactError):
             if self._foreseen.knows(kind):
                 raise
             fresh = True  # what fits no bound may fit as it is
             foreseen, cap = self._cap(foresee(rounded=False), kind, refuse_division, confirmed=True)
         timed: dict[int, float] = {}
-        if self._fixed is None and cap == kind.size and _must_be_whole(refuse_division):
+        whole = kind.lanes or _must_be_whole(refuse_division)
+        if self._fixed is None and cap == kind.size and whole:
             return self._described(foreseen, kind, cap, timed, fresh=fresh)
         if self._best is None and self.timed and self._fixed is None and kind.trains:
             fits = partial(self._fits, foreseen, kind.size)
@@ -284,7 +290,8 @@ def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Plann
             return None
         apart = plan.accumulate == "accumulator"
         coupled = plan.mechanism == "gathering"
-        settled = Allowed(plan.micro_batch, apart, plan.memory, coupled, plan.loss)
+        lanes = plan.mechanism == "lanes"
+        settled = Allowed(plan.micro_batch, apart, plan.memory, coupled, plan.loss, lanes)
         return Planner(plan.memory.budget, settled=settled)
     if memory is None and micro_batch is not None:
         return None

@@ -26,7 +26,11 @@ FEW = MICRO_BATCHES * MICRO_BATCHES
 T = TypeVar("T")
 
 
-class LargerRowsError(Exception):
+class AgainError(Exception):
+    """The step has found out what another plan is needed for: it begins again."""
+
+
+class LargerRowsError(AgainError):
     """A micro-batch has larger rows than any before it."""
 
     def __init__(self, micro: MicroBatch) -> None:
@@ -52,12 +56,14 @@ class Reach:
         return max(self._known.values(), key=lambda rows: elements(shapes_of(rows)))
 
     def again(self, run: Callable[[], T]) -> T:
-        """Run a step, and where larger rows come, take them in and run it again."""
+        """Run a step, and where it has found out more, take that in and run it again."""
         while True:
             try:
                 return run()
             except LargerRowsError as larger:
                 self._take(larger.micro)
+            except AgainError:
+                pass
 
     def watch(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield micro-batches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class StepReport:
         peak_bytes: bytes held at most. On CUDA what the allocator has had in use; on the CPU live
             bytes of tensors, measured in the first step after each forecast, else None.
         predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
-        moved_bytes: bytes moved out of the device: 0.
+        moved_bytes: bytes that were copied out of the device and back, where micro-batches waited.
         retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
     """
 
@@ -48,9 +49,11 @@ class Seen:
         moving: paths of the buffers that forward moves.
         layout: where the outputs hold the samples.
         copies: forward writes to its inputs.
+        slots: attributes and containers that every lane has of its own.
     """
 
     coupled: bool
     moving: frozenset[str]
     layout: Layout | None
     copies: bool
+    slots: tuple[Any, ...] = ()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
+from anybatch.meeting import in_a_meeting
 
 
 def refuse_later(rng: str) -> None:
@@ -70,9 +71,10 @@ def refuse_nested(code: CodeType) -> None:
     Args:
         code: that of the calling method.
     """
+    inside = in_a_meeting()
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code is code or inside:
             raise AnybatchError(
                 "a step must end before another one begins, and engine.backward was called inside "
                 "engine.backward, most likely by observe: keep what it needs and call it afterwards"

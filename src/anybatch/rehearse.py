@@ -24,6 +24,7 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
+from anybatch.batchnorm import counters
 from anybatch.buffers import ForwardBuffers
 from anybatch.case import MICRO_BATCHES, Case, Claiming
 from anybatch.device import Link
@@ -35,6 +36,7 @@ from anybatch.kinds import bytes_of
 from anybatch.look import layout_of, quietly, two_sizes, written
 from anybatch.meter import Meter
 from anybatch.modules import tensors_of
+from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.step import Layout, Step
 from anybatch.stream import stream
 from anybatch.timeline import Timeline
@@ -54,12 +56,14 @@ class Look:
         copies: forward writes to its inputs, or the loss to its targets, so it gets copies.
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
+        lanes: micro-batches wait for each other.
     """
 
     layout: Layout
     copies: bool
     coupled: bool = False
     loss: str = ""
+    lanes: bool = False
 
 
 def look(case: Case, n: int) -> tuple[Timeline, Look]:
@@ -72,14 +76,16 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
     Returns:
         What it holds, and what it finds out.
     """
-    with _metered(case) as (meter, _), torch.no_grad():
+    heard = case.batchnorm == "exact" and not case.lanes
+    with _metered(case) as (meter, _), torch.no_grad(), HeardNorms([]) if heard else nullcontext():
         step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
         whole, part = two_sizes(step)
         outputs, fewer = step.forward(whole), step.forward(part)
         layout = layout_of(outputs, fewer, whole.size, part.size) if step.loss.takes_outputs else ()
         compared = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
         del compared
-    return meter.timeline(), Look(layout, written(whole) or written(part))
+    copies = written(whole) or written(part)
+    return meter.timeline(), Look(layout, copies, lanes=case.lanes)
 
 
 def divided(case: Case, n: int, seen: Look, *, apart: bool) -> Timeline:
@@ -219,7 +225,7 @@ def put_back(case: Case) -> Iterator[Before]:
         for found in hooks:
             found.clear()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
-        with no_optimizer_step(before), _in_one_piece(case), case.mode():
+        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
             yield before
     finally:
         with uninterrupted():
@@ -227,6 +233,11 @@ def put_back(case: Case) -> Iterator[Before]:
             failures = before.put_back()
         for failure in failures:
             raise failure
+
+
+def _alone(case: Case) -> AbstractContextManager[Any]:
+    """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
+    return AloneNorms(counters(case.modules)) if case.lanes else nullcontext()
 
 
 def _in_one_piece(case: Case) -> AbstractContextManager[None]:

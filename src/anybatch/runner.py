@@ -1,4 +1,4 @@
-"""Runs a step as it was decided: whole, streamed or gathered, and again where memory ran out.
+"""Runs a step as it was decided: whole, streamed, gathered or in lanes; again if memory ran out.
 
 Which mechanism a batch needs is found out by its first step (`anybatch.look`, and the loss that is
 watched) and remembered for the kind of batch; so is a size at which memory ran out.
@@ -15,17 +15,28 @@ import torch
 from torch import Tensor
 
 from anybatch.batch import Batch
-from anybatch.batchnorm import refuse, running_statistics, training_batchnorms
+from anybatch.batchnorm import (
+    counters,
+    refuse_lanes,
+    running_statistics,
+    training_batchnorms,
+)
 from anybatch.buffers import ForwardBuffers, put_back_moved
 from anybatch.device import Link, link_to
 from anybatch.discover import discoverer
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
+from anybatch.lockstep import lockstep
 from anybatch.look import look
+from anybatch.loss.declared import Algorithm1
+from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules
+from anybatch.norm.alone import AloneNorms
+from anybatch.norm.batchnorm import Tracked
 from anybatch.records import Seen
 from anybatch.retry import whole_step
+from anybatch.slots import LaneLook
 from anybatch.step import OutputsChangedError, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
@@ -54,6 +65,7 @@ class Runner:
         micro_batch: int,
         *,
         apart: bool = False,
+        room: int = 0,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -64,6 +76,7 @@ class Runner:
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
             apart: sum gradients in an accumulator. Default False.
+            room: bytes that waiting micro-batches may hold on the device. Default 0.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
@@ -83,19 +96,21 @@ class Runner:
             batchnorm=self._given.batchnorm,
             dice=before.dice,
             apart=apart,
+            room=room,
         )
         if step.count > 1:
             self._divide(step, modules, before)
         return step
 
     def refuse_division(self, modules: Modules) -> None:
-        """Raise where the modules must see the whole batch at once.
+        """Raise where micro-batches would have to wait for each other, and cannot.
 
         Raises:
-            NotExactError: there is BatchNorm in training mode.
+            NotExactError: naming the BatchNorm layers, and why.
         """
-        if self._given.batchnorm == "exact":
-            refuse(training_batchnorms(of_model(modules)))
+        names = self._given.meets(modules)
+        if names:
+            refuse_lanes(modules, names, literal=isinstance(self._given.loss, Algorithm1))
 
     def failed_at(self, step: Step) -> int:
         """Remember the size that a step ended with; return that at which memory ran out, or 0."""
@@ -111,14 +126,16 @@ class Runner:
         Returns:
             The loss of the whole batch, a detached 0-dim tensor.
         """
-        run = partial(self._once, step, before)
+        run = partial(self._once, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
             return whole_step(step, run, partial(self._prepare, step, modules, before))
         finally:
             step.discover = None
 
-    def _once(self, step: Step, before: Before) -> Tensor:
-        return undivided(step) if step.count == 1 else self._divided(step, before)
+    def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        if step.count == 1:
+            return undivided(step)
+        return self._in_lanes(step, modules, before) if step.lanes else self._divided(step, before)
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
         """Put everything back but what was shown, for a run at a smaller size."""
@@ -129,11 +146,46 @@ class Runner:
         if whole:
             self._divide(step, modules, before)
 
+    def _in_lanes(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Let micro-batches wait for each other, where samples meet in BatchNorm."""
+        tracked = Tracked(step.counters)
+        seen = self._seen.get(step.signature)
+        if seen is None:
+            watch = LaneLook(modules)
+            with AloneNorms(tracked.counters, watch.heard):
+                look(step)
+            step.slots = watch.slots()
+            step.buffers.refuse_moved({})
+            step.discover = discoverer(step, before, self._given.closure)
+        else:
+            step.coupled, step.slots = seen.coupled, list(seen.slots)
+        try:
+            loss = lockstep(step, tracked)
+        except NotAPartError:  # some micro-batch shows what the first one did not
+            step.put_back(before.dice)
+            step.restart()
+            step.coupled, tracked = True, Tracked(step.counters)
+            loss = lockstep(step, tracked)
+        except OutputsChangedError:
+            if seen is None:
+                raise
+            del self._seen[step.signature]
+            step.put_back(before.dice)
+            step.restart()
+            step.coupled = False
+            return self._in_lanes(step, modules, before)
+        step.buffers.refuse_moved(tracked.all())
+        self._seen[step.signature] = Seen(
+            step.coupled, frozenset(), step.layout, step.copies, tuple(step.slots)
+        )
+        return loss
+
     def _divided(self, step: Step, before: Before) -> Tensor:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
         seen = self._seen.get(step.signature)
         if seen is None:
-            look(step)
+            with self._given.hearing():
+                look(step)
             step.discover = discoverer(step, before, self._given.closure)
         try:
             return self._streamed_or_gathered(step, before, seen)
@@ -158,11 +210,13 @@ class Runner:
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
         """Make ready what only a divided step needs."""
         self.refuse_division(modules)
-        seen = self._seen.get(step.signature)
-        step.local = len(training_batchnorms(of_model(modules)))
+        seen, local = self._seen.get(step.signature), self._given.batchnorm == "local"
+        step.lanes = bool(self._given.meets(modules))
+        step.counters = counters(modules) if step.lanes else []
+        step.local = 0 if step.lanes else len(training_batchnorms(of_model(modules)))
         step.buffers = ForwardBuffers(
             [b for b in before.buffers if not b.path.startswith(LOSS)],
-            running_statistics(of_model(modules)) if self._given.batchnorm == "local" else set(),
+            running_statistics(of_model(modules)) if step.lanes or local else set(),
             seen.moving if seen else None,
         )
         if seen is not None:

@@ -83,6 +83,12 @@ class Step:
         phase: of the micro-batch being computed.
         apart: gradients are summed in an accumulator, once the step is divided.
         dice: as they were noted last in this step.
+        lanes: micro-batches wait for each other where samples meet.
+        counters: the ``num_batches_tracked`` of the model.
+        slots: attributes and containers that every lane has of its own.
+        coupled: in lanes, the loss is known to need all outputs at once.
+        room: bytes that waiting lanes may hold on the device; None sends nothing away.
+        moved: bytes that left the device and returned.
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
     """
@@ -113,11 +119,23 @@ class Step:
     apart: bool = False
     _rows: int = 0
     dice: Dice | None = None
+    lanes: bool = False
+    counters: list[Tensor] = field(default_factory=list)
+    slots: list[Any] = field(default_factory=list)
+    coupled: bool = False
+    room: int | None = None
+    moved: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     shown: Shown = field(default_factory=Shown)
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
 
     @property
     def count(self) -> int:
@@ -157,9 +175,13 @@ class Step:
         Returns:
             How many of `losses` have a gradient.
         """
-        if self.scaler is not None and self.gradients is not None:
-            weights = [self.scaler.scale(weight).to(weight.dtype) for weight in weights]
-        return self.pull(losses, weights)
+        return self.pull(losses, self.scaled(weights))
+
+    def scaled(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return the weights times the present scale, where there is a scaler."""
+        if self.scaler is None or self.gradients is None:
+            return weights
+        return [self.scaler.scale(weight).to(weight.dtype) for weight in weights]
 
     def pull(self, roots: list[Tensor], gradients: list[Tensor]) -> int:
         """Accumulate what flows back from `gradients` of `roots`; return how many do.

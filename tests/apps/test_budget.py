@@ -443,7 +443,6 @@ def test_plan_refuses_as_training_would(command: Command) -> None:
     for words, message in (
         (("--memory", "1KiB"), "a step must fit in memory, and with micro-batches of one sample"),
         (("--memory", "-3"), "memory must be a number of bytes of at least 1"),
-        (("--norm", "batch"), "samples must not meet"),
     ):
         ended = command(*PLAN, *words)
         assert ended.exit_code == 1

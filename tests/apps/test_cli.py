@@ -109,7 +109,10 @@ def test_skipped_files_are_counted(command: Command, tmp_path: Path, classes: Ma
         (("--image-size", "big"), "image-size must be a number of pixels or WIDTHxHEIGHT"),
         (("--device", "toaster"), "device must be one that torch can use here; got 'toaster'"),
         (("--task", "segmentation"), "the digits have no masks"),
-        (("--norm", "batch", "--micro-batch", "64"), 'Use batchnorm="local"'),
+        (
+            ("--model", "tests.apps.runs:drawing", "--micro-batch", "64"),
+            'and these do: calls. Call eval() on the modules that own them, use batchnorm="local"',
+        ),
     ],
 )
 def test_a_fault_is_one_line_and_exit_code_1(
@@ -167,7 +170,11 @@ def test_check_prints_the_report_and_exits_with_its_verdict(
         *("check", "--data", masks(), "--model", "unet:2", "--batch-size", 3, "--threads", 1)
     )
     assert coupled.exit_code == 0, coupled.output
-    refused = command("check", "--model", "cnn:4", "--norm", "batch", "--threads", 1)
+    normed = command("check", "--model", "cnn:4", "--norm", "batch", "--threads", 1)
+    assert normed.exit_code == 0, normed.output
+    assert normed.stdout.startswith("exact: 8 samples")
+    assert "samples meet in BatchNorm" in normed.stdout
+    refused = command("check", "--model", "tests.apps.runs:drawing", "--threads", 1)
     assert refused.exit_code == 1
     assert refused.stdout.startswith("NOT exact")
     folder = classes()

@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_a_run_that_takes_no_step_leaves_the_one_it_was_to_replace(
     before = files(tmp_path)
     again = dataclasses.replace(settings, overwrite=True, seed=1)
     with pytest.raises(NotExactError):
-        train(dataclasses.replace(again, norm="batch"))
+        train(dataclasses.replace(again, model="tests.apps.runs:drawing"))
     assert files(tmp_path) == before
     with pytest.raises(TrainingError, match=r"in step 1 of epoch 1"):
         train(dataclasses.replace(again, model="tests.apps.test_train:never_a_number"))
@@ -285,12 +286,33 @@ def test_an_image_that_breaks_after_the_start_is_named(tmp_path: Path, classes: 
         train(dataclasses.replace(settings, threads=1, skip_corrupt=True), Vandal())
 
 
-def test_batchnorm_is_refused_or_local_by_name(tmp_path: Path) -> None:
-    settings = dataclasses.replace(QUICK, norm="batch", epochs=1)
+def test_batchnorm_is_that_of_the_batch_or_local_by_name(tmp_path: Path) -> None:
+    """Statistics move once a step, and the weights are those of the undivided batch."""
+
+    def run(name: str, **change: Any) -> dict[str, Tensor]:
+        settings = dataclasses.replace(QUICK, norm="batch", epochs=1, out=tmp_path / name)
+        assert train(dataclasses.replace(settings, **change)).steps == 3
+        return weights(tmp_path / name)
+
+    whole, split = run("whole", micro_batch=600), run("split")
+    local = run("local", batchnorm="local")
+    counts = [name for name in whole if name.endswith("num_batches_tracked")]
+    assert [int(split[name]) for name in counts] == [3] * len(counts)
+    assert [int(local[name]) for name in counts] == [3 + 3 + 1] * len(counts)
+    plan = json.loads((tmp_path / "split" / "plan.json").read_text())
+    assert (plan["mechanism"], plan["exact"]) == ("lanes", True)
+    near, far = (
+        max(float((found[name] - whole[name]).abs().max()) for name in whole if name not in counts)
+        for found in (split, local)
+    )
+    assert near < far * torch.finfo(torch.float32).eps ** 0.5
+
+
+def test_what_cannot_wait_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    settings = dataclasses.replace(QUICK, model="tests.apps.runs:drawing", epochs=1)
     with pytest.raises(NotExactError, match='batchnorm="local"'):
         train(dataclasses.replace(settings, out=tmp_path / "run"))
     assert not (tmp_path / "run").exists()  # no step, no run
-    assert train(dataclasses.replace(settings, batchnorm="local")).steps == 3
 
 
 def test_a_full_disk_ends_the_run_with_its_own_error(

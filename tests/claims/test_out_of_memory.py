@@ -515,9 +515,34 @@ def test_an_undivided_step_becomes_a_divided_one() -> None:
         got.check()
 
 
-def test_batch_norm_cannot_be_divided_and_says_what_led_there() -> None:
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
+@pytest.mark.parametrize("when", [above(6), above(3), above(2), at(1), at(3)])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("micro_batch", [10, 4])
+def test_with_batch_norm_the_step_begins_again_in_smaller_lanes(
+    micro_batch: int, place: str, when: Callable[[int, int], bool], loss: Any
+) -> None:
+    net = Net(nn.BatchNorm1d(4)).double()
+    x, y = torch.randn(10, 3).double(), torch.randint(0, 2, (10,))
+    engine = Engine(net, loss, micro_batch=micro_batch)
+    for _ in range(2):
+        twin, seen = copy.deepcopy(net), list[Tensor]()
+        whole = loss(twin(x), y)
+        whole.backward()
+        fault = Fault(when)
+        setattr(net, f"{place}_fault", fault)
+        found = engine.backward(x, y, observe=lambda _, targets, seen=seen: seen.append(targets))
+        setattr(net, f"{place}_fault", Fault())
+        assert engine.last is not None
+        assert (engine.last.retries > 0) == fault.failed
+        assert_exact(state_with(net, found), state_with(twin, whole.detach()))
+        assert torch.equal(torch.cat(seen), y)
+        net.zero_grad()
+
+
+def test_what_cannot_go_in_lanes_says_what_led_there() -> None:
     net = Net(nn.BatchNorm1d(4))
-    engine = Engine(net, F.cross_entropy, micro_batch=10)
+    engine = Engine(net, Loss.algorithm1(F.cross_entropy), micro_batch=10)
     x, y = torch.randn(10, 3), torch.randint(0, 2, (10,))
     error = torch.OutOfMemoryError("full")
     net.forward_fault = Fault(at(0), error)

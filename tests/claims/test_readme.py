@@ -138,10 +138,15 @@ def test_what_is_not_there_is_refused(options: dict[str, Any], message: str) -> 
         anybatch.Engine(nn.Linear(2, 2), nn.CrossEntropyLoss(), **options)
 
 
-def test_batchnorm_across_micro_batches_is_refused() -> None:
-    engine = anybatch.Engine(nn.BatchNorm1d(3), nn.MSELoss(), micro_batch=2)
-    with pytest.raises(anybatch.NotExactError, match='Use batchnorm="local"'):
-        engine.backward(torch.randn(5, 3), torch.randn(5, 3))
+def test_batchnorm_with_algorithm_1_and_what_is_compiled_is_refused() -> None:
+    x, y = torch.randn(5, 3), torch.randn(5, 3)
+    literal = anybatch.Loss.algorithm1(nn.MSELoss())
+    compiled = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    compiled.compile(backend="eager")
+    for model, loss in [(nn.BatchNorm1d(3), literal), (compiled, nn.MSELoss())]:
+        engine = anybatch.Engine(model, loss, micro_batch=2)
+        with pytest.raises(anybatch.NotExactError, match='Use batchnorm="local"'):
+            engine.backward(x, y)
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

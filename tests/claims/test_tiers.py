@@ -24,8 +24,10 @@ TIERS = {
     "pure": "_plan timeline choice",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
-    "meter fakes case given discover memory kinds kept reach updates measure",
+    "meter fakes case given discover memory kinds kept reach updates measure "
+    "meeting norm stores pager slots turns lanes surroundings",
     "mechanisms": "undivided stream gather",
+    "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
     "ladder": "ladder",

@@ -9,7 +9,7 @@ At the size for two cores the models are ResNet-20, AmoebaNet-D (3, 32) and U-Ne
 2,000 training images an epoch of 32 pixels (64 for AmoebaNet-D, enlarged), or crops of 64 pixels of
 microscope images. The recipes are those of the paper's section 4.2.4, but for AmoebaNet-D's
 learning rate: 0.01, because at the paper's 0.1 the small model stays at chance. The paper's models
-have BatchNorm; here it is GroupNorm, because BatchNorm would see micro-batches instead.
+have BatchNorm; here it is GroupNorm, which keeps each sample to itself.
 Dice is computed over the whole mini-batch, which joins its samples: with MBS there is a second
 forward pass, and the time holds it. Eight epochs at batch 1024 are 16 steps, so a figure that falls
 there at a fixed learning rate says little about longer trainings.

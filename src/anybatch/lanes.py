@@ -1,0 +1,218 @@
+"""Micro-batches in lockstep: each is a thread, and a baton lets exactly one of them run.
+
+A model with BatchNorm cannot see its micro-batches one after another: the first needs the
+statistics of the last. Here every micro-batch runs up to where samples meet, hands over its part
+and waits; the last one to come combines, and all go on from there. The model is not rewritten and
+not cut into pieces, because a thread can stop anywhere.
+
+    turns:    0 ─> 1 ─> 2 ─┐ meet       the last goes on at once, so the order turns around:
+              0 <─ 1 <─ 2 <┘            what it holds need not leave and come back
+              └> 0 ─> 1 ─> 2            and so on, in forward and in backward
+
+Nothing runs in parallel: one lane computes, the others wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from anybatch.errors import LaneMismatchError
+from anybatch.meeting import meeting_in
+from anybatch.undo import uninterrupted
+
+END = "the end"
+"""The key with which a lane ends."""
+
+
+class Turns(Protocol):
+    """What happens around the turns of lanes."""
+
+    def begin(self, lane: int) -> None:
+        """A lane takes the baton."""
+
+    def leave(self, lane: int, coming: list[int]) -> None:
+        """A lane hands it on; `coming` are those whose turns come next, in order."""
+
+    def around(self, lane: int) -> None:
+        """All have met, and the last lane goes on at once."""
+
+
+class LaneLeft(BaseException):
+    """Unwinds a lane that waits, because another one has failed."""
+
+
+class Lanes:
+    """Runs `count` lanes in lockstep.
+
+    Args:
+        count: lanes.
+        turns: told of every turn.
+        entered: returns what a lane runs in: the modes of the thread that started them.
+    """
+
+    def __init__(
+        self, count: int, turns: Turns, entered: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._count, self._turns, self._entered = count, turns, entered
+        self._go = [threading.Semaphore(0) for _ in range(count)]
+        self._order = list(range(count))
+        self._at = 0
+        self._keys: list[Any] = [None] * count
+        self._parts: list[Any] = [None] * count
+        self._results: list[Any] = [None] * count
+        self._alive: set[int] = set()
+        self._failure: BaseException | None = None
+
+    def run(self, work: Callable[[int], None]) -> None:
+        """Run ``work(lane)`` for every lane, and return when all have ended.
+
+        Raises:
+            LaneMismatchError: the lanes do not meet in the same places.
+            BaseException: what the first lane that failed has raised; the others were unwound.
+        """
+        started: list[threading.Thread] = []
+        begun = False
+        try:
+            with uninterrupted():
+                for lane in self._order:
+                    thread = threading.Thread(target=self._lane, args=(lane, work))
+                    thread.start()
+                    started.append(thread)
+                    self._alive.add(lane)
+                self._go[0].release()
+                begun = True
+            for thread in started:
+                thread.join()
+        except BaseException as error:  # Ctrl-C: the lane that runs ends at its next meeting
+            self._failure = self._failure or error
+            with uninterrupted():
+                if started and not begun:  # no more threads could be started
+                    self._go[0].release()
+                for thread in started:
+                    thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Wait for all lanes; the last combines their parts, which meet nobody else meanwhile."""
+        lane = self._come(key)
+        self._parts[lane] = part
+        del part
+        if self._at < self._count - 1:
+            self._hand_on(lane)
+        else:
+            parts, self._parts = self._parts, [None] * self._count
+            with meeting_in(None):
+                self._results = list(combine(parts))
+            self._turn_around(lane)
+        result, self._results[lane] = self._results[lane], None
+        return result
+
+    def reduce(
+        self,
+        key: Any,
+        part: Any,
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
+    ) -> Any:
+        """Wait for all lanes; each adds its part to the sum as it comes."""
+        lane = self._come(key)
+        self._parts[0] = part if self._at == 0 else add(self._parts[0], part)
+        del part
+        if self._at < self._count - 1:
+            self._hand_on(lane)
+        else:
+            self._results = [finish(self._parts[0])] * self._count
+            self._parts[0] = None
+            self._turn_around(lane)
+        result, self._results[lane] = self._results[lane], None
+        return result
+
+    def _come(self, key: Any) -> int:
+        """Return the lane that has come to where `key` is met for.
+
+        Raises:
+            LaneMismatchError: the first lane of this round met for something else.
+        """
+        if self._failure is not None:
+            raise LaneLeft
+        lane, first = self._order[self._at], self._order[0]
+        self._keys[lane] = key
+        if key != self._keys[first]:
+            raise LaneMismatchError(
+                "every micro-batch must go through the same layers where samples meet, and "
+                f"micro-batch {first} is at {self._keys[first]} while micro-batch {lane} is at "
+                f"{key}: the model takes another path for other samples. Use "
+                'batchnorm="local", or give micro_batch >= the batch size'
+            )
+        return lane
+
+    def _turn_around(self, lane: int) -> None:
+        """Let the last lane go on at once."""
+        self._order.reverse()
+        self._at = 0
+        self._turns.around(lane)
+
+    def _hand_on(self, lane: int) -> None:
+        self._leave(lane)
+        self._at += 1
+        self._go[self._order[self._at]].release()
+        self._go[lane].acquire()
+        if self._failure is not None:
+            raise LaneLeft
+        self._turns.begin(lane)
+
+    def _leave(self, lane: int) -> None:
+        later = self._order[self._at + 1 :]
+        self._turns.leave(lane, list(dict.fromkeys([*later, *reversed(self._order)])))
+
+    def _lane(self, lane: int, work: Callable[[int], None]) -> None:
+        self._go[lane].acquire()
+        drain = torch.ones((), requires_grad=True).clone()  # before all that the lane will make
+        try:
+            if self._failure is None:
+                self._turns.begin(lane)
+                with self._entered(), meeting_in(self):
+                    work(lane)
+                self._come(END)  # where nobody waits
+                self._leave(lane)
+                self._at += 1
+        except LaneLeft:
+            _drain(drain)
+        except BaseException as error:
+            self._failure = self._failure or error
+            _drain(drain)
+        finally:
+            self._alive.discard(lane)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Hand the baton on when a lane is over: to the next, or to one that is to be unwound."""
+        if self._alive and self._failure is not None:
+            self._go[min(self._alive)].release()
+        elif self._alive:
+            self._go[self._order[self._at]].release()
+
+
+def _drain(first: Tensor) -> None:
+    """Empty autograd's queue of this thread.
+
+    What a failed backward has left in it would go with the thread, after Python has lost sight of
+    that.
+
+    Args:
+        first: made before all else in this thread, so that its backward comes after all else.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        first.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,170 @@
+"""A step in lanes: micro-batches that wait for each other wherever their samples meet.
+
+Every lane runs forward, takes its share of the loss, and runs backward. BatchNorm meets in both
+directions, so each lane computes what its rows would in the undivided batch. A loss that couples
+the samples is one more meeting, of outputs, and needs no second forward: the graphs are waiting.
+
+    lane 0:  forward ─┬─ BatchNorm ─┬─ forward ─┬─ loss ─┬─ backward ─┬─ BatchNorm ─┬─ backward
+    lane 1:  forward ─┘             └─ forward ─┘        └─ backward ─┘             └─ backward
+
+What waiting lanes hold leaves the device as far as there is no room for it (`anybatch.pager`).
+
+Source: design of this project, section 5.3; what BatchNorm over parts means: AGBN, Algorithms 1-3.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.batch import MicroBatch
+from anybatch.gather import loss_of_all, shares
+from anybatch.lanes import Lanes
+from anybatch.meeting import exchange
+from anybatch.meter import Meter
+from anybatch.norm.batchnorm import MeetingNorms, Tracked
+from anybatch.pager import Pager, Paging
+from anybatch.step import Step, call_model, check_trains, copied
+from anybatch.stores import store_on
+from anybatch.stream import Normalization
+from anybatch.surroundings import Surroundings
+from anybatch.turns import LaneTurns
+
+
+def lockstep(step: Step, tracked: Tracked) -> Tensor:
+    """Run the step in as many lanes as it has micro-batches.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.step`. Its `room` is what waiting lanes
+            may hold on the device.
+        tracked: its running statistics.
+
+    Returns:
+        The loss of the whole batch, a detached 0-dim tensor.
+
+    Raises:
+        LaneMismatchError: the model takes another path for other samples.
+        NotAPartError: some micro-batch has shown that the loss couples the samples.
+    """
+    around = Surroundings.now()
+    meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
+    together = Together(step)
+    pager = (
+        None if step.room is None else Pager(step.room, store_on(step.device), step.device, meters)
+    )
+    turns = LaneTurns(step.count, step.slots, pager)
+    entered = partial(around.entered, None if pager is None else Paging(pager))
+    try:
+        with warnings.catch_warnings():  # lanes that catch some too do not end in their order
+            Lanes(step.count, turns, entered).run(
+                lambda lane: _lane(step, tracked, together, lane, pager)
+            )
+        turns.finish()
+    except BaseException:
+        turns.put_back()
+        raise
+    finally:
+        if pager is not None:
+            pager.close()
+            step.moved = pager.moved
+    if step.gradients is not None:
+        check_trains(together.trained)
+    together.show()
+    step.finish(together.correction())
+    return together.loss()
+
+
+def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
+    """Run one lane: forward, its share of the loss, backward."""
+    norms = MeetingNorms(tracked, pager.keep if pager is not None else None)
+    with norms:
+        micro = together.next()
+        outputs = call_model(step.model, micro.inputs)
+        roots, weights = together.lose(lane, outputs, micro)
+        del outputs, micro
+        norms.again = True
+        together.trained += step.pull(roots, weights)
+
+
+class Together:
+    """What the lanes of a step share: the batch they are fed from, and its loss.
+
+    Attributes:
+        trained: how many roots of backwards had a gradient.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.trained = 0
+        self._step = step
+        self._feed: Iterator[MicroBatch] = step.feed()
+        self._normalize: Normalization | None = None
+        self._coupled: Tensor | None = None
+        self._shown: dict[int, tuple[Any, MicroBatch]] = {}
+
+    def next(self) -> MicroBatch:
+        """Return the micro-batch of the lane whose first turn it is."""
+        micro = next(self._feed)
+        return copied(micro) if self._step.copies else micro
+
+    def lose(self, lane: int, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what a lane's backward starts from, and with which gradients."""
+        step = self._step
+        detached = tree.map_tensors(Tensor.detach, outputs)
+        if step.observe is not None:
+            self._shown[lane] = detached, MicroBatch(None, micro.targets, micro.size)
+        if self._normalize is None and not step.coupled:
+            totals = step.loss.totals(step.scope(outputs, micro))
+            step.coupled = totals is None
+            if totals is not None:
+                step.found = step.loss.describe(totals)
+                self._normalize = Normalization(totals, step.batch.size)
+        if self._normalize is not None:
+            parts = step.loss.parts(outputs, micro, self._normalize.totals)
+            weights = self._normalize(parts, micro.size)
+            self._normalize.count()
+            return [part.numerator for part in parts], step.scaled(weights)
+        gradients, begin = exchange(
+            "the loss", (detached, micro.targets, micro.size), self._lose_all
+        )
+        return shares(step, outputs, gradients, begin) if step.gradients is not None else ([], [])
+
+    def correction(self) -> float | Tensor:
+        """Return what the sum of the gradients still lacks."""
+        return 1.0 if self._normalize is None else self._normalize.correction()
+
+    def loss(self) -> Tensor:
+        """Return the loss of the whole batch."""
+        if self._normalize is not None:
+            return self._normalize.loss()
+        assert self._coupled is not None
+        return self._coupled
+
+    def show(self) -> None:
+        """Let the observer see every micro-batch, in order."""
+        step = self._step
+        step.done = step.count
+        for lane in sorted(self._shown):
+            step.show(*self._shown[lane])
+        step.done = step.count
+
+    def _lose_all(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
+        """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
+        step = self._step
+        step.found = step.loss.name
+        outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
+        step.check_structure(outputs[0])
+        joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
+        whole = MicroBatch(None, tree.join(targets, sizes=sizes, name="targets"), step.batch.size)
+        gradients: list[Tensor | None] = []
+        if step.gradients is None:
+            self._coupled = step.loss.whole(joined, whole).detach()
+        else:
+            with torch.enable_grad():
+                self._coupled, gradients = loss_of_all(step, joined, whole)
+        return [(gradients, sum(sizes[:lane])) for lane in range(len(sizes))]

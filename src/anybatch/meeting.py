@@ -1,0 +1,91 @@
+"""Where samples meet: a value that depends on all of a batch, while only a part of it is here.
+
+BatchNorm, a coupled loss or a gather need every sample. Code that needs them says only this: "here
+is my part, and this is how all parts become one". Whether the others are micro-batches that take
+turns in this process, ranks elsewhere, or nobody at all, is not its business.
+
+    lane 0: part_0 ──┐
+    lane 1: part_1 ──┼──> combine([part_0, part_1, part_2]) ──> result_0, result_1, result_2
+    lane 2: part_2 ──┘
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+class Meeting(Protocol):
+    """Something that brings parts together."""
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Hand over a part, and return what `combine` makes of all parts for this one."""
+
+    def reduce(
+        self,
+        key: Any,
+        part: Any,
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
+    ) -> Any:
+        """Hand over a part, and return what `finish` makes, once, of the sum of all parts."""
+
+
+class _Here(threading.local):
+    meeting: Meeting | None = None
+
+
+_HERE = _Here()
+
+
+def in_a_meeting() -> bool:
+    """Say whether this thread may meet others."""
+    return _HERE.meeting is not None
+
+
+@contextmanager
+def meeting_in(meeting: Meeting | None) -> Iterator[None]:
+    """Let the body of this thread meet others in `meeting`; None leaves it alone."""
+    outer, _HERE.meeting = _HERE.meeting, meeting
+    try:
+        yield
+    finally:
+        _HERE.meeting = outer
+
+
+def exchange(key: Any, part: P, combine: Callable[[list[P]], Sequence[R]]) -> R:
+    """Hand over a part, and return what all parts together make of it; alone, of it alone.
+
+    Args:
+        key: what is met for; all must come with an equal one.
+        part: this one's.
+        combine: all parts, in order -> what each of them gets, in the same order.
+    """
+    found: R
+    if _HERE.meeting is None:
+        (found,) = combine([part])
+    else:
+        found = _HERE.meeting.exchange(key, part, combine)
+    return found
+
+
+def reduce(key: Any, part: P, add: Callable[[P, P], P], finish: Callable[[P], R]) -> R:
+    """Hand over a part, and return the same for all: what is made of the sum of all parts.
+
+    No more than the sum and one part is kept.
+
+    Args:
+        key: what is met for; all must come with an equal one.
+        part: this one's.
+        add: two parts -> their sum.
+        finish: made of the sum, by the last one.
+    """
+    if _HERE.meeting is None:
+        return finish(part)
+    found: R = _HERE.meeting.reduce(key, part, add, finish)
+    return found

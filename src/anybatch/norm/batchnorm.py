@@ -1,0 +1,232 @@
+"""BatchNorm whose batch is wherever its parts are: every ``F.batch_norm`` of a model, unmodified.
+
+torch normalises by the statistics of the rows that are here. While this mode is on, training-mode
+batch normalisation asks a meeting for the moments of all rows, and in backward for the two sums
+that its gradient needs; it computes with its own rows alone.
+
+    forward    x_hat = (x - mean) / sqrt(var + eps)            mean, var of all parts
+    backward   dx = w / sqrt(var + eps) * (dy - S1 / N - x_hat * S2 / N)
+               S1 = sum dy,  S2 = sum dy * x_hat over all parts;  dw = S2 and db = S1 of this part
+
+Running statistics move once for all parts, and not again when a checkpointed part is computed anew.
+
+Source: AGBN, Algorithms 1-3; design of this project, section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch.meeting import reduce
+from anybatch.norm.intercept import Norms
+from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
+
+
+class Tracked:
+    """Running statistics of a step, which move once, however many parts come by.
+
+    Args:
+        counters: the ``num_batches_tracked`` of all modules.
+
+    Attributes:
+        counted: id of a counter -> forwards that it has counted.
+        moved: ids of running means and variances that have moved.
+    """
+
+    def __init__(self, counters: Iterable[Tensor]) -> None:
+        self.counters = list(counters)
+        self.counted: dict[int, int] = {}
+        self.moved: set[int] = set()
+        self._calls: dict[int, int] = {}
+
+    def all(self) -> dict[int, int | None]:
+        """Return what has moved: None for statistics, a counter's forwards."""
+        return dict.fromkeys(self.moved) | self.counted
+
+    def move(
+        self,
+        total: Moments,
+        mean: Tensor | None,
+        var: Tensor | None,
+        momentum: float,
+        calls: dict[int, int],
+    ) -> None:
+        """Move running statistics by those of the whole batch, for the first part that comes.
+
+        Args:
+            total: of the whole batch.
+            mean: [C], or None.
+            var: [C], or None.
+            momentum: the share of the new statistics.
+            calls: id of a running mean -> how often this part has asked for it.
+        """
+        if mean is None or var is None:
+            return
+        mine = calls[id(mean)] = calls.get(id(mean), 0) + 1
+        if mine <= self._calls.get(id(mean), 0):
+            return
+        self._calls[id(mean)] = mine
+        self.moved |= {id(mean), id(var)}
+        mean.mul_(1 - momentum).add_(total.mean.to(mean.dtype), alpha=momentum)
+        unbiased = total.squares / (total.count - 1)
+        var.mul_(1 - momentum).add_(unbiased.to(var.dtype), alpha=momentum)
+
+
+class MeetingNorms(Norms):
+    """While it is on, training-mode batch normalisation of this thread is that of all parts.
+
+    Args:
+        tracked: shared by all parts.
+        keep: told of tensors whose memory is read past all kernels. Default nobody.
+
+    Attributes:
+        again: what is computed now was computed before, so no statistics move.
+    """
+
+    def __init__(self, tracked: Tracked, keep: Callable[[Tensor], None] | None = None) -> None:
+        super().__init__(tracked.counters)
+        self.again = False
+        self._tracked, self._keep = tracked, keep
+        self._mine: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
+
+    def normalise(
+        self,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Return [n, C, ...] normalised by the moments of all parts."""
+        own = weight is not None and weight.is_leaf  # else it is made anew by each part
+        key = id(running[0]), id(weight) if own else None
+        out, total = batch_norm(x, weight, bias, eps, key)
+        if not self.again:
+            with torch.no_grad():
+                self._tracked.move(total, *running, momentum, self._moved)
+        return out
+
+    def escapes(self, tensor: Tensor) -> None:
+        """Bring it back for good."""
+        if self._keep is not None:
+            with torch._C.DisableTorchFunction():
+                self._keep(tensor)
+
+    def counts(self, counter: Tensor) -> bool:
+        """Say whether this call is the first of its number: the others find it counted."""
+        if self.again:
+            return False
+        calls = self._mine[id(counter)] = self._mine.get(id(counter), 0) + 1
+        if calls <= self._tracked.counted.get(id(counter), 0):
+            return False
+        self._tracked.counted[id(counter)] = calls
+        return True
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: Any = None
+) -> tuple[Tensor, Moments]:
+    """Normalise [n, C, ...] by the moments of all parts of the batch.
+
+    Args:
+        x: this part.
+        weight: [C], or None.
+        bias: [C], or None.
+        eps: added to the variance.
+        layer: tells layers apart; other parts must be in the same one.
+
+    Returns:
+        The part normalised, and the moments.
+
+    Raises:
+        ValueError: the whole batch has one value a channel.
+    """
+
+    def finish(total: Moments) -> Moments:
+        if total.count == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(x.shape)}"
+            )
+        return total.to(accumulated(x.dtype))
+
+    with torch.no_grad():
+        words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
+        total = reduce(Place(words, (layer, eps)), moments_of(x.detach()), merged, finish)
+    out: Tensor = _Normalise.apply(x, weight, bias, total, eps)  # type: ignore[no-untyped-call]
+    return out, total
+
+
+class Place(NamedTuple):
+    """Where parts meet: in words, and what tells it from other places of the same words."""
+
+    words: str
+    which: Any
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, total: Moments, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total, ctx.eps = total, eps
+        if not x.numel():  # no rows of this part
+            return x.clone()
+        wide = _wide(weight, x.dtype), _wide(bias, x.dtype)
+        return F.batch_norm(x, total.mean, total.variance, *wide, False, 0.0, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, own = ctx.saved_tensors
+        weight = _wide(own, x.dtype)
+        total, needs = ctx.total, ctx.needs_input_grad
+        place = Place(f"the backward of {x.shape[1]} channels", id(total))
+        if not x.numel():  # the kernel would divide by the number of values
+            zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
+            if needs[0]:
+                reduce(place, zeros, torch.add, _same)
+            none = (zeros[0].clone() if need else None for need in needs[1:3])
+            return (dy if needs[0] else None, *none, None, None)
+        rounded = x.dtype in HALF  # then dx is computed in float32, and rounded once
+        mask = [needs[0] and not rounded, True, True]
+        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
+            dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps, mask
+        )
+        if needs[0]:
+            sums = reduce(place, torch.stack([db, dw]), torch.add, _same)
+            inverse = (total.variance + ctx.eps).rsqrt()
+            scale = inverse if weight is None else inverse * weight
+            slope = scale * inverse * sums[1] / total.count
+            shift = scale * sums[0] / total.count - slope * total.mean
+            shape = [1, -1] + [1] * (x.dim() - 2)
+            if rounded:
+                dx = dy.float() * scale.view(shape)
+            dx.sub_(shift.view(shape)).addcmul_(x, slope.view(shape), value=-1)
+        return (
+            dx.to(x.dtype) if needs[0] else None,
+            dw if needs[1] else None,
+            db if needs[2] else None,
+            None,
+            None,
+        )
+
+
+def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return weights as the kernel wants them beside rows of `dtype`."""
+    return tensor if tensor is None else tensor.to(accumulated(dtype))
+
+
+def _same(total: Tensor) -> Tensor:
+    return total

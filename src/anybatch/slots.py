@@ -1,0 +1,129 @@
+"""What forward leaves on a model while it runs: every lane has its own.
+
+A model may keep an activation in an attribute and read it some layers later, put features in a
+dict by a hook, or swap its parameters for the time of a call. Run to the end, one forward does not
+disturb the next. Lanes stop in the middle, and what one has left would be found by another. So the
+first look at a model compares, wherever a lane would have to wait, what attributes, parameters and
+containers hold with what they held before; what has changed changes hands with the baton.
+
+Source: found by trying to break lanes; ``threading.local`` of a person's own is not carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import NotExactError
+from anybatch.kept import Kept, fill
+from anybatch.modules import Modules
+
+
+class LaneLook:
+    """Compares, at every normalisation of the first look, what lanes would share.
+
+    Args:
+        modules: of the step.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        kept = Kept()
+        kept.modules((module for _, module in modules), attributes=True)
+        self._before = [(held, _print(held)) for held in kept.held]
+        self._settings = _settings()
+        self._changed: dict[int, Any] = {}
+        self._sizes: list[int] = []
+
+    def heard(self, x: Tensor) -> None:
+        """Take in a normalisation of `x`.
+
+        Raises:
+            NotExactError: forward has changed a setting that all threads share.
+        """
+        self._sizes.append(x.numel())
+        self._compare()
+        if _settings() != self._settings:
+            raise NotExactError(
+                "settings that belong to the whole process must not change where micro-batches "
+                "wait for each other, and forward changes one around BatchNorm (a flag of "
+                "torch.backends, the default dtype): set it before the step, "
+                "or give micro_batch >= the batch size"
+            )
+
+    def slots(self) -> list[Any]:
+        """Return the attributes and containers that every lane must have of its own.
+
+        Raises:
+            NotExactError: something is normalised that does not grow with the samples.
+        """
+        self._compare()
+        half, odd = divmod(len(self._sizes), 2)
+        pairs = zip(self._sizes[:half], self._sizes[half:], strict=False)
+        if not odd and any(whole == part > 0 for whole, part in pairs):
+            raise NotExactError(
+                "BatchNorm must normalise samples where micro-batches wait for each other, and a "
+                "call normalises as many values for any number of samples: every micro-batch would "
+                "count them again. Give micro_batch >= the batch size"
+            )
+        return list(self._changed.values())
+
+    def _compare(self) -> None:
+        for held, before in self._before:
+            if id(held) not in self._changed and _print(held) != before:
+                self._changed[id(held)] = held
+
+
+class LaneSlots:
+    """Fills attributes and containers with what a lane has left in them.
+
+    Args:
+        slots: those that change.
+        lanes: how many lanes.
+    """
+
+    def __init__(self, slots: Iterable[Any], lanes: int) -> None:
+        self._slots = list(slots)
+        self._start = [held.copy() for held in self._slots]
+        self._kept = [self._start] * lanes
+
+    def begin(self, lane: int) -> None:
+        """Make what a lane left the present content."""
+        self._fill(self._kept[lane])
+
+    def leave(self, lane: int) -> None:
+        """Keep what a lane has left."""
+        self._kept[lane] = [held.copy() for held in self._slots]
+
+    def finish(self) -> None:
+        """Leave what the last micro-batch has left."""
+        self._fill(self._kept[-1])
+
+    def put_back(self) -> None:
+        """Leave what was there before the step."""
+        self._fill(self._start)
+
+    def _fill(self, contents: list[Any]) -> None:
+        for held, content in zip(self._slots, contents, strict=True):
+            fill(held, content)
+
+
+def _print(held: Any) -> Any:
+    """Return what tells one content of a container from another: which objects it holds."""
+    if isinstance(held, dict):
+        return tuple(held), tuple(map(id, held.values()))
+    return tuple(map(id, held))
+
+
+def _settings() -> Any:
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(),
+        backends.mkldnn.enabled,
+        backends.cudnn.enabled,
+        backends.cudnn.benchmark,
+        backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )

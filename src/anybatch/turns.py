@@ -1,0 +1,84 @@
+"""Every lane has its own dice: what it draws does not depend on who runs in between.
+
+A checkpointed part of a model notes the state of the generator and puts it back when it computes
+again. If it has to wait in the middle of that, the others must not find its state, nor move it. So
+torch's generators change hands with the baton, and so does what forward keeps on the model. The
+first lane goes on from where the step began, the others from seeds drawn from there, without moving
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.pager import Pager
+from anybatch.slots import LaneSlots
+
+
+class LaneTurns:
+    """Changes torch's generators at every turn, and lets the pager make room.
+
+    Args:
+        lanes: how many.
+        slots: attributes and containers that each lane has of its own.
+        pager: of what they hold; None (default) lets everything stay.
+    """
+
+    def __init__(self, lanes: int, slots: Iterable[Any] = (), pager: Pager | None = None) -> None:
+        self._pager = pager
+        self._slots = LaneSlots(slots, lanes)
+        self._start = torch.get_rng_state()
+        there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state_all() if there else []
+        source = torch.Generator("cpu")
+        source.set_state(self._start)
+        self._seeds = torch.randint(2**62, (lanes,), generator=source, device="cpu").tolist()
+        self._kept: list[tuple[Tensor, list[Tensor]] | None] = [None] * lanes
+
+    def begin(self, lane: int) -> None:
+        """Make the lane's state the present one."""
+        if self._pager is not None:
+            self._pager.begin(lane)
+        self._slots.begin(lane)
+        kept = self._kept[lane]
+        if kept is not None:
+            self._put_back(*kept)
+        elif lane == 0:
+            self._put_back(self._start, self._cuda)
+        else:
+            torch.default_generator.manual_seed(self._seeds[lane])
+            if self._cuda:
+                torch.cuda.manual_seed_all(self._seeds[lane])
+
+    def around(self, lane: int) -> None:
+        """Go on: the dice are there."""
+        if self._pager is not None:
+            self._pager.begin(lane)
+
+    def leave(self, lane: int, coming: list[int]) -> None:
+        """Keep the lane's state, and send away what there is no room for."""
+        if self._pager is not None:
+            self._pager.leave(lane, coming)
+        self._slots.leave(lane)
+        cuda = torch.cuda.get_rng_state_all() if self._cuda else []
+        self._kept[lane] = torch.get_rng_state(), cuda
+
+    def finish(self) -> None:
+        """Leave the dice as the first lane left them, and attributes as the last one did."""
+        self._slots.finish()
+        kept = self._kept[0]
+        if kept is not None:
+            self._put_back(*kept)
+
+    def put_back(self) -> None:
+        """Leave attributes as they were before a step that failed."""
+        self._slots.put_back()
+
+    def _put_back(self, cpu: Tensor, cuda: list[Tensor]) -> None:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+from anybatch.norm.batchnorm import batch_norm
+
+
+def distance(model: nn.Module, exact: nn.Module) -> float:
+    pairs = zip(model.parameters(), exact.parameters(), strict=True)
+    found = [
+        float((a.grad.double() - b.grad).norm() / b.grad.norm())
+        for a, b in pairs
+        if a.grad is not None and b.grad is not None
+    ]
+    return max(found)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False),
+        nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["autocast", "bfloat16", "float16", "float32", "channels last"])
+def test_low_precision_is_as_near_as_the_undivided_batch_is(how: str) -> None:
+    model, x, y = net(), torch.randn(24, 3, 8, 8), torch.randint(5, (24,))
+    exact = copy.deepcopy(model).double()
+    F.cross_entropy(exact(x.double()), y).backward()
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(how, torch.float32)
+    model, x = model.to(dtype), x.to(dtype)
+    if how == "channels last":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x = x.contiguous(memory_format=torch.channels_last)
+    plain = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        F.cross_entropy(plain(x), y).backward()
+        Engine(model, F.cross_entropy, micro_batch=7).backward(x, y)
+    assert distance(model, exact) <= 2 * distance(plain, exact) + 1e-6
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (2, 4, 3, 2)])
+def test_alone_it_is_torchs_own(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.rand(2, 4, dtype=torch.float64).requires_grad_().unbind()
+    grad = torch.randn_like(x)
+
+    def taken(fn: Callable[[], Tensor]) -> list[Tensor]:
+        out = fn()
+        return [out, *torch.autograd.grad(out, [x, weight, bias], grad)]
+
+    got = taken(lambda: batch_norm(x, weight, bias, 1e-5)[0])
+    want = taken(lambda: F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5))
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_one_value_a_channel_is_refused_as_torch_does() -> None:
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        batch_norm(torch.ones(1, 4), None, None, 1e-5)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from functools import reduce
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.norm.moments import merged, moments_of
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
+    mean=st.sampled_from([0.0, 1.0, -1e3, 1e6]),
+    shape=st.sampled_from([(), (3,), (2, 3), (1, 2, 2)]),
+)
+def test_moments_of_parts_merge_to_those_of_the_whole(
+    sizes: list[int], mean: float, shape: tuple[int, ...]
+) -> None:
+    x = mean + torch.randn(sum(sizes), 4, *shape, dtype=torch.float64)
+    found = reduce(merged, [moments_of(part) for part in x.split(sizes)])
+    over = [d for d in range(x.dim()) if d != 1]
+    variance, want = torch.var_mean(x, over, correction=0)
+    assert found.count == x.numel() // 4
+    assert torch.allclose(found.mean, want, rtol=1e-12, atol=1e-12)
+    bound = 1e-14 * mean * mean + 1e-12
+    assert (found.variance - variance).abs().max() <= bound
+
+
+@pytest.mark.parametrize("mean", [0.0, 100.0, 1000.0])
+def test_a_large_mean_costs_float32_nothing(mean: float) -> None:
+    x = mean + 0.1 * torch.randn(400, 3, dtype=torch.float64)
+    found = reduce(merged, [moments_of(part) for part in x.float().split(37)])
+    want = x.float().double().var(0, correction=0)
+    assert ((found.variance.double() - want).abs() / want).max() < 1e-3
+    naive = (x.float() ** 2).mean(0) - x.float().mean(0) ** 2
+    assert mean < 1000 or ((naive.double() - want).abs() / want).max() > 1
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    x = torch.randn(64, 3).bfloat16()
+    found = moments_of(x)
+    assert found.mean.dtype == torch.float32
+    assert torch.allclose(found.mean, x.float().mean(0), atol=1e-6)

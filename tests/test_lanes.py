@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anybatch import LaneMismatchError
+from anybatch.lanes import Lanes
+from anybatch.meeting import exchange, reduce
+
+
+class Heard:
+    """Writes down the turns."""
+
+    def __init__(self) -> None:
+        self.turns: list[int] = []
+        self.running: set[int] = set()
+        self.coming: list[list[int]] = []
+
+    def begin(self, lane: int) -> None:
+        assert not self.running
+        self.running.add(lane)
+        self.turns.append(lane)
+
+    def around(self, lane: int) -> None:
+        assert self.running == {lane}
+
+    def leave(self, lane: int, coming: list[int]) -> None:
+        self.running.remove(lane)
+        self.coming.append(coming)
+
+
+def run(count: int, work: Callable[[int], None]) -> Heard:
+    heard, before = Heard(), threading.active_count()
+    try:
+        Lanes(count, heard, contextlib.nullcontext).run(work)
+    finally:
+        assert threading.active_count() == before
+    return heard
+
+
+def total(parts: list[int]) -> list[int]:
+    return [sum(parts)] * len(parts)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 22])
+def test_all_meet_and_the_order_turns_around(count: int) -> None:
+    found: dict[int, list[int]] = {}
+
+    def work(lane: int) -> None:
+        found[lane] = [exchange("first", lane, total), exchange("second", 2 * lane, total)]
+
+    heard = run(count, work)
+    all_of = sum(range(count))
+    assert found == {lane: [all_of, 2 * all_of] for lane in range(count)}
+    up = list(range(count))
+    assert heard.turns == up + up[-2::-1] + up[1:]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_a_sum_is_made_on_the_way_and_finished_once(count: int) -> None:
+    found: list[int] = []
+    finished: list[int] = []
+
+    def finish(total: int) -> int:
+        finished.append(total)
+        return total + 1
+
+    def work(lane: int) -> None:
+        found.append(reduce("one", lane, int.__add__, finish))
+        found.append(reduce("two", 10 * lane, int.__add__, finish))
+
+    run(count, work)
+    whole = sum(range(count))
+    assert finished == [whole, 10 * whole]
+    assert sorted(found) == sorted([whole + 1, 10 * whole + 1] * count)
+
+
+def test_each_gets_its_own_result_in_order() -> None:
+    found: dict[int, str] = {}
+
+    def work(lane: int) -> None:
+        found[lane] = exchange("key", "abc"[lane], lambda parts: [p.upper() for p in parts])
+
+    run(3, work)
+    assert found == {0: "A", 1: "B", 2: "C"}
+
+
+def test_a_lane_hears_who_comes_before_it_comes_again() -> None:
+    heard = run(3, lambda lane: exchange("key", lane, total) and None)
+    assert heard.coming[0] == [1, 2, 0]
+    assert heard.coming[1] == [2, 1, 0]
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+@pytest.mark.parametrize("place", ["before", "combine", "after"])
+def test_what_one_lane_raises_ends_all_of_them(lane: int, place: str) -> None:
+    left: list[int] = []
+
+    def fails(parts: list[int]) -> list[int]:
+        raise RuntimeError("combine")
+
+    def work(mine: int) -> None:
+        try:
+            if place == "before" and mine == lane:
+                raise RuntimeError(place)
+            exchange("key", mine, fails if place == "combine" else total)
+            if place == "after" and mine == lane:
+                raise RuntimeError(place)
+            exchange("key", mine, total)
+        finally:
+            left.append(mine)
+
+    with pytest.raises(RuntimeError, match=place):
+        run(3, work)
+    begun = {0, 1, 2} if place != "before" else set(range(lane + 1))
+    assert set(left) == begun
+
+
+def test_lanes_that_meet_for_other_things_are_a_mismatch() -> None:
+    with pytest.raises(
+        LaneMismatchError, match="micro-batch 0 is at a while micro-batch 2 is at b"
+    ):
+        run(3, lambda lane: exchange("b" if lane == 2 else "a", 0, total) and None)
+    with pytest.raises(LaneMismatchError, match="0 is at the end while micro-batch 1 is at a"):
+        run(2, lambda lane: exchange("a", 0, total) and None if lane else None)
+    with pytest.raises(LaneMismatchError, match="0 is at a while micro-batch 1 is at the end"):
+        run(2, lambda lane: None if lane else exchange("a", 0, total) and None)
+
+
+def test_ctrl_c_ends_all_lanes_at_the_next_meeting() -> None:
+    met: list[int] = []
+
+    def work(lane: int) -> None:
+        for number in range(1000):
+            exchange("key", 0, total)
+            met.append(number)
+            if number == 3 and lane == 0:
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(3, work)
+
+
+def test_alone_there_is_only_oneself() -> None:
+    combined: Any = exchange("key", 3, lambda parts: [sum(parts)])
+    assert combined == 3

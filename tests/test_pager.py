@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybatch.pager import SMALL, Pager, Paging
+from anybatch.stores import FileStore, HostStore, Store
+
+CPU = torch.device("cpu")
+KIB = 1024 // 4
+
+
+def stores(tmp_path: Path) -> dict[str, Store]:
+    return {"host": HostStore(), "file": FileStore(tmp_path)}
+
+
+def filled(count: int) -> Tensor:
+    return torch.arange(float(count))
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_what_a_store_was_given_it_gives_back(kind: str, tmp_path: Path) -> None:
+    store = stores(tmp_path)[kind]
+    data = {size: torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, 100_001)}
+    for size, one in data.items():
+        store.put(size, one)
+    store.drop(4096)
+    store.put("again", data[4096].flip(0))
+    for key, want in {1: data[1], 100_001: data[100_001], "again": data[4096].flip(0)}.items():
+        out = torch.zeros_like(want)
+        store.get(key, out)
+        assert torch.equal(out, want)
+    store.drop("never")
+    store.close()
+
+
+def test_a_spill_file_has_no_name_and_uses_its_space_again(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    one = torch.ones(5000, dtype=torch.uint8)
+    for number in range(20):
+        store.put(number, one)
+        store.drop(number)
+    assert os.fstat(store._file).st_size == 5000
+    store.close()
+    store.close()
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        FileStore(tmp_path / "nowhere")
+
+
+def pager(room: int, store: Store | None = None) -> Pager:
+    return Pager(room, store or HostStore(), CPU)
+
+
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_a_waiting_lane_gives_its_memory_away_and_has_it_again(kind: str, tmp_path: Path) -> None:
+    it = pager(0, stores(tmp_path)[kind])
+    it.begin(0)
+    with Paging(it):
+        kept = filled(KIB) * 2
+        view = kept[10:20]
+    it.leave(0, [1, 0])
+    assert kept.untyped_storage().nbytes() == 0
+    it.begin(1)
+    it.leave(1, [1, 0])
+    it.begin(0)
+    with Paging(it):
+        total = (view + 1).sum()
+    assert total == (2 * torch.arange(10.0, 20.0) + 1).sum()
+    assert torch.equal(kept, filled(KIB) * 2)
+    it.close()
+
+
+def test_room_is_kept_by_what_is_used_last() -> None:
+    it = pager(2 * 1024)
+    it.begin(0)
+    with Paging(it):
+        old = filled(KIB) + 1
+    it.leave(0, [1, 0])
+    it.begin(1)
+    it.leave(1, [0, 1])
+    it.begin(0)
+    with Paging(it):
+        new, newer = filled(KIB) + 2, filled(KIB) + 3
+    it.leave(0, [1, 0])
+    sizes = [one.untyped_storage().nbytes() for one in (old, new, newer)]
+    assert sizes == [0, 1024, 1024]
+    it.close()
+    assert torch.equal(old, filled(KIB) + 1)
+
+
+def test_what_was_not_written_to_is_not_copied_out_again() -> None:
+    it = pager(0)
+    it.begin(0)
+    with Paging(it):
+        kept = filled(KIB) * 1
+    it.leave(0, [0])
+    for writes, moved in ((False, 1), (False, 1), (True, 2)):
+        before = it.moved
+        it.begin(0)
+        with Paging(it):
+            kept.add_(1) if writes else kept.sum()
+        it.leave(0, [0])
+        assert it.moved - before == moved * 1024
+    it.close()
+    assert torch.equal(kept, filled(KIB) + 1)
+
+
+def test_what_two_lanes_use_stays() -> None:
+    it = pager(0)
+    it.begin(0)
+    with Paging(it):
+        shared = filled(KIB) * 1
+    it.leave(0, [1, 0])
+    it.begin(1)
+    with Paging(it):
+        shared.add_(1)
+    it.leave(1, [0, 1])
+    assert shared.untyped_storage().nbytes() == 1024
+    it.close()
+
+
+def test_what_is_small_or_was_there_before_stays() -> None:
+    it, before = pager(0), filled(KIB)
+    it.begin(0)
+    with Paging(it):
+        small = torch.zeros(SMALL // 4 - 1)
+        before.mul_(2)
+    it.leave(0, [1, 0])
+    assert small.untyped_storage().nbytes() > 0
+    assert before.untyped_storage().nbytes() > 0
+    it.close()
+
+
+def test_what_dies_while_it_is_away_is_forgotten(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    it = pager(0, store)
+    it.begin(0)
+    with Paging(it):
+        kept = filled(KIB) * 1
+    it.leave(0, [1, 0])
+    assert len(store._places) == 1
+    del kept
+    it.begin(1)
+    assert store._places == {}
+    it.close()
