@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.agbn.lanes import rows as agbn_lanes
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -46,6 +47,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "tables_summary": ("mbs/tables", paper.tables_summary),
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
+    "lanes": ("agbn/lanes", agbn_lanes.lanes),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -62,6 +64,7 @@ TITLES = {
     "choice": "The choice of a micro-batch, beside five finders and a full sweep",
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
+    "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",

@@ -119,16 +119,17 @@ def test_a_benchmark_runs_quickly_and_its_table_can_be_written(
     assert tables.table(table).startswith("|")
 
 
-def test_the_speed_benchmark_runs_in_both_malloc_modes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("table", "words"), [("mbs/speed", "anybatch"), ("agbn/lanes", "leaves")])
+def test_a_benchmark_of_seconds_runs_in_both_malloc_modes(
+    table: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-m", "benchmarks.mbs.speed.run", "--quick"]
-    subprocess.run([*command, "--out", tmp_path / "mbs" / "speed"], check=True, cwd=ROOT)
-    results = json.loads((tmp_path / "mbs" / "speed" / "results.json").read_text())
+    command = [sys.executable, "-m", f"benchmarks.{table.replace('/', '.')}.run", "--quick"]
+    subprocess.run([*command, "--out", tmp_path / table], check=True, cwd=ROOT)
+    results = json.loads((tmp_path / table / "results.json").read_text())
     modes = {mode: found["environment"]["malloc"] for mode, found in results["modes"].items()}
     assert modes == {"default": "default", "large": "large"}
     monkeypatch.setattr(report, "HERE", tmp_path)
-    assert "anybatch" in tables.table("speed")
+    assert words in tables.table(table.split("/")[1])
 
 
 def test_the_paired_ratio_is_the_median_of_ratios_not_the_ratio_of_medians() -> None:

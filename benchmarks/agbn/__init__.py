@@ -1,0 +1,1 @@
+"""Benchmarks of BatchNorm over micro-batches and ranks."""

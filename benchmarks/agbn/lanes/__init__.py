@@ -1,0 +1,1 @@
+"""What exact BatchNorm in lanes costs, and what it holds."""
