@@ -103,7 +103,11 @@ def forecast(
         found = _rehearsed(real, state, REAL)
     except NotAffineError:
         found = _rehearsed(real, state, PEAKS)
-    far = next((n for n in FARTHER if _held_at(found, case, n) <= room), None)
+    # Two small steps know little of what larger ones round up, and these have an accumulator too.
+    far = next(
+        (n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) + found.gradients <= room),
+        None,
+    )
     if far is not None:
         return _farther(found, few(case, far * MICRO_BATCHES), far)
     return replace(found, divided=_roughly(found.divided), undivided=_roughly(found.undivided))
