@@ -58,7 +58,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     pager = (
         None if step.room is None else Pager(step.room, store_on(step.device), step.device, meters)
     )
-    turns = LaneTurns(step.count, step.slots, pager)
+    turns = LaneTurns(step.count, step.slots, step.gradients, pager)
     entered = partial(around.entered, None if pager is None else Paging(pager))
     try:
         with warnings.catch_warnings():  # lanes that catch some too do not end in their order

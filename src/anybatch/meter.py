@@ -115,7 +115,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         name = str(func)
         if name != FROM_OUTSIDE:
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, FOREIGN)
         self._inside = True
         try:
@@ -123,7 +123,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._inside = False
         here = False
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             here = here or self._counts(tensor)
             self._see(tensor, STEP, _terms(name, args) if isinstance(tensor, FakeTensor) else 0)
         if here:  # else it is about shapes alone, as on the meta device
@@ -179,16 +179,16 @@ def _terms(name: str, args: tuple[Any, ...]) -> int:
     return int(max(args[0].numel(), args[1].numel()) * args[0].element_size())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in what a kernel is given or returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
 def _storages(tensor: Tensor) -> Iterator[Any]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from anybatch.meter import Meter
+from anybatch.meter import Meter, tensors_in
 from anybatch.stores import Store
 
 SMALL = 256
@@ -248,14 +248,14 @@ class Paging(TorchDispatchMode):
         writes = schema is None or schema.is_mutable
         with torch._C.DisableTorchFunction():
             given = set()
-            for tensor in _tensors((args, kwargs)):
+            for tensor in tensors_in((args, kwargs)):
                 if tensor.layout == torch.strided and not _wraps(tensor):
                     given.add(_key(tensor))
                     pager.use(tensor, writes=writes)
                 else:
                     pager.keep(tensor)
             result = func(*args, **kwargs)
-            for tensor in _tensors(result):
+            for tensor in tensors_in(result):
                 if tensor.layout != torch.strided or _wraps(tensor):
                     pager.keep(tensor)
                 elif _key(tensor) not in given:
@@ -302,14 +302,3 @@ def _key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
         return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.gradients import Gradients
 from anybatch.pager import Pager
 from anybatch.slots import LaneSlots
 
@@ -25,11 +26,19 @@ class LaneTurns:
     Args:
         lanes: how many.
         slots: attributes and containers that each lane has of its own.
+        gradients: what a lane has left of them is added up at every turn, because the next one's
+            must not be added to it in half precision; None (default) where there are none.
         pager: of what they hold; None (default) lets everything stay.
     """
 
-    def __init__(self, lanes: int, slots: Iterable[Any] = (), pager: Pager | None = None) -> None:
-        self._pager = pager
+    def __init__(
+        self,
+        lanes: int,
+        slots: Iterable[Any] = (),
+        gradients: Gradients | None = None,
+        pager: Pager | None = None,
+    ) -> None:
+        self._pager, self._gradients = pager, gradients
         self._slots = LaneSlots(slots, lanes)
         self._start = torch.get_rng_state()
         there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -61,6 +70,8 @@ class LaneTurns:
 
     def leave(self, lane: int, coming: list[int]) -> None:
         """Keep the lane's state, and send away what there is no room for."""
+        if self._gradients is not None:
+            self._gradients.collect()
         if self._pager is not None:
             self._pager.leave(lane, coming)
         self._slots.leave(lane)

@@ -49,6 +49,25 @@ def test_low_precision_is_as_near_as_the_undivided_batch_is(how: str) -> None:
         assert torch.allclose(a.float(), b.float(), rtol=2e-2, atol=1e-2)
 
 
+def test_sums_of_many_lanes_in_bfloat16_do_not_stall() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).bfloat16()
+    x, y = torch.randn(300, 4).bfloat16(), torch.full((300, 1), 50.0).bfloat16()
+    exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    F.mse_loss(exact(x.double()), y.double()).backward()
+    Engine(plain, F.mse_loss, micro_batch=150).backward(x, y)
+    Engine(model, F.mse_loss, micro_batch=1).backward(x, y)
+    last = ("2.weight", "2.bias")  # gradients that all point the same way
+    many, few = (
+        max(
+            float((p.grad.double() - q.grad).norm() / q.grad.norm())
+            for (name, p), q in zip(m.named_parameters(), exact.parameters(), strict=True)
+            if name in last and p.grad is not None and q.grad is not None
+        )
+        for m in (model, plain)
+    )
+    assert many <= 2 * few + 2**-8
+
+
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (2, 4, 3, 2)])
 def test_alone_it_is_torchs_own(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
