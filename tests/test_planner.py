@@ -120,7 +120,7 @@ def test_a_last_partial_batch_keeps_the_plan() -> None:
 def test_batchnorm_is_never_divided_because_that_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anybatch.planner.seconds", lambda case, look, n: float(n * n))
+    monkeypatch.setattr("anybatch.planner.seconds", lambda case, look, n, **_: float(n * n))
     model, (x, y) = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)), images(12, 8)
     loss = nn.CrossEntropyLoss()
     engine = Engine(model, loss, memory="1GiB")
@@ -134,7 +134,7 @@ def test_a_division_that_needs_more_than_the_whole_batch_is_neither_timed_nor_ch
 ) -> None:
     timed: list[int] = []
 
-    def seconds(case: Any, look: Any, n: int) -> float:
+    def seconds(case: Any, look: Any, n: int, *, apart: bool) -> float:
         timed.append(n)
         return 1e-3 * n * n
 

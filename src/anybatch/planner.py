@@ -166,10 +166,7 @@ class Planner:
         if self._fixed is None and cap == kind.size and whole:
             return self._described(foreseen, kind, cap, timed, fresh=fresh)
         if self._best is None and self.timed and self._fixed is None and kind.trains:
-            fits = partial(self._fits, foreseen, kind.size)
-            timed = search(
-                cap, kind.size, lambda n: seconds(case(), foreseen.look, n) if fits(n) else None
-            )
+            timed = search(cap, kind.size, partial(self._seconds, foreseen, kind, case))
         n = self._pick(kind, cap, timed)
         n = n if self._fits(foreseen, kind.size, n) else cap
         if self._best is None and kind.trains:
@@ -248,6 +245,17 @@ class Planner:
                 f"{error}. Undivided the batch needs {show_bytes(whole)}, and "
                 f"{show_bytes(self.budget)} is there ({self.source})"
             ) from None
+
+    def _seconds(
+        self, foreseen: Forecast, kind: Kind, case: Callable[[], Case], n: int
+    ) -> float | None:
+        """Time a size as it would be run; None where it does not fit."""
+        assert self.budget is not None
+        if not self._fits(foreseen, kind.size, n):
+            return None
+        apart = not kind.lanes and n < kind.size
+        apart = apart and foreseen.apart(n, kind.size, confirmed=False) <= self.budget
+        return seconds(case(), foreseen.look, n, apart=apart)
 
     def _fits(self, foreseen: Forecast, size: int, n: int) -> bool:
         """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""

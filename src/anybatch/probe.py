@@ -28,13 +28,15 @@ LONG = 0.5
 """Seconds after which a first run is taken as it is."""
 
 
-def seconds(case: Case, seen: Look, n: int) -> float | None:
+def seconds(case: Case, seen: Look, n: int, *, apart: bool = False) -> float | None:
     """Time forward and backward of one micro-batch, as one of many or as the whole batch.
 
     Args:
         case: the real one; its model, gradients and dice are put back.
         seen: what the first look found out.
         n: samples in the micro-batch.
+        apart: its gradients are added to an accumulator, which small micro-batches pay for more
+            often. Default False.
 
     Returns:
         Seconds; None where it ran out of memory.
@@ -43,7 +45,8 @@ def seconds(case: Case, seen: Look, n: int) -> float | None:
         alone = n >= case.size
         case = unharmed(few(case, n), n, seen)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
-            gradients = Gradients(case.leaves, wide=not alone) if case.trains else None
+            apart = apart and not alone
+            gradients = Gradients(case.leaves, wide=not alone, apart=apart) if case.trains else None
             step = make_step(case, link_to(case.device), n, gradients, 1)
             step.layout, step.copies = seen.layout, seen.copies
             step.discover = discoverer(step, before)
