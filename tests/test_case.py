@@ -13,10 +13,11 @@ from anybatch.case import Case, as_fakes, few, first_rows
 from anybatch.fakes import is_fake
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
+from anybatch.norm.adaptive import Fixed
 
 
 def case(n: int, *, lazy: bool = False) -> Case:
-    given = Given(nn.Linear(2, 3), Watched(F.cross_entropy), None, "exact")
+    given = Given(nn.Linear(2, 3), Watched(F.cross_entropy), None, Fixed("exact"))
     x, y = torch.arange(2.0 * n).view(n, 2), torch.zeros(n).long()
     inputs = LazyBatch(TensorDataset(x, y)) if lazy else x
     batch = given.batch(inputs, None if lazy else y)

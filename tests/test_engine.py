@@ -363,7 +363,7 @@ def test_a_loss_with_parameters_trains_them_too() -> None:
         ({"micro_batch": 0}, ValueError, "micro_batch must be a whole number >= 1, and it is 0"),
         ({"micro_batch": True}, ValueError, "whole number >= 1, and it is True"),
         ({"micro_batch": 2.5}, ValueError, "whole number >= 1, and it is 2.5"),
-        ({"batchnorm": "none"}, ValueError, 'must be "exact" or "local", and it is \'none\''),
+        ({"batchnorm": "none"}, ValueError, 'must be "exact", "local", "adaptive" or \'none\''),
         ({"loss_fn": None}, anybatch.LossError, r"must be declared.*Loss.inside\(count="),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function.*and it is int"),
         ({"model": len}, TypeError, "model must be a torch.nn.Module, and it is builtin"),
@@ -413,11 +413,13 @@ def test_targets_beside_a_lazy_batch_are_refused() -> None:
         Engine(mlp(), F.cross_entropy, micro_batch=4).backward(lazy, y)
 
 
-def test_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+def test_processes_that_do_not_know_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     x, y = batch()
-    with pytest.raises(anybatch.NotYetError, match="ranks is not there yet, and there are 2"):
+    with pytest.raises(anybatch.RankError, match="the 2 processes .* call torch.distrib"):
         Engine(mlp(), F.cross_entropy, micro_batch=4).backward(x, y)
 
 

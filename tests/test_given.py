@@ -10,11 +10,12 @@ from anybatch import AnybatchError, LazyBatch
 from anybatch.given import LOSS, Given
 from anybatch.kinds import shapes_of
 from anybatch.loss.watched import Watched
+from anybatch.norm.adaptive import Fixed
 from anybatch.rng import Dice
 
 
 def given(optimizer: torch.optim.Optimizer | None = None, loss: nn.Module | None = None) -> Given:
-    return Given(nn.Linear(5, 3), Watched(loss or F.cross_entropy), optimizer, "exact")
+    return Given(nn.Linear(5, 3), Watched(loss or F.cross_entropy), optimizer, Fixed("exact"))
 
 
 def test_leaves_are_those_of_model_loss_optimizer_closure_and_batch_each_once() -> None:

@@ -13,6 +13,7 @@ from anybatch.case import Case
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
 from anybatch.meter import Meter
+from anybatch.norm.adaptive import Fixed
 from anybatch.probe import seconds
 
 
@@ -29,7 +30,7 @@ class Model(nn.Linear):
 
 
 def case(model: nn.Module, n: int = 24) -> Case:
-    given = Given(model, Watched(F.cross_entropy), None, "exact")
+    given = Given(model, Watched(F.cross_entropy), None, Fixed("exact"))
     x, y = torch.randn(n, 5), torch.randint(0, 3, (n,))
     return given.case(given.batch(x, y), given.modules(), trains=True)
 
@@ -65,7 +66,7 @@ def test_a_size_that_runs_out_of_memory_has_no_time_and_other_errors_go_out() ->
 def test_timing_holds_no_copies_of_rows_that_are_there(n: int) -> None:
     make: Callable[[], nn.Module] = lambda: nn.Sequential(nn.Flatten(), nn.Linear(4096, 3))  # noqa: E731
     model = make()
-    given = Given(model, Watched(F.cross_entropy), None, "exact")
+    given = Given(model, Watched(F.cross_entropy), None, Fixed("exact"))
     x, y = torch.randn(8, 4096), torch.randint(0, 3, (8,))
     it = given.case(given.batch(x, y), given.modules(), trains=True)
     _, seen = rehearse.look(it, 4)

@@ -17,6 +17,7 @@ from anybatch.case import Case, as_fakes
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
 from anybatch.meter import Meter
+from anybatch.norm.adaptive import Fixed
 from anybatch.probe import seconds
 
 
@@ -39,7 +40,7 @@ MODELS: list[Callable[[], tuple[nn.Module, Tensor]]] = [
 
 
 def case(model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Case:
-    given = Given(model, Watched(loss), None, "local")
+    given = Given(model, Watched(loss), None, Fixed("local"))
     return given.case(given.batch(x, y), given.modules(), trains=True)
 
 

@@ -13,15 +13,19 @@ from anybatch.errors import (
     NotExactError,
     NotReproducibleError,
     NotYetError,
+    RankError,
 )
 from anybatch.joint import joint
 from anybatch.loss.declared import Loss
+from anybatch.norm.adaptive import Adaptive, Plateau
+from anybatch.norm.ranks import global_batchnorm
 from anybatch.planning import plan
 from anybatch.records import StepReport
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "AnybatchError",
     "BatchError",
     "BudgetError",
@@ -34,9 +38,12 @@ __all__ = [
     "NotReproducibleError",
     "NotYetError",
     "Plan",
+    "Plateau",
+    "RankError",
     "Report",
     "StepReport",
     "check",
+    "global_batchnorm",
     "joint",
     "plan",
 ]

@@ -70,10 +70,16 @@ class TensorBatch:
     size: int
 
     @classmethod
-    def of(cls, inputs: Any, targets: Any) -> TensorBatch:
-        """Return the batch, or raise `BatchError` naming the leaves that do not fit."""
+    def of(cls, inputs: Any, targets: Any, *, least: int = 1) -> TensorBatch:
+        """Return the batch, or raise `BatchError` naming the leaves that do not fit.
+
+        Args:
+            inputs: tree of tensors [N_B, ...].
+            targets: the same, or None.
+            least: samples that it must hold.
+        """
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
-        return cls(inputs, targets, tree.batch_size(**named))
+        return cls(inputs, targets, tree.batch_size(least=least, **named))
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Yield views of `micro_batch` rows."""

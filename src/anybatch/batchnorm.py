@@ -53,6 +53,17 @@ def counters(modules: Modules) -> list[Tensor]:
     return [counter for counter in found if counter is not None]
 
 
+def names_of_norms(modules: Modules) -> dict[int, str]:
+    """Return id of every running mean and weight of BatchNorm -> the path of its module."""
+    return {
+        id(tensor): path or "the model"
+        for path, module in modules
+        if isinstance(module, _BatchNorm)
+        for tensor in (module.running_mean, module.weight)
+        if tensor is not None
+    }
+
+
 def refuse(name: str) -> NoReturn:
     """Raise `BatchStatisticsError` for a kernel that normalises over the batch."""
     raise BatchStatisticsError(

@@ -8,6 +8,7 @@ with the gradient of the whole. Everything around them stays the person's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -26,7 +27,11 @@ from anybatch.loss.watched import Watched
 from anybatch.measure import measured
 from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules
+from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.planner import Planner, planner_of
+from anybatch.ranks.crew import Crew, refuse_sharded, unwrapped
+from anybatch.ranks.everyone import Everyone
+from anybatch.ranks.ranks import Here
 from anybatch.records import StepReport
 from anybatch.refusals import (
     as_function,
@@ -41,7 +46,7 @@ from anybatch.step import Observer, Scaler, Shown, Step
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 from anybatch.updates import state_bytes
 
-BatchNormMode = Literal["exact", "local"]
+BatchNormMode = Literal["exact", "local", "adaptive"]
 
 
 class Engine:
@@ -68,7 +73,8 @@ class Engine:
         batchnorm: "exact" (default) normalises by the whole batch: micro-batches wait for each
             other in BatchNorm, and what waits leaves the device as far as `memory` has no room for
             it. "local" lets each micro-batch be normalised by its own statistics, which is another
-            function than that of the batch.
+            function than that of the batch. "adaptive", or an `Adaptive`, is local until training
+            has converged and exact from there on.
         rng: "lane" (default): each micro-batch draws its own random numbers, in order.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
@@ -96,15 +102,21 @@ class Engine:
         optimizer: torch.optim.Optimizer | None = None,
         memory: int | str | None = None,
         micro_batch: int | None = None,
-        batchnorm: BatchNormMode = "exact",
+        batchnorm: BatchNormMode | Adaptive = "exact",
         rng: Literal["lane", "batch"] = "lane",
         plan: Plan | None = None,
     ) -> None:
         refuse_later(rng)
         refuse_now(model, loss_fn, micro_batch, batchnorm)
+        refuse_sharded(model)
+        model, group = unwrapped(model)
         loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
         self._planner = planner_of(memory, micro_batch, plan)
-        self._given = Given(model, loss, optimizer, batchnorm)
+        if batchnorm == "adaptive":
+            batchnorm = Adaptive()
+        norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
+        self._given = Given(model, loss, optimizer, norms)
+        self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive))
         self._runner = Runner(self._given)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
         self._plan: Plan | None = plan
@@ -162,7 +174,9 @@ class Engine:
         refuse_nested(BACKWARD)
         run = partial(self._backward, inputs, targets, scaler, observe, Shown())
         with NothingHeld():
-            return self._given.reach.again(run)
+            loss = self._given.reach.again(partial(self._crew.together, run))
+        self._given.norms.step(loss)
+        return loss
 
     def _backward(
         self,
@@ -173,12 +187,12 @@ class Engine:
         shown: Shown,
     ) -> Tensor:
         start = perf_counter()
-        batch, modules = self._given.batch(inputs, targets), self._given.modules()
+        batch, modules = self._begin(inputs, targets)
         leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
         versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=False)
-        with whole_or_nothing(before, gradients.deliver):
+        with whole_or_nothing(before, partial(self._deliver, gradients)):
             step, kind, allowed = self._planned(batch, modules, before, gradients)
             step.scaler, step.observe, step.shown = scaler, observe, shown
             gradients.set_aside()
@@ -207,35 +221,74 @@ class Engine:
             NotExactError: as in `backward`.
         """
         with NothingHeld():
-            return self._given.reach.again(
-                partial(self._evaluate, inputs, targets, observe, Shown())
-            )
+            run = partial(self._evaluate, inputs, targets, observe, Shown())
+            return self._given.reach.again(partial(self._crew.together, run))
 
     def _evaluate(
-        self, inputs: Any, targets: Any, observe: Observer | None, shown: Shown
+        self,
+        inputs: Any,
+        targets: Any,
+        observe: Observer | None,
+        shown: Shown,
     ) -> Tensor:
         start = perf_counter()
-        batch, modules = self._given.batch(inputs, targets), self._given.modules()
+        batch, modules = self._begin(inputs, targets)
         before = Before(modules, [])
-        with whole_or_nothing(before, lambda: None), torch.no_grad():
+        with whole_or_nothing(before, self._deliver), torch.no_grad():
             step, kind, allowed = self._planned(batch, modules, before, None)
             step.observe, step.shown = observe, shown
             loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, allowed, peak)
 
+    def _begin(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
+        batch = self._given.batch(inputs, targets, several=self._crew.several)
+        if isinstance(self._given.norms, Adaptive):
+            self._given.norms.choose(self._crew.size(batch.size))
+        return batch, self._given.modules()
+
+    def _join(self, batch: Batch, modules: Modules, micro_batch: int, *, trains: bool) -> Everyone:
+        """Return the batch over all ranks."""
+        kind = self._runner.signature(batch, modules, trains=trains)
+        here = Here(
+            size=batch.size,
+            micro_batch=micro_batch,
+            lanes=bool(self._given.meets(modules)),
+            trains=trains,
+            coupled=self._runner.coupled(kind),
+        )
+        return self._crew.join(here, kind)
+
+    def _deliver(self, gradients: Gradients | None = None) -> None:
+        self._crew.end()
+        if gradients is not None:
+            gradients.deliver()
+
     def _planned(
-        self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
+        self,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
     ) -> tuple[Step, Kind | None, Allowed | None]:
-        """Return the step, in micro-batches as large as the budget allows."""
+        """Return the step, in micro-batches as large as the budget allows on every rank."""
         make = partial(self._runner.step, batch, modules, before, gradients)
-        if self._planner is None:
-            assert self.micro_batch is not None
-            return make(self.micro_batch, apart=False), None, None
+        join = partial(self._join, batch, modules, trains=gradients is not None)
+        if self._planner is None or not batch.size:
+            everyone = join(self.micro_batch or 1)
+            self.micro_batch = everyone.micro_batch
+            return make(everyone.micro_batch, apart=False, everyone=everyone), None, None
         kind = self._kind(batch, modules, gradients)
         allowed = self._allow(self._planner, kind, batch, modules)
-        self.micro_batch = allowed.micro_batch
-        step = make(allowed.micro_batch, apart=allowed.apart, room=allowed.memory.room)
+        everyone = join(allowed.micro_batch)
+        self.micro_batch = everyone.micro_batch
+        allowed = replace(allowed, micro_batch=everyone.micro_batch)
+        step = make(
+            allowed.micro_batch,
+            apart=allowed.apart,
+            room=allowed.memory.room,
+            everyone=everyone,
+        )
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return step, kind, allowed
@@ -286,7 +339,7 @@ class Engine:
             peak = torch.cuda.max_memory_allocated()
         self._last = StepReport(
             loss=loss,
-            samples=step.batch.size,
+            samples=step.everyone.size,
             micro_batch=step.limit,
             micro_batches=step.done,
             seconds=seconds,
@@ -294,6 +347,7 @@ class Engine:
             predicted_bytes=None if memory is None else memory.predicted,
             moved_bytes=step.moved,
             retries=step.retries,
+            batchnorm=step.batchnorm,
         )
         return loss
 
@@ -305,7 +359,8 @@ class Engine:
             targets: as in `backward`.
             timed: time the sizes that fit, where they have not been. Default True.
         """
-        return self._given.reach.again(partial(self._foresee, inputs, targets, timed=timed))
+        with self._crew.apart():
+            return self._given.reach.again(partial(self._foresee, inputs, targets, timed=timed))
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)

@@ -40,5 +40,9 @@ class BudgetError(AnybatchError, RuntimeError):
         self.needed, self.given = needed, given
 
 
+class RankError(AnybatchError, RuntimeError):
+    """Another rank has failed or is gone, so no rank has made the step."""
+
+
 class NotYetError(AnybatchError, NotImplementedError):
     """The place for a feature is here; the feature is not."""

@@ -49,21 +49,21 @@ def gather(step: Step) -> Tensor:
     start = Dice.now()
     first = FirstPass(step)
     first.run()
-    whole = MicroBatch(None, first.targets, step.batch.size)
-    if step.gradients is None:
-        loss = step.loss.whole(first.outputs, whole).detach()
-        _show_all(step, first)
-        return loss
-    loss, gradients = loss_of_all(step, first.outputs, whole)
-    end, statistics = Dice.now(), step.buffers.statistics()
-    backwards = Backwards(step, first, gradients)
-    stop = backwards.last()
-    step.put_back(start)
-    step.buffers.restart()
-    backwards.second_pass(stop)
-    check_trains(backwards.trained)
-    step.put_back(end)
-    step.buffers.settle(statistics)
+    rows = step.everyone.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
+    whole = MicroBatch(None, rows.targets, rows.size)
+    if step.gradients is None or not step.batch.size:
+        loss = step.loss.whole(rows.outputs, whole).detach()
+    else:
+        loss, gradients = loss_of_all(step, rows.outputs, whole, leads=rows.leads)
+        end, statistics = Dice.now(), step.buffers.statistics()
+        backwards = Backwards(step, first, gradients, rows.begin)
+        stop = backwards.last()
+        step.put_back(start)
+        step.buffers.restart()
+        backwards.second_pass(stop)
+        check_trains(backwards.trained)
+        step.put_back(end)
+        step.buffers.settle(statistics)
     _show_all(step, first)
     step.finish()
     return loss
@@ -103,6 +103,8 @@ class FirstPass:
             self.sizes.append([])
             in_pieces(step, loaded, self._forward)
         sizes = self.flat
+        if not sizes:  # a rank without samples
+            return
         self.outputs = tree.join(self.outputs, list(step.layout or ()), sizes=sizes)
         self.targets = tree.join(self.targets, sizes=sizes, name="targets")
 
@@ -129,9 +131,12 @@ class Backwards:
         trained: how many outputs had a gradient to take.
     """
 
-    def __init__(self, step: Step, first: FirstPass, gradients: list[Tensor | None]) -> None:
+    def __init__(
+        self, step: Step, first: FirstPass, gradients: list[Tensor | None], before: int
+    ) -> None:
         self.trained = 0
         self._step, self._first, self._gradients = step, first, gradients
+        self._before = before  # rows of ranks before this one
         self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
         self._begin = 0
 
@@ -166,7 +171,8 @@ class Backwards:
     def _pull_last(self) -> None:
         first, step = self._first, self._step
         begin = step.batch.size - first.flat[-1]
-        self.trained += step.pull(*shares(step, first.graph.pop(), self._gradients, begin))
+        roots = shares(step, first.graph.pop(), self._gradients, self._before + begin)
+        self.trained += step.pull(*roots)
 
     def _again(self, micro: MicroBatch) -> None:
         step, begin = self._step, self._begin
@@ -177,13 +183,22 @@ class Backwards:
             raise StartOverError  # these draws, or these statistics, are not those of pass 1
         if path is not None:
             raise _not_reproducible(path)
-        trained = step.pull(*shares(step, out, self._gradients, begin))
+        trained = step.pull(*shares(step, out, self._gradients, self._before + begin))
         self.trained += trained
         self._begin += micro.size
 
 
-def loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the loss, and the gradient of each output tensor, in order, or None."""
+def loss_of_all(
+    step: Step, outputs: Any, whole: MicroBatch, *, leads: bool = True
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the loss, and the gradient of each output tensor, in order, or None.
+
+    Args:
+        step: the step.
+        outputs: of the whole batch, over all ranks.
+        whole: its targets.
+        leads: what belongs to the loss itself gets its gradient here; else on another rank.
+    """
     leaves = [tensor.detach() for _, tensor in tree.tensors(outputs)]
     for leaf in leaves:
         if leaf.is_floating_point() or leaf.is_complex():
@@ -198,7 +213,8 @@ def loss_of_all(step: Step, outputs: Any, whole: MicroBatch) -> tuple[Tensor, li
             "that forward left elsewhere, which belongs to one micro-batch only (an attribute of "
             "a module, what a hook kept): return it from the model, as one value a sample"
         )
-    check_trains(step.backward([loss], [torch.ones_like(loss)]))
+    into = None if leads else [leaf for leaf in leaves if leaf.requires_grad]
+    check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
     return loss.detach(), [leaf.grad for leaf in leaves]
 
 

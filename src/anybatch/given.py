@@ -23,8 +23,8 @@ from anybatch.errors import AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.declared import Inside, Loss
 from anybatch.modules import Modules, parameters, walk
+from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.reach import AgainError, Reach
-from anybatch.refusals import refuse_ranks
 
 LOSS = "loss_fn: "
 """What the paths of the modules of the loss begin with."""
@@ -38,7 +38,7 @@ class Given:
         model: the person's.
         loss: the loss.
         optimizer: the optimizer, or None.
-        batchnorm: "exact" or "local".
+        norms: chooses whether BatchNorm is "exact" or "local".
         closure: leaves that the loss closes over, found on the way.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
@@ -47,10 +47,15 @@ class Given:
     model: nn.Module
     loss: Loss
     optimizer: torch.optim.Optimizer | None
-    batchnorm: str
+    norms: Fixed | Adaptive
     closure: list[Tensor] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
+
+    @property
+    def batchnorm(self) -> str:
+        """How the present step normalises: "exact" or "local"."""
+        return self.norms.now
 
     @property
     def device(self) -> torch.device:
@@ -58,11 +63,10 @@ class Given:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
-    def batch(self, inputs: Any, targets: Any) -> Batch:
-        """Return the mini-batch of a step."""
-        refuse_ranks()
+    def batch(self, inputs: Any, targets: Any, *, several: bool = False) -> Batch:
+        """Return the mini-batch of a step; `several`: one rank of several may have no samples."""
         if not isinstance(inputs, LazyBatch):
-            return TensorBatch.of(inputs, targets)
+            return TensorBatch.of(inputs, targets, least=0 if several else 1)
         if targets is not None:
             raise AnybatchError(
                 "the targets of a LazyBatch must come from its items, and targets= was given too: "
@@ -79,14 +83,18 @@ class Given:
     def leaves(self, modules: Modules, batch: Batch) -> list[Tensor]:
         """Return every leaf that may receive a gradient, once."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        given = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
         every = [
             *parameters(modules),
             *self.closure,
             *(p for group in groups for p in group["params"]),
-            *(leaf for _, leaf in tree.tensors(given) if leaf.requires_grad),
+            *self.rows_leaves(batch),
         ]
         return list({id(p): p for p in every}.values())
+
+    def rows_leaves(self, batch: Batch) -> list[Tensor]:
+        """Return the tensors of a batch that receive a gradient themselves."""
+        given = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
+        return [leaf for _, leaf in tree.tensors(given) if leaf.requires_grad]
 
     @contextmanager
     def hearing(self) -> Iterator[None]:

@@ -15,13 +15,15 @@ Kept apart, the sum also outlives a backward that fails: what grew of ``.grad`` 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
+
+Shared = Callable[[list[tuple[Tensor, Tensor | None]]], list[Tensor | None]]
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
@@ -142,17 +144,23 @@ class Gradients:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def finish(self, factor: float | Tensor = 1.0) -> None:
+    def finish(self, factor: float | Tensor = 1.0, shared: Shared | None = None) -> None:
         """Make the sum ready for delivery, times `factor`; nothing that was there is touched.
 
         Args:
             factor: what the sum still lacks: a denominator known only at the end.
+            shared: (parameter, sum) of all parameters -> the sums with those of other processes;
+                None (default) where there are none.
         """
-        if _is_one(factor) and not self._sums and not self._before:
+        if shared is None and _is_one(factor) and not self._sums and not self._before:
             return  # the sums are where they belong
         with torch.no_grad():
-            for parameter in self.parameters:
-                self._prepare(parameter, self._total(parameter, factor))
+            totals = [self._total(parameter, factor) for parameter in self.parameters]
+            if shared is not None:
+                totals = shared(list(zip(self.parameters, totals, strict=True)))
+            for at, parameter in enumerate(self.parameters):
+                total, totals[at] = totals[at], None
+                self._prepare(parameter, total)
 
     def deliver(self) -> None:
         """Make ``.grad`` what it was before the step plus the sum; nothing here can fail.

@@ -27,6 +27,8 @@ from anybatch.errors import LaneMismatchError
 from anybatch.meeting import meeting_in
 from anybatch.undo import uninterrupted
 
+Beyond = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
+
 END = "the end"
 """The key with which a lane ends."""
 
@@ -55,12 +57,19 @@ class Lanes:
         count: lanes.
         turns: told of every turn.
         entered: returns what a lane runs in: the modes of the thread that started them.
+        beyond: ``beyond(key, part, add)`` adds what lanes of other processes have; None (default)
+            where there are none.
     """
 
     def __init__(
-        self, count: int, turns: Turns, entered: Callable[[], AbstractContextManager[Any]]
+        self,
+        count: int,
+        turns: Turns,
+        entered: Callable[[], AbstractContextManager[Any]],
+        beyond: Beyond | None = None,
     ) -> None:
         self._count, self._turns, self._entered = count, turns, entered
+        self._beyond = beyond
         self._go = [threading.Semaphore(0) for _ in range(count)]
         self._order = list(range(count))
         self._at = 0
@@ -133,8 +142,11 @@ class Lanes:
         if self._at < self._count - 1:
             self._hand_on(lane)
         else:
-            self._results = [finish(self._parts[0])] * self._count
-            self._parts[0] = None
+            total, self._parts[0] = self._parts[0], None
+            if self._beyond is not None:
+                with meeting_in(None):
+                    total = self._beyond(key, total, add)
+            self._results = [finish(total)] * self._count
             self._turn_around(lane)
         result, self._results[lane] = self._results[lane], None
         return result

@@ -23,16 +23,19 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
-from anybatch.batch import MicroBatch
+from anybatch.batch import Batch, MicroBatch, TensorBatch
+from anybatch.errors import BatchError
 from anybatch.gather import loss_of_all, shares
 from anybatch.lanes import Lanes
+from anybatch.loss.declared import Total
+from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
 from anybatch.pager import Pager, Paging
 from anybatch.step import Step, call_model, check_trains, copied
 from anybatch.stores import store_on
-from anybatch.stream import Normalization
+from anybatch.stream import Normalization, normalization
 from anybatch.surroundings import Surroundings
 from anybatch.turns import LaneTurns
 
@@ -55,14 +58,15 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     around = Surroundings.now()
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
     together = Together(step)
-    pager = (
-        None if step.room is None else Pager(step.room, store_on(step.device), step.device, meters)
-    )
-    turns = LaneTurns(step.count, step.slots, step.gradients, pager)
+    lanes = max(step.count, 1)  # a rank without samples meets the others all the same
+    alone = step.room is None or lanes == 1
+    pager = None if alone else Pager(step.room or 0, store_on(step.device), step.device, meters)
+    turns = LaneTurns(lanes, step.slots, step.gradients, pager)
     entered = partial(around.entered, None if pager is None else Paging(pager))
+    beyond = step.everyone.reduce if step.everyone.several else None
     try:
         with warnings.catch_warnings():  # lanes that catch some too do not end in their order
-            Lanes(step.count, turns, entered).run(
+            Lanes(lanes, turns, entered, beyond).run(
                 lambda lane: _lane(step, tracked, together, lane, pager)
             )
         turns.finish()
@@ -73,7 +77,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         if pager is not None:
             pager.close()
             step.moved = pager.moved
-    if step.gradients is not None:
+    if step.gradients is not None and step.batch.size:
         check_trains(together.trained)
     together.show()
     step.finish(together.correction())
@@ -82,14 +86,19 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
 
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
     """Run one lane: forward, its share of the loss, backward."""
-    norms = MeetingNorms(tracked, pager.keep if pager is not None else None)
+    empty = not step.batch.size
+    keep = pager.keep if pager is not None else None
+    norms = MeetingNorms(tracked, keep, empty=empty)
     with norms:
         micro = together.next()
         outputs = call_model(step.model, micro.inputs)
-        roots, weights = together.lose(lane, outputs, micro)
-        del outputs, micro
+        lose = together.lose_nothing if empty else partial(together.lose, lane)
+        roots, weights = lose(outputs, micro)
+        del outputs, micro, lose
         norms.again = True
         together.trained += step.pull(roots, weights)
+    if empty and step.gradients is not None:
+        step.gradients.restart()
 
 
 class Together:
@@ -109,6 +118,8 @@ class Together:
 
     def next(self) -> MicroBatch:
         """Return the micro-batch of the lane whose first turn it is."""
+        if not self._step.batch.size:
+            return one_row(self._step.batch)
         micro = next(self._feed)
         return copied(micro) if self._step.copies else micro
 
@@ -119,11 +130,7 @@ class Together:
         if step.observe is not None:
             self._shown[lane] = detached, MicroBatch(None, micro.targets, micro.size)
         if self._normalize is None and not step.coupled:
-            totals = step.loss.totals(step.scope(outputs, micro))
-            step.coupled = totals is None
-            if totals is not None:
-                step.found = step.loss.describe(totals)
-                self._normalize = Normalization(totals, step.batch.size)
+            self._count(step.loss.totals(step.scope(outputs, micro)))
         if self._normalize is not None:
             parts = step.loss.parts(outputs, micro, self._normalize.totals)
             weights = self._normalize(parts, micro.size)
@@ -133,6 +140,28 @@ class Together:
             "the loss", (detached, micro.targets, micro.size), self._lose_all
         )
         return shares(step, outputs, gradients, begin) if step.gradients is not None else ([], [])
+
+    def lose_nothing(self, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+        """Do what a rank without samples does: hear of the loss, and send zeros back."""
+        del micro
+        step = self._step
+        if not step.coupled:
+            self._count([])
+        if step.coupled:
+            step.found = step.loss.name
+            rows = step.everyone.rows(None, None, (), 0)
+            whole = MicroBatch(None, rows.targets, rows.size)
+            with torch.no_grad():
+                self._coupled = step.loss.whole(rows.outputs, whole).detach()
+        roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+        return roots, [torch.zeros_like(root) for root in roots]
+
+    def _count(self, totals: list[Total] | None) -> None:
+        """Take in what the loss is divided by, or that it needs all outputs at once."""
+        try:
+            self._normalize = normalization(self._step, totals)
+        except NotAPartError:
+            self._step.coupled = True
 
     def correction(self) -> float | Tensor:
         """Return what the sum of the gradients still lacks."""
@@ -160,11 +189,30 @@ class Together:
         outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
         step.check_structure(outputs[0])
         joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
-        whole = MicroBatch(None, tree.join(targets, sizes=sizes, name="targets"), step.batch.size)
+        aims = tree.join(targets, sizes=sizes, name="targets")
+        rows = step.everyone.rows(joined, aims, step.layout or (), step.batch.size)
+        whole = MicroBatch(None, rows.targets, rows.size)
         gradients: list[Tensor | None] = []
         if step.gradients is None:
-            self._coupled = step.loss.whole(joined, whole).detach()
+            self._coupled = step.loss.whole(rows.outputs, whole).detach()
         else:
             with torch.enable_grad():
-                self._coupled, gradients = loss_of_all(step, joined, whole)
-        return [(gradients, sum(sizes[:lane])) for lane in range(len(sizes))]
+                self._coupled, gradients = loss_of_all(step, rows.outputs, whole, leads=rows.leads)
+        return [(gradients, rows.begin + sum(sizes[:lane])) for lane in range(len(sizes))]
+
+
+def one_row(batch: Batch) -> MicroBatch:
+    """Return a row of zeros in the form of a batch that has none.
+
+    Raises:
+        BatchError: the form of its rows is not known.
+    """
+    if not isinstance(batch, TensorBatch):
+        raise BatchError(
+            "a rank without samples must know what they look like, and its LazyBatch holds none: "
+            "pass tensors of shape [0, ...]"
+        )
+    rows = tree.map_tensors(
+        lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() else t, batch.inputs
+    )
+    return MicroBatch(rows, None, 1)

@@ -78,6 +78,8 @@ def look(step: Step) -> None:
 def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     """Return the first rows of the batch, and the last of these in reverse; both are copies."""
     first, *others = islice(step.feed(), 1 if step.micro_batch >= ENOUGH else 2)
+    if not others and first.size < 2:
+        others = [first]  # a rank with one sample
     if not others:
         half = first.size // 2
         rows = tree.rows(first.inputs, first.size - half, first.size, first.size)

@@ -43,6 +43,11 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
+def here() -> Meeting | None:
+    """Return what this thread meets in."""
+    return _HERE.meeting
+
+
 def in_a_meeting() -> bool:
     """Say whether this thread may meet others."""
     return _HERE.meeting is not None

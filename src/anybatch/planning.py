@@ -16,6 +16,7 @@ from anybatch._plan import Plan
 from anybatch.batch import LazyBatch
 from anybatch.engine import BatchNormMode, Engine
 from anybatch.loss.declared import Loss
+from anybatch.norm.adaptive import Adaptive
 
 
 def plan(
@@ -26,7 +27,7 @@ def plan(
     memory: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     micro_batch: int | None = None,
-    batchnorm: BatchNormMode = "exact",
+    batchnorm: BatchNormMode | Adaptive = "exact",
     timed: bool = True,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
@@ -42,7 +43,7 @@ def plan(
         memory: bytes, or a text such as "6GiB"; None (default) is what is left on the device.
         optimizer: its state is counted as it will be after its first step.
         micro_batch: samples; None (default) chooses.
-        batchnorm: "exact" (default) or "local".
+        batchnorm: as in `Engine`.
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
 

@@ -16,15 +16,16 @@ class StepReport:
 
     Attributes:
         loss: of the whole batch, a detached 0-dim tensor.
-        samples: N_B.
+        samples: N_B, over all ranks.
         micro_batch: N_mu, samples in a micro-batch; after a retry, the size it ended with.
-        micro_batches: N_S, micro-batches that were done.
+        micro_batches: N_S, micro-batches that were done by this rank.
         seconds: host time of the call; on CUDA the device may still be computing.
         peak_bytes: bytes held at most. On CUDA what the allocator has had in use; on the CPU live
             bytes of tensors, measured in the first step after each forecast, else None.
         predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
         moved_bytes: bytes that were copied out of the device and back, where micro-batches waited.
         retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
+        batchnorm: "exact" or "local".
     """
 
     loss: Tensor
@@ -36,6 +37,7 @@ class StepReport:
     predicted_bytes: int | None = None
     moved_bytes: int = 0
     retries: int = 0
+    batchnorm: str = "exact"
 
 
 @dataclass(frozen=True)

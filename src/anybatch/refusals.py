@@ -7,12 +7,12 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
 from anybatch.meeting import in_a_meeting
+from anybatch.norm.adaptive import Adaptive
 
 
 def refuse_later(rng: str) -> None:
@@ -23,15 +23,18 @@ def refuse_later(rng: str) -> None:
         raise ValueError(f'rng must be "lane", and it is {rng!r}')
 
 
-def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> None:
+def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
     whole = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
     if micro_batch is not None and (not whole or micro_batch < 1):
         raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
-    if batchnorm not in ("exact", "local"):
-        raise ValueError(f'batchnorm must be "exact" or "local", and it is {batchnorm!r}')
+    if batchnorm not in ("exact", "local", "adaptive") and not isinstance(batchnorm, Adaptive):
+        raise ValueError(
+            'batchnorm must be "exact", "local", "adaptive" or an anybatch.Adaptive, and it is '
+            f"{batchnorm!r}"
+        )
     if loss_fn is None:
         raise LossError(
             "the denominator of a loss that the model computes itself must be declared, and "
@@ -49,18 +52,6 @@ def as_function(loss_fn: Any) -> Callable[..., Tensor]:
         )
     checked: Callable[..., Tensor] = loss_fn
     return checked
-
-
-def refuse_ranks() -> None:
-    """Refuse more than one rank: the batch over all of them is not there yet."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise NotYetError(
-                f"the batch over several ranks is not there yet, and there are {ranks}: train in "
-                "one process"
-            )
 
 
 def refuse_nested(code: CodeType) -> None:

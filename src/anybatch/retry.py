@@ -24,6 +24,7 @@ from torch import Tensor
 from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.memory_errors import out_of_memory
+from anybatch.ranks.unison import RanksAgainError
 from anybatch.step import Step
 
 
@@ -92,25 +93,46 @@ def whole_step(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None
         Exception: a single sample was too much, or something else than memory failed; an
             out-of-memory error before it is its cause.
     """
-    outside, again = sys.exception(), False
+    outside = sys.exception()
+    ready: Callable[[], None] | None = None
     while True:
         try:
-            if again:
-                prepare()
+            if ready is not None:
+                ready()
             return run()
+        except RanksAgainError as told:
+            ready = partial(_with_all, step, prepare, coupled=told.coupled)
+            continue
         except StartOverError:
             failure = None
         except Exception as error:
-            if not out_of_memory(error, outside=outside):
-                if step.failure is not None and error.__cause__ is None:
-                    error.__cause__ = step.failure
-                raise
-            if not step.can_shrink():
-                raise
-            failure = error
-        again = True
+            failure = _for_memory(step, error, outside)
+        ready = partial(_again, step, prepare)
         if failure is not None:
             step.shrink(failure)
+
+
+def _again(step: Step, prepare: Callable[[], None]) -> None:
+    step.everyone.again(coupled=False)
+    prepare()
+
+
+def _with_all(step: Step, prepare: Callable[[], None], *, coupled: bool) -> None:
+    """Make ready for a run that all ranks begin again."""
+    step.everyone.anew()
+    step.coupled = step.coupled or coupled
+    prepare()
+
+
+def _for_memory(step: Step, error: Exception, outside: BaseException | None) -> Exception:
+    """Return an error that a smaller step may not meet; raise any other."""
+    if not out_of_memory(error, outside=outside):
+        if step.failure is not None and error.__cause__ is None:
+            error.__cause__ = step.failure
+        raise error
+    if not step.can_shrink():
+        raise error
+    return error
 
 
 def cut(micro: MicroBatch, sizes: Sequence[int]) -> Iterator[MicroBatch]:

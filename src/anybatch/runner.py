@@ -17,6 +17,7 @@ from torch import Tensor
 from anybatch.batch import Batch
 from anybatch.batchnorm import (
     counters,
+    names_of_norms,
     refuse_lanes,
     running_statistics,
     training_batchnorms,
@@ -24,6 +25,7 @@ from anybatch.batchnorm import (
 from anybatch.buffers import ForwardBuffers, put_back_moved
 from anybatch.device import Link, link_to
 from anybatch.discover import discoverer
+from anybatch.errors import NotExactError
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
@@ -34,6 +36,7 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
+from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.records import Seen
 from anybatch.retry import whole_step
 from anybatch.slots import LaneLook
@@ -66,6 +69,7 @@ class Runner:
         *,
         apart: bool = False,
         room: int = 0,
+        everyone: Everyone | None = None,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -77,12 +81,12 @@ class Runner:
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
             apart: sum gradients in an accumulator. Default False.
             room: bytes that waiting micro-batches may hold on the device. Default 0.
+            everyone: the batch over all ranks; None (default) is one process.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
         """
-        modes = tuple(module.training for _, module in modules)
-        signature = (self._given.kinds(batch), modes, gradients is None)
+        signature = self.signature(batch, modules, trains=gradients is not None)
         fits = self._shrunk.get(signature, (0, micro_batch))[1]
         step = Step(
             model=self._given.model,
@@ -97,10 +101,22 @@ class Runner:
             dice=before.dice,
             apart=apart,
             room=room,
+            everyone=everyone or Alone(batch.size),
+            private=frozenset(map(id, self._given.rows_leaves(batch))),
         )
-        if step.count > 1:
+        if step.divided:
             self._divide(step, modules, before)
         return step
+
+    def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
+        """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
+        modes = tuple(module.training for _, module in modules)
+        return self._given.kinds(batch), modes, not trains, self._given.batchnorm
+
+    def coupled(self, signature: Any) -> bool:
+        """Say whether the loss is known to need all outputs at once."""
+        seen = self._seen.get(signature)
+        return seen is not None and seen.coupled
 
     def refuse_division(self, modules: Modules) -> None:
         """Raise where micro-batches would have to wait for each other, and cannot.
@@ -133,7 +149,7 @@ class Runner:
             step.discover = None
 
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
-        if step.count == 1:
+        if not step.divided:
             return undivided(step)
         return self._in_lanes(step, modules, before) if step.lanes else self._divided(step, before)
 
@@ -141,15 +157,18 @@ class Runner:
         """Put everything back but what was shown, for a run at a smaller size."""
         step.put_back(before.dice)
         put_back_moved(before.buffers)
-        whole = step.count == 1
+        whole = not step.divided
         step.restart()
         if whole:
             self._divide(step, modules, before)
 
     def _in_lanes(self, step: Step, modules: Modules, before: Before) -> Tensor:
         """Let micro-batches wait for each other, where samples meet in BatchNorm."""
-        tracked = Tracked(step.counters)
+        names = names_of_norms(modules)
+        tracked = Tracked(step.counters, names)
         seen = self._seen.get(step.signature)
+        if not step.batch.size:
+            return lockstep(step, tracked)
         if seen is None:
             watch = LaneLook(modules)
             with AloneNorms(tracked.counters, watch.heard):
@@ -158,18 +177,20 @@ class Runner:
             step.buffers.refuse_moved({})
             step.discover = discoverer(step, before, self._given.closure)
         else:
-            step.coupled, step.slots = seen.coupled, list(seen.slots)
+            step.slots = list(seen.slots)
         try:
             loss = lockstep(step, tracked)
         except NotAPartError:  # some micro-batch shows what the first one did not
+            step.everyone.again(coupled=True)
             step.put_back(before.dice)
             step.restart()
-            step.coupled, tracked = True, Tracked(step.counters)
+            step.coupled, tracked = True, Tracked(step.counters, names)
             loss = lockstep(step, tracked)
         except OutputsChangedError:
             if seen is None:
                 raise
             del self._seen[step.signature]
+            step.everyone.again(coupled=False)
             step.put_back(before.dice)
             step.restart()
             step.coupled = False
@@ -183,6 +204,8 @@ class Runner:
     def _divided(self, step: Step, before: Before) -> Tensor:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
         seen = self._seen.get(step.signature)
+        if not step.batch.size:
+            return self._streamed_or_gathered(step, before, None)
         if seen is None:
             with self._given.hearing():
                 look(step)
@@ -193,16 +216,21 @@ class Runner:
             if seen is None:
                 raise
         del self._seen[step.signature]
+        step.everyone.again(coupled=False)
         step.put_back(before.dice)
         step.restart()
+        step.coupled = False
         return self._divided(step, before)
 
     def _streamed_or_gathered(self, step: Step, before: Before, seen: Seen | None) -> Tensor:
-        loss = None if seen is not None and seen.coupled else stream(step)
+        loss = None if step.coupled else stream(step)
         if loss is None:
+            step.coupled = True
             step.put_back(before.dice)
             step.restart()
             loss = gather(step)
+        if not step.batch.size:  # a rank without samples has seen nothing
+            return loss
         moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
         self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout, step.copies)
         return loss
@@ -210,8 +238,14 @@ class Runner:
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
         """Make ready what only a divided step needs."""
         self.refuse_division(modules)
+        if step.everyone.several and isinstance(self._given.loss, Algorithm1):
+            raise NotExactError(
+                "Algorithm 1 to the letter knows one process, and there are several: leave "
+                "Loss.algorithm1 out"
+            )
         seen, local = self._seen.get(step.signature), self._given.batchnorm == "local"
-        step.lanes = bool(self._given.meets(modules))
+        step.lanes = bool(self._given.meets(modules)) or step.everyone.lanes
+        step.coupled = step.everyone.coupled
         step.counters = counters(modules) if step.lanes else []
         step.local = 0 if step.lanes else len(training_batchnorms(of_model(modules)))
         step.buffers = ForwardBuffers(

@@ -22,6 +22,7 @@ from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
 from anybatch.memory_errors import forget
+from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
@@ -91,6 +92,8 @@ class Step:
         moved: bytes that left the device and returned.
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
+        everyone: the batch over all ranks, as far as it is not here.
+        private: ids of leaves of this batch, whose gradients concern no other rank.
     """
 
     model: nn.Module
@@ -127,6 +130,8 @@ class Step:
     moved: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     shown: Shown = field(default_factory=Shown)
+    everyone: Everyone = field(default_factory=Alone)
+    private: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -137,10 +142,20 @@ class Step:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
+    def nothing(self) -> Tensor:
+        """Return the loss of no samples: 0, as the parameters are."""
+        like = next((p for p in self.model.parameters() if p.is_floating_point()), None)
+        return torch.zeros(()) if like is None else like.detach().new_zeros(())
+
     @property
     def count(self) -> int:
         """N_S, the number of micro-batches."""
         return count_micro_batches(self.batch.size, self.micro_batch)
+
+    @property
+    def divided(self) -> bool:
+        """Whether the batch is more than one micro-batch, here or over all ranks."""
+        return self.count > 1 or self.everyone.several
 
     def feed(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device."""
@@ -151,7 +166,8 @@ class Step:
         whole = self.batch if isinstance(self.batch, TensorBatch) else None
         layout = self.layout or ()
         self.check_structure(outputs)
-        return Scope(self.batch.size, self.count, whole, outputs, first, layout)
+        everyone = self.everyone.size if self.everyone.several else 0
+        return Scope(self.batch.size, self.count, whole, outputs, first, layout, everyone)
 
     def check_structure(self, outputs: Any) -> None:
         """Raise `OutputsChangedError` where the outputs are not those that were looked at."""
@@ -160,7 +176,7 @@ class Step:
 
     def forward(self, micro: MicroBatch) -> Any:
         """Run the model on a micro-batch, its buffers as the undivided batch would find them."""
-        if self.count == 1:
+        if not self.divided:
             return call_model(self.model, micro.inputs)
         if self.copies:
             micro = copied(micro)
@@ -183,10 +199,12 @@ class Step:
             return weights
         return [self.scaler.scale(weight).to(weight.dtype) for weight in weights]
 
-    def pull(self, roots: list[Tensor], gradients: list[Tensor]) -> int:
+    def pull(
+        self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
+    ) -> int:
         """Accumulate what flows back from `gradients` of `roots`; return how many do.
 
-        Roots without a graph are left out.
+        Roots without a graph are left out. Where `into` is given, no other leaf gets anything.
         """
         pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
         if self.gradients is None or not pairs:
@@ -195,15 +213,21 @@ class Step:
             self.discover([root for root, _ in pairs])
         with _outside_autocast(pairs[0][0].device.type):
             self.phase = "backward"
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
         self.phase = "summed"
         self.gradients.collect()
         return len(pairs)
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
-        """Make the sum of the gradients ready, times `factor`."""
+        """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
         if self.gradients is not None:
-            self.gradients.finish(factor)
+            shared = self._of_all if self.everyone.several else None
+            self.gradients.finish(factor, shared)
+
+    def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
+        """Return the sums over all ranks; what belongs to the rows of this one stays."""
+        every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
+        return [total if id(leaf) in self.private else next(every) for leaf, total in sums]
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""

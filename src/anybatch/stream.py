@@ -22,6 +22,7 @@ from anybatch.fakes import is_fake
 from anybatch.gradients import HALF
 from anybatch.loss.declared import Number, Part, Total
 from anybatch.loss.watched import NotAPartError
+from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.retry import in_pieces
 from anybatch.step import Step, check_trains
 
@@ -41,13 +42,15 @@ def stream(step: Step) -> Tensor | None:
     try:
         for micro in step.feed():  # 8
             in_pieces(step, micro, streaming.train)
+        normalize = streaming.normalize or normalization(step, [])
     except NotAPartError:
+        if streaming.normalize is not None:  # the others count on parts
+            step.everyone.again(coupled=True)
         return None
-    if step.gradients is not None:
+    if step.gradients is not None and step.batch.size:
         check_trains(streaming.trained)
-    assert streaming.normalize is not None
-    step.finish(streaming.normalize.correction())
-    return streaming.normalize.loss()
+    step.finish(normalize.correction())
+    return normalize.loss()
 
 
 class Streaming:
@@ -77,11 +80,26 @@ class Streaming:
     def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
         """Find what the loss of the whole batch is divided by, from its first outputs."""
         totals = self.step.loss.totals(self.step.scope(outputs, micro))
-        if totals is None:
-            raise NotAPartError
-        self.step.found = self.step.loss.describe(totals)
-        self.normalize = Normalization(totals, self.step.batch.size)
+        self.normalize = normalization(self.step, totals)
         return self.normalize
+
+
+def normalization(step: Step, totals: list[Total] | None) -> Normalization:
+    """Return what the loss over all ranks is divided by.
+
+    Args:
+        step: the step.
+        totals: of this rank's samples; None where the loss couples them, empty where there are
+            none.
+
+    Raises:
+        NotAPartError: the loss couples samples, here or elsewhere.
+    """
+    found = step.everyone.totals(totals)
+    if found is None:
+        raise NotAPartError
+    step.found = step.loss.describe(found)
+    return Normalization(found, step.batch.size, step.everyone, step.nothing())
 
 
 class Normalization:
@@ -93,12 +111,23 @@ class Normalization:
 
     Args:
         totals: the terms of the whole batch's loss; at most one denominator is still unknown.
-        size: N_B, samples in the mini-batch.
+        size: N_B, samples in the mini-batch of this rank.
+        everyone: who else has parts; None (default) is nobody.
+        nothing: 0, as the loss of no samples. Default a float32 on the CPU.
     """
 
-    def __init__(self, totals: list[Total], size: int) -> None:
+    def __init__(
+        self,
+        totals: list[Total],
+        size: int,
+        everyone: Everyone | None = None,
+        nothing: Tensor | None = None,
+    ) -> None:
         self.totals = totals
         self._size = size
+        self._everyone = everyone or Alone(size)
+        self._nothing = torch.zeros(()) if nothing is None else nothing
+        self._all: Number | None = None
         self._late = totals[0].denominator is None
         self._counted: Number = 0
         self._estimate: Number = 1.0
@@ -139,13 +168,19 @@ class Normalization:
         """Return what the delivered sum must be multiplied by; 1.0 in the plain case."""
         if not self._late:
             return self._lacks
-        return self._lacks * _ratio(self._estimate, _number(self._counted))
+        if self._all is None:
+            self._all = self._everyone.sum_of("the denominator", _number(self._counted))
+        return self._lacks * _ratio(self._estimate, self._all)
 
     def loss(self) -> Tensor:
         """Return the loss of the whole batch."""
+        correction = self.correction()
+        if not self._sums:  # a rank without samples
+            return torch.as_tensor(self._everyone.sum_of("the loss", self._nothing))
         shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
         whole = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        return (whole * self.correction()).to(self._weights[0].dtype)
+        every = self._everyone.sum_of("the loss", whole * correction)
+        return torch.as_tensor(every).to(self._weights[0].dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]

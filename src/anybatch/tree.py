@@ -61,8 +61,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return dataclasses.replace(tree, **fields)
 
 
-def batch_size(**trees: Any) -> int:
-    """Return the number of rows that all tensors and arrays of all `trees` share.
+def batch_size(*, least: int = 1, **trees: Any) -> int:
+    """Return the number of rows that all tensors and arrays of all `trees` share, 0 if `least` is.
 
     Raises:
         BatchError: a tensor has another first dimension (each is named), a layout that has no
@@ -89,7 +89,7 @@ def batch_size(**trees: Any) -> int:
             "model or the loss"
         )
     size = sizes.pop()
-    if size == 0:
+    if size < least:
         raise BatchError("a batch must hold at least one sample, and this one holds 0")
     return size
 

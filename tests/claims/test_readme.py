@@ -149,9 +149,9 @@ def test_batchnorm_with_algorithm_1_and_what_is_compiled_is_refused() -> None:
             engine.backward(x, y)
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    engine = anybatch.Engine(nn.Linear(3, 1), nn.MSELoss(), micro_batch=2)
-    with pytest.raises(anybatch.NotYetError, match="several ranks is not there yet"):
-        engine.backward(torch.randn(5, 3), torch.randn(5, 1))
+def test_a_model_that_fsdp_shards_is_refused() -> None:
+    class FSDPModule(nn.Linear):
+        """Called as torch's own."""
+
+    with pytest.raises(anybatch.NotYetError, match="sharded by FSDP, which is not there yet"):
+        anybatch.Engine(FSDPModule(3, 1), nn.MSELoss(), micro_batch=2)

@@ -21,10 +21,12 @@ from anybatch.given import Given
 from anybatch.ladder import forecast
 from anybatch.loss.watched import Watched
 from anybatch.meter import Meter
+from anybatch.norm.adaptive import Fixed
 from anybatch.updates import state_tensors
 from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
 
+LOCAL = Fixed("local")
 ROOM = 1 << 40  # bytes: more than anything here needs
 PARTS = 3  # micro-batches in a divided batch
 REFEREED = 16  # samples of the step that is counted twice
@@ -93,7 +95,9 @@ class Ready:
 
     def forecast(self, size: int) -> Forecast:
         """What is known of every micro-batch of batches of at most `size` samples."""
-        given = Given(self.subject.model, Watched(self.subject.loss), self.optimizer, "local")
+        given = Given(
+            self.subject.model, Watched(self.subject.loss), self.optimizer, Fixed("local")
+        )
         batch = TensorBatch.of(*self.subject.rows(size))
         case = given.case(batch, given.modules(), trains=True)
         return forecast(case, self.optimizer, room=ROOM, verify=True)

@@ -36,12 +36,13 @@ class Scope:
     """The whole mini-batch, as far as it is known when its first micro-batch has run.
 
     Attributes:
-        size: N_B, samples.
+        size: N_B, samples of this process.
         micro_batches: N_S.
         batch: its tensors; None where they are loaded micro-batch by micro-batch.
         outputs: the first micro-batch's.
         first: the first micro-batch.
         layout: for each output tensor the dimension of the samples, or None.
+        everyone: samples of all processes; 0 (default) where there is one.
     """
 
     size: int
@@ -50,6 +51,7 @@ class Scope:
     outputs: Any
     first: MicroBatch
     layout: tuple[int | None, ...]
+    everyone: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ class Total:
     weight: float
     denominator: Number | None
     term: Term | None = None
+
+    @property
+    def adds(self) -> bool:
+        """Whether denominators of parts add up to that of the whole: that of a sum is 1."""
+        return self.term is None or self.term.divides
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ class Watched(Loss):
         whole = self._watch(scope, scope.size, None if lazy else real)
         if whole is None or not self._holds_at_all_sizes(whole, scope):
             return None
-        found = whole[0]
+        found = whole[0] if not scope.everyone else self._of_everyone(whole, scope)
+        if found is None:
+            return None
         late = lazy and any(term.divides for _, term in found)
         if late and len(found) > 1:
             return None  # one late denominator can be made good at the end, not two
@@ -101,6 +103,14 @@ class Watched(Loss):
             ]
         except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
             return None
+
+    def _of_everyone(self, here: tuple[Weighted, Watch], scope: Scope) -> Weighted | None:
+        """Return the terms that were found here, weighted as in the loss of all processes."""
+        every = self._watch(scope, scope.everyone, None)
+        if every is None or not same_calls(every[1], here[1]) or len(every[0]) != len(here[0]):
+            return None
+        pairs = zip(every[0], here[0], strict=True)
+        return [(weight, term) for (weight, _), (_, term) in pairs]
 
     def _holds_at_all_sizes(self, whole: tuple[Weighted, Watch], scope: Scope) -> bool:
         """Compare with the loss at the size of a micro-batch, once for each pair of sizes."""

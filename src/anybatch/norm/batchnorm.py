@@ -15,14 +15,14 @@ Source: AGBN, Algorithms 1-3; design of this project, section 5.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.meeting import reduce
+from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
 
@@ -32,17 +32,23 @@ class Tracked:
 
     Args:
         counters: the ``num_batches_tracked`` of all modules.
+        names: id of a running mean or a weight -> the path of its module. Default none.
 
     Attributes:
         counted: id of a counter -> forwards that it has counted.
         moved: ids of running means and variances that have moved.
     """
 
-    def __init__(self, counters: Iterable[Tensor]) -> None:
+    def __init__(self, counters: Iterable[Tensor], names: Mapping[int, str] | None = None) -> None:
         self.counters = list(counters)
+        self._names = names or {}
         self.counted: dict[int, int] = {}
         self.moved: set[int] = set()
         self._calls: dict[int, int] = {}
+
+    def name(self, mean: Tensor | None, weight: Tensor | None) -> str:
+        """Return the path of the module that these belong to; "" where none is known."""
+        return self._names.get(id(mean)) or self._names.get(id(weight)) or ""
 
     def all(self) -> dict[int, int | None]:
         """Return what has moved: None for statistics, a counter's forwards."""
@@ -83,14 +89,22 @@ class MeetingNorms(Norms):
     Args:
         tracked: shared by all parts.
         keep: told of tensors whose memory is read past all kernels. Default nobody.
+        empty: the rows are there for the form only: they count nothing, and nothing flows back.
+            Default False.
 
     Attributes:
         again: what is computed now was computed before, so no statistics move.
     """
 
-    def __init__(self, tracked: Tracked, keep: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(
+        self,
+        tracked: Tracked,
+        keep: Callable[[Tensor], None] | None = None,
+        *,
+        empty: bool = False,
+    ) -> None:
         super().__init__(tracked.counters)
-        self.again = False
+        self.again, self._empty = False, empty
         self._tracked, self._keep = tracked, keep
         self._mine: dict[int, int] = {}
         self._moved: dict[int, int] = {}
@@ -107,7 +121,9 @@ class MeetingNorms(Norms):
         """Return [n, C, ...] normalised by the moments of all parts."""
         own = weight is not None and weight.is_leaf  # else it is made anew by each part
         key = id(running[0]), id(weight) if own else None
-        out, total = batch_norm(x, weight, bias, eps, key)
+        name = self._tracked.name(running[0], weight if own else None)
+        place = BatchPlace(name, key, empty=self._empty)
+        out, total = batch_norm(x, weight, bias, eps, place)
         if not self.again:
             with torch.no_grad():
                 self._tracked.move(total, *running, momentum, self._moved)
@@ -130,8 +146,26 @@ class MeetingNorms(Norms):
         return True
 
 
+class BatchPlace(NamedTuple):
+    """The layer that normalises, as other parts of the batch know it.
+
+    Attributes:
+        name: the path of the module; "" where it is not known.
+        key: tells layers apart within a process.
+        empty: the rows of this part are there for the form only.
+    """
+
+    name: str = ""
+    key: Any = None
+    empty: bool = False
+
+
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: Any = None
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer: BatchPlace | None = None,
 ) -> tuple[Tensor, Moments]:
     """Normalise [n, C, ...] by the moments of all parts of the batch.
 
@@ -140,7 +174,7 @@ def batch_norm(
         weight: [C], or None.
         bias: [C], or None.
         eps: added to the variance.
-        layer: tells layers apart; other parts must be in the same one.
+        layer: tells layers apart; other parts must be in the same one. Default: the only one.
 
     Returns:
         The part normalised, and the moments.
@@ -148,6 +182,7 @@ def batch_norm(
     Raises:
         ValueError: the whole batch has one value a channel.
     """
+    layer = layer or BatchPlace()
 
     def finish(total: Moments) -> Moments:
         if total.count == 1:
@@ -159,8 +194,10 @@ def batch_norm(
 
     with torch.no_grad():
         words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
-        total = reduce(Place(words, (layer, eps)), moments_of(x.detach()), merged, finish)
-    out: Tensor = _Normalise.apply(x, weight, bias, total, eps)  # type: ignore[no-untyped-call]
+        words += f" ({layer.name})" if layer.name else ""
+        own = moments_of(x.detach()[:0] if layer.empty else x.detach())
+        total = reduce(Place(words, (layer.key, eps)), own, merged, finish)
+    out: Tensor = _Normalise.apply(x, weight, bias, total, eps, layer)  # type: ignore[no-untyped-call]
     return out, total
 
 
@@ -177,10 +214,16 @@ class Place(NamedTuple):
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, total: Moments, eps: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        total: Moments,
+        eps: float,
+        layer: BatchPlace,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.total, ctx.eps = total, eps
+        ctx.total, ctx.eps, ctx.layer, ctx.meeting = total, eps, layer, here()
         if not x.numel():  # no rows of this part
             return x.clone()
         wide = _wide(weight, x.dtype), _wide(bias, x.dtype)
@@ -189,38 +232,46 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, own = ctx.saved_tensors
-        weight = _wide(own, x.dtype)
-        total, needs = ctx.total, ctx.needs_input_grad
-        place = Place(f"the backward of {x.shape[1]} channels", id(total))
-        if not x.numel():  # the kernel would divide by the number of values
-            zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
-            if needs[0]:
-                reduce(place, zeros, torch.add, _same)
-            none = (zeros[0].clone() if need else None for need in needs[1:3])
-            return (dy if needs[0] else None, *none, None, None)
-        rounded = x.dtype in HALF  # then dx is computed in float32, and rounded once
-        mask = [needs[0] and not rounded, True, True]
-        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps, mask
-        )
+        with meeting_in(ctx.meeting):  # autograd may run it in another thread than forward
+            return _backward(ctx, dy)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, own = ctx.saved_tensors
+    weight = _wide(own, x.dtype)
+    total, needs = ctx.total, ctx.needs_input_grad
+    words = f"the backward of {x.shape[1]} channels"
+    words += f" ({ctx.layer.name})" if ctx.layer.name else ""
+    place = Place(words, id(total))
+    if not x.numel() or ctx.layer.empty:  # the kernel would divide by the number of values
+        zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
         if needs[0]:
-            sums = reduce(place, torch.stack([db, dw]), torch.add, _same)
-            inverse = (total.variance + ctx.eps).rsqrt()
-            scale = inverse if weight is None else inverse * weight
-            slope = scale * inverse * sums[1] / total.count
-            shift = scale * sums[0] / total.count - slope * total.mean
-            shape = [1, -1] + [1] * (x.dim() - 2)
-            if rounded:
-                dx = dy.float() * scale.view(shape)
-            dx.sub_(shift.view(shape)).addcmul_(x, slope.view(shape), value=-1)
-        return (
-            dx.to(x.dtype) if needs[0] else None,
-            dw if needs[1] else None,
-            db if needs[2] else None,
-            None,
-            None,
-        )
+            reduce(place, zeros, torch.add, _same)
+        none = (zeros[0].clone() if need else None for need in needs[1:3])
+        return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
+    rounded = x.dtype in HALF  # then dx is computed in float32, and rounded once
+    mask = [needs[0] and not rounded, True, True]
+    dx, dw, db = torch.ops.aten.native_batch_norm_backward(
+        dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps, mask
+    )
+    if needs[0]:
+        sums = reduce(place, torch.stack([db, dw]), torch.add, _same)
+        inverse = (total.variance + ctx.eps).rsqrt()
+        scale = inverse if weight is None else inverse * weight
+        slope = scale * inverse * sums[1] / total.count
+        shift = scale * sums[0] / total.count - slope * total.mean
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        if rounded:
+            dx = dy.float() * scale.view(shape)
+        dx.sub_(shift.view(shape)).addcmul_(x, slope.view(shape), value=-1)
+    return (
+        dx.to(x.dtype) if needs[0] else None,
+        dw if needs[1] else None,
+        db if needs[2] else None,
+        None,
+        None,
+        None,
+    )
 
 
 def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -11,6 +11,7 @@ Source: Chan, Golub, LeVeque 1979; AGBN, Algorithms 2 and 3, which merge by ``E[
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,18 @@ class Moments:
     def variance(self) -> Tensor:
         """The biased variance, [C]: what BatchNorm normalises with."""
         return self.squares / self.count
+
+    def packed(self) -> Tensor:
+        """Return count, mean and squares in one tensor, [1 + 2 C] float64."""
+        count = self.mean.new_tensor([self.count], dtype=torch.float64)
+        return torch.cat([count, self.mean.double(), self.squares.double()])
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> Moments:
+        """Return the moments that `packed` made one tensor of."""
+        count, rest = int(packed[0]), packed[1:]
+        mean, squares = rest.chunk(2)
+        return cls(count, mean, squares)
 
     def to(self, dtype: torch.dtype) -> Moments:
         """Return them in another dtype."""
@@ -72,6 +85,16 @@ def merged(one: Moments, other: Moments) -> Moments:
         one.mean.double() + share * apart,
         one.squares.double() + other.squares.double() + one.count * share * apart.square(),
     )
+
+
+def merged_in_order(
+    packed: list[Tensor], add: Callable[[Moments, Moments], Moments] = merged
+) -> Moments:
+    """Return the moments of parts that came as one tensor each, merged in their order."""
+    first, *others = map(Moments.unpacked, packed)
+    for other in others:
+        first = add(first, other)
+    return first
 
 
 HALF = (torch.float16, torch.bfloat16)

@@ -1,0 +1,178 @@
+"""BatchNorm over all ranks for those who keep their own loop: it runs on gloo and on NCCL.
+
+``torch.nn.SyncBatchNorm`` does this on CUDA only, and merges moments of single ranks in float32.
+Here a layer asks the same meeting that micro-batches use: counts, means and squared deviations are
+gathered and merged by Chan's formula in float64, one collective forward and one backward. Shards
+may differ in size, and may be empty.
+
+Source: AGBN, Algorithms 1-5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from anybatch.meeting import meeting_in
+from anybatch.norm.batchnorm import BatchPlace, batch_norm
+from anybatch.norm.moments import Moments, merged_in_order
+from anybatch.ranks.group import Group
+from anybatch.undo import uninterrupted
+
+FEW = 2**15
+"""Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
+
+
+class GroupMeeting:
+    """All ranks of a group, each with one part.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Return what `combine` makes of the parts of all ranks for this one."""
+        del key
+        return combine(self._group.objects(part))[self._group.rank]
+
+    def reduce(
+        self,
+        key: Any,
+        part: Any,
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
+    ) -> Any:
+        """Return what `finish` makes of the sum over all ranks, of tensors or of moments."""
+        del key
+        if isinstance(part, Moments):
+            rows = self._group.gather(part.packed())
+            return finish(merged_in_order([row.to(part.mean.device) for row in rows], add))
+        wide = part.double()
+        few = part.numel() * self._group.size <= FEW
+        total = torch.stack(self._group.gather(wide)).sum(0) if few else self._group.sum(wide)
+        return finish(total.to(part.device, part.dtype))
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """BatchNorm of [n, C, ...] by the statistics of the rows of all ranks; see `global_batchnorm`.
+
+    Attributes:
+        process_group: the ranks; None is all of them.
+    """
+
+    process_group: Any = None
+
+    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """Normalise the rows of this rank.
+
+        Args:
+            input: [n, C, ...]; n may differ between ranks, and be 0 on some.
+        """
+        self._check_input_dim(input)
+        trains = self.training or (self.running_mean is None and self.running_var is None)
+        if not trains or not _several(self.process_group):
+            return super().forward(input)
+        with meeting_in(GroupMeeting(group_of(self.process_group))):
+            place = BatchPlace()
+            out, total = batch_norm(input, self.weight, self.bias, self.eps, place)
+        if self.training and self.track_running_stats:
+            self._track(total)
+        return out
+
+    @torch.no_grad()
+    def _track(self, total: Moments) -> None:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = self.momentum
+        if share is None:
+            share = 1.0 / float(self.num_batches_tracked)
+        mean, var = self.running_mean, self.running_var
+        mean.mul_(1 - share).add_(total.mean.to(mean.dtype), alpha=share)
+        unbiased = total.squares / (total.count - 1)
+        var.mul_(1 - share).add_(unbiased.to(var.dtype), alpha=share)
+
+
+def global_batchnorm(model: nn.Module, *, group: Any = None) -> nn.Module:
+    """Make every BatchNorm of a model normalise by the rows of all ranks.
+
+    Forward and backward are then those of one process with all rows; gradients of parameters are
+    those of this rank's rows, as in any data-parallel loop. Inside `Engine` nothing needs to be
+    replaced: there BatchNorm is that of all micro-batches and all ranks anyway.
+
+    Args:
+        model: its ``BatchNorm1d``, ``2d``, ``3d`` and ``SyncBatchNorm`` layers are replaced in
+            place; parameters and buffers stay the same tensors.
+        group: a process group of ``torch.distributed``, on gloo or NCCL. Default all ranks.
+
+    Returns:
+        The model; the new layer, where the model is itself a BatchNorm layer.
+
+    Example:
+        >>> model = anybatch.global_batchnorm(model)
+        >>> model = DistributedDataParallel(model)
+
+    Source: AGBN, Algorithms 1-5.
+    """
+    if isinstance(model, _BatchNorm) and not isinstance(model, nn.LazyBatchNorm1d):
+        return _replaced(model, group)
+    for name, child in model.named_children():
+        setattr(model, name, global_batchnorm(child, group=group))
+    return model
+
+
+def meeting_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that would meet other ranks by themselves."""
+    return [m for m in model.modules() if isinstance(m, GlobalBatchNorm | nn.SyncBatchNorm)]
+
+
+@contextmanager
+def plain(layers: list[nn.Module]) -> Iterator[None]:
+    """Let layers that meet other ranks be plain BatchNorm in the body: an engine meets for them."""
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = MethodType(_BatchNorm.forward, layer)
+        yield
+    finally:
+        with uninterrupted():
+            for layer in layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _replaced(layer: _BatchNorm, group: Any) -> GlobalBatchNorm:
+    new = GlobalBatchNorm.__new__(GlobalBatchNorm)
+    new.__dict__.update(layer.__dict__)
+    new.process_group = group
+    return new
+
+
+GROUPS: dict[Any, Group] = {}
+"""The groups that layers have met in, by their handle."""
+
+
+def group_of(handle: Any) -> Group:
+    """Return the group of a handle; None is all ranks."""
+    found = dist.group.WORLD if handle is None else handle
+    if found not in GROUPS:
+        GROUPS[found] = Group(found)
+    return GROUPS[found]
+
+
+def _several(handle: Any) -> bool:
+    there = dist.is_available() and dist.is_initialized()
+    return there and dist.get_world_size(handle) > 1

@@ -1,0 +1,134 @@
+"""Who shares the batch of an engine: this process alone, or all ranks of a process group.
+
+Under ``torchrun`` nothing is declared: where a process group is there, the batch is that of all of
+its ranks. A model in DistributedDataParallel is unwrapped, because its reducer would average the
+gradient of each rank's last micro-batch; its process group is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.errors import NotYetError, RankError
+from anybatch.norm.ranks import meeting_layers, plain
+from anybatch.ranks.everyone import Alone, Everyone
+from anybatch.ranks.group import Group
+from anybatch.ranks.ranks import Here, Ranks
+from anybatch.ranks.unison import Together, Unison, guarded
+
+T = TypeVar("T")
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the model without DistributedDataParallel, and the process group of that or None."""
+    if isinstance(model, DistributedDataParallel):
+        return model.module, model.process_group
+    return model, None
+
+
+class Crew:
+    """The ranks of an engine, from step to step.
+
+    Args:
+        model: the person's, without DistributedDataParallel.
+        handle: their process group; None is the one of all ranks, if there is one.
+        sizes: every step asks how many samples there are before all else.
+
+    Attributes:
+        everyone: the batch of the present step, over all ranks.
+    """
+
+    def __init__(self, model: nn.Module, handle: Any, *, sizes: bool) -> None:
+        self.everyone: Everyone = Alone()
+        self._handle, self._sizes = handle, sizes
+        self._meeting = meeting_layers(model)
+        self._group: Group | None = None
+        self._unison: Unison | None = None
+        self._kind: Any = None
+        self._scripts: dict[Any, tuple[Together, ...]] = {}
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Run a step in unison with the others, if there are any; each learns of a failure.
+
+        Raises:
+            RankError: this process was started as one of several, and they do not know each other;
+                or one was lost in an earlier step.
+        """
+        self._unison = self._begun()
+        with self.apart():
+            return guarded(self._unison, run)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Let no layer of the model meet other ranks by itself."""
+        return plain(self._meeting)
+
+    @property
+    def several(self) -> bool:
+        """Whether the present step has others."""
+        return self._unison is not None
+
+    def size(self, here: int) -> int:
+        """Return the samples of all ranks, where every step asks for them."""
+        return here if self._unison is None else self._unison.sizes(here)
+
+    def join(self, here: Here, kind: Any) -> Everyone:
+        """Return the batch over all ranks.
+
+        Args:
+            here: what this rank brings.
+            kind: of the batch; steps of one kind run the same collectives.
+        """
+        self._kind = kind, here.lanes, here.coupled
+        if self._unison is None:
+            self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
+        else:
+            self.everyone = Ranks(self._unison, here, self._scripts.get(self._kind))
+        return self.everyone
+
+    def end(self) -> None:
+        """Let nobody keep what not all can keep, and remember what this kind of step has run."""
+        self.everyone.end()
+        if isinstance(self.everyone, Ranks):
+            self._scripts[self._kind] = self.everyone.script
+
+    def _begun(self) -> Unison | None:
+        if not several(self._handle):
+            return None
+        if self._group is None:
+            self._group = Group(self._handle)
+        return Unison(self._group, sizes=self._sizes)
+
+
+def several(handle: Any = None) -> bool:
+    """Say whether a batch is shared by several processes.
+
+    Raises:
+        RankError: it should be, and no process group is there.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return bool(dist.get_world_size(handle) > 1)
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_torchelastic_launched() and world != "1":
+        raise RankError(
+            f"the {world} processes that were started together must know each other, and no "
+            'process group is there: call torch.distributed.init_process_group("gloo"), or "nccl" '
+            "on CUDA, before the first step"
+        )
+    return False
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose parameters are spread over ranks."""
+    names = [type(module).__mro__ for module in model.modules()]
+    if any(cls.__name__.startswith(("FSDPModule", "FullySharded")) for mro in names for cls in mro):
+        raise NotYetError(
+            "parameters must be whole on every rank, and this model is sharded by FSDP, which is "
+            "not there yet: use DistributedDataParallel, or the plain model"
+        )

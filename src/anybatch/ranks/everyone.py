@@ -1,0 +1,134 @@
+"""What a step has to know of the others: the batch over all ranks, as far as it is not here.
+
+A step asks the same questions whether there are others or not: what is the loss divided by, what
+are all outputs, what do gradients add up to. `Alone` answers them for one process, at no cost;
+`Ranks` (`anybatch.ranks.ranks`) by collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from anybatch.loss.declared import Total
+
+Layout = tuple[int | None, ...]
+
+
+class Rows(NamedTuple):
+    """Outputs and targets of the whole batch, and where those of this rank begin.
+
+    Attributes:
+        outputs: of all ranks.
+        targets: of all ranks.
+        size: N_B over all ranks.
+        begin: the first row of this rank.
+        leads: this rank takes the gradient of what belongs to the loss itself.
+    """
+
+    outputs: Any
+    targets: Any
+    size: int
+    begin: int
+    leads: bool
+
+
+class Everyone(Protocol):
+    """The ranks of a step, as one of them sees them."""
+
+    several: bool
+    """Whether there are others."""
+
+    size: int
+    """N_B over all ranks."""
+
+    micro_batch: int
+    """Samples in a micro-batch: the smallest of all ranks."""
+
+    lanes: bool
+    """Whether samples meet in BatchNorm, on any rank."""
+
+    coupled: bool
+    """Whether any rank knows that the loss needs all outputs at once."""
+
+    def totals(self, totals: list[Total] | None) -> list[Total] | None:
+        """Return the denominators of the whole batch; None where the loss couples samples.
+
+        Args:
+            totals: of this rank's samples; None where the loss couples them.
+        """
+
+    def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
+        """Return the sum over all ranks."""
+
+    def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
+        """Return all outputs and targets, in the order of the ranks."""
+
+    def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
+        """Return the sum of the parts of all ranks."""
+
+    def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
+        """Return the sums over all ranks, for (parameter, this rank's sum)."""
+
+    def again(self, *, coupled: bool) -> None:
+        """Take in that this rank runs the step again; the others then do too, where they must."""
+
+    def anew(self) -> None:
+        """Forget what was told: all ranks run the step again."""
+
+    def end(self) -> None:
+        """Wait until all have come to the end of the step."""
+
+
+class Alone:
+    """One process: everything is here.
+
+    Args:
+        size: N_B.
+        micro_batch: samples in a micro-batch.
+        lanes: samples meet in BatchNorm.
+        coupled: the loss is known to need all outputs at once.
+    """
+
+    several = False
+
+    def __init__(
+        self,
+        size: int = 0,
+        micro_batch: int = 0,
+        lanes: bool = False,  # noqa: FBT001, FBT002
+        coupled: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        self.size, self.micro_batch = size, micro_batch
+        self.lanes, self.coupled = lanes, coupled
+
+    def totals(self, totals: list[Total] | None) -> list[Total] | None:
+        """Return them."""
+        return totals
+
+    def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:  # noqa: ARG002
+        """Return it."""
+        return value
+
+    def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:  # noqa: ARG002
+        """Return them."""
+        return Rows(outputs, targets, size, 0, leads=True)
+
+    def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:  # noqa: ARG002
+        """Return it."""
+        return part
+
+    def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
+        """Return them."""
+        return [total for _, total in sums]
+
+    def again(self, *, coupled: bool) -> None:
+        """Tell nobody."""
+
+    def anew(self) -> None:
+        """Forget nothing."""
+
+    def end(self) -> None:
+        """Wait for nobody."""

@@ -1,0 +1,240 @@
+"""The batch over all ranks: loss and gradient of all samples, wherever they are.
+
+Every rank runs its own samples, in micro-batches of its own number; what is shared is little:
+
+    begin       sizes; whether samples meet; a rank without samples learns what it misses
+    totals      denominators of the loss, counted over all samples
+    meetings    moments of BatchNorm forward, two sums backward: from the last lane of each rank
+    gradients   one sum over all ranks, in float32 or better, with no division by their number
+    end         nobody keeps what not all can keep
+
+Source: AGBN, Algorithms 2 and 5 (means weighted by m_i); design of this project, section 5.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.errors import BatchError, RankError
+from anybatch.loss.declared import Total
+from anybatch.norm.moments import merged_in_order
+from anybatch.ranks.everyone import Layout, Rows
+from anybatch.ranks.gradients import summed
+from anybatch.ranks.unison import Together, Unison
+
+TERMS = 8
+"""Terms of a loss that are counted over ranks; one with more counts as coupled."""
+
+
+class Here(NamedTuple):
+    """What this rank brings to a step.
+
+    Attributes:
+        size: samples.
+        micro_batch: samples in a micro-batch.
+        lanes: 1 where samples meet in BatchNorm.
+        trains: 1 with backward.
+        coupled: 1 where the loss is known to need all outputs at once.
+    """
+
+    size: int
+    micro_batch: int
+    lanes: int
+    trains: int
+    coupled: int
+
+
+class Ranks:
+    """The ranks of one step; see `anybatch.ranks.everyone.Everyone`.
+
+    Args:
+        unison: the collectives of the step.
+        here: what this rank brings.
+        script: the collectives of an earlier step of this kind, where there was one.
+
+    Attributes:
+        size: N_B over all ranks.
+        micro_batch: the smallest of any rank that has samples.
+        lanes: samples meet in BatchNorm on some rank.
+        coupled: some rank knows that the loss needs all outputs.
+
+    Raises:
+        BatchError: no rank has a sample.
+        RankError: some call `backward`, others `evaluate`.
+    """
+
+    several = True
+
+    def __init__(
+        self, unison: Unison, here: Here, script: tuple[Together, ...] | None = None
+    ) -> None:
+        self._unison, self._here = unison, here
+        rows = unison.begin([float(fact) for fact in here], script)
+        every = [Here(*map(int, row)) for row in rows]
+        self._sizes = [one.size for one in every]
+        self.size = sum(self._sizes)
+        if self.size == 0:
+            raise BatchError("a batch must hold at least one sample, and no rank has any")
+        if len({one.trains for one in every}) > 1:
+            said = ", ".join(f"rank {r}: {_CALL[bool(o.trains)]}" for r, o in enumerate(every))
+            raise RankError(f"all ranks must make the same step, and they do not ({said})")
+        self.micro_batch = min(one.micro_batch for one in every if one.size)
+        self.lanes = any(one.lanes for one in every)
+        self.coupled = any(one.coupled for one in every)
+        self._counted: list[list[Total] | None] = []
+        self._shared = False
+
+    @property
+    def script(self) -> tuple[Together, ...]:
+        """The collectives of the step."""
+        return tuple(self._unison.script)
+
+    def totals(self, totals: list[Total] | None) -> list[Total] | None:
+        """Return the denominators of the whole batch; a rank without samples brings an empty list.
+
+        A step that begins again on this rank alone gets what was counted before.
+        """
+        if not self._counted:
+            part = _packed(totals, has_rows=self._here.size > 0)
+            rows = [row.tolist() for row in self._unison.gather("the loss", part)]
+            self._counted.append(_counted(rows, totals or []))
+        return self._counted[0]
+
+    def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
+        """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
+        self._shared = True
+        number = torch.as_tensor(value, dtype=torch.float64).reshape(1)
+        total = self._unison.sum(what, number)[0]
+        if isinstance(value, Tensor):
+            return total.to(value.device, value.dtype if value.dtype != torch.long else None)
+        return float(total)
+
+    def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
+        """Return the sum of tensors, or of moments, over all ranks."""
+        self._shared = True
+        if isinstance(part, Tensor):
+            total = self._unison.sum(str(key), part)
+            return total.reshape(part.shape).to(part.device, part.dtype)
+        rows = self._unison.gather(str(key), part.packed())
+        return merged_in_order([row.to(part.mean.device) for row in rows], add)
+
+    def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
+        """Return outputs and targets of all ranks, in their order; see `Rows`."""
+        self._shared = True
+        tensors: list[Tensor] = []
+
+        def marked(tensor: Tensor) -> Any:
+            tensors.append(tensor)
+            return _Place(len(tensors) - 1)
+
+        here = tree.map_tensors(marked, (outputs, targets)) if size else None
+        kinds = [(tuple(t.shape), t.dtype) for t in tensors]
+        self._unison.call("the outputs")
+        with self._unison.raw():
+            every = self._unison.group.objects((size, layout, here, kinds))
+            parts = self._tensors(every, tensors)
+        there = [
+            (n, tree.map_leaves(partial(_placed, own), values))
+            for (n, _, values, _), own in zip(every, parts, strict=True)
+            if n
+        ]
+        sizes = [n for n, _ in there]
+        found = next(axes for n, axes, _, _ in every if n)
+        return Rows(
+            tree.join([values[0] for _, values in there], list(found), sizes=sizes),
+            tree.join([values[1] for _, values in there], sizes=sizes, name="targets"),
+            self.size,
+            sum(self._sizes[: self._unison.group.rank]),
+            leads=self._leads(),
+        )
+
+    def _tensors(self, every: list[Any], mine: list[Tensor]) -> list[list[Tensor]]:
+        """Return the tensors of every rank, in one gather for each rank and tensor."""
+        group = self._unison.group
+        device = mine[0].device if mine else group.device
+        found: list[list[Tensor]] = []
+        for rank, (_, _, _, kinds) in enumerate(every):
+            found.append([])
+            for at, (shape, dtype) in enumerate(kinds):
+                empty = torch.empty(shape, dtype=dtype, device=group.device)
+                one = mine[at].detach().to(group.device) if rank == group.rank else empty
+                found[-1].append(group.sent(one.contiguous(), rank).to(device))
+        return found
+
+    def _leads(self) -> bool:
+        """Say whether this is the first rank that has samples."""
+        first = next(rank for rank, size in enumerate(self._sizes) if size)
+        return self._unison.group.rank == first
+
+    def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
+        """Return the sums over all ranks; None where no rank has one."""
+        self._shared = True
+        return summed(self._unison, sums)
+
+    def again(self, *, coupled: bool) -> None:
+        """Tell the others that this rank runs the step again, where that concerns them.
+
+        Raises:
+            RanksAgainError: they run it again, too.
+        """
+        if self._shared or coupled:
+            self._unison.fail("coupled" if coupled else "smaller")
+
+    def anew(self) -> None:
+        """Forget what was counted: all ranks run the step again."""
+        self._counted, self._shared = [], False
+
+    def end(self) -> None:
+        """Wait until all have come to the end of the step."""
+        self._unison.call("the end of the step")
+
+
+_CALL = {True: "backward", False: "evaluate"}
+
+
+class _Place:
+    """Stands for a tensor in a tree that is sent."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+
+def _placed(tensors: list[Tensor], leaf: Any) -> Any:
+    return tensors[leaf.at] if isinstance(leaf, _Place) else leaf
+
+
+def _packed(totals: list[Total] | None, *, has_rows: bool) -> Tensor:
+    """Return what a rank says of its loss, [3 + 3 TERMS]: coupled, terms, late, then each term."""
+    coupled = has_rows and (totals is None or len(totals) > TERMS)
+    numbers = [float(coupled), float(has_rows)]
+    terms = [] if coupled or totals is None else totals
+    numbers.append(float(len(terms)))
+    for total in terms:
+        denominator = math.nan if total.denominator is None else float(total.denominator)
+        numbers += [total.weight, denominator, float(total.adds)]
+    return torch.tensor(numbers + [0.0] * (3 + 3 * TERMS - len(numbers)), dtype=torch.float64)
+
+
+def _counted(rows: list[list[float]], mine: list[Total]) -> list[Total] | None:
+    """Return the totals over all ranks; None where a rank couples samples, or has other terms."""
+    there = [row for row in rows if row[1]]
+    forms = {(row[2], *row[3::3], *row[5::3]) for row in there}
+    if any(row[0] for row in there) or len(forms) > 1:
+        return None
+    found = []
+    for k in range(int(there[0][2])):
+        weight, _, adds = there[0][3 + 3 * k : 6 + 3 * k]
+        each = [row[4 + 3 * k] for row in there]
+        denominator = sum(each) if adds else each[0]
+        total = mine[k] if mine else Total(weight, None)
+        late = math.isnan(denominator)
+        found.append(replace(total, denominator=None if late else denominator))
+    return found

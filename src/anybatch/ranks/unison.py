@@ -1,0 +1,279 @@
+"""Ranks in unison: all of them run the same collectives in the same order, or all learn why not.
+
+A rank that fails, runs out of memory or finds a loss to couple the samples cannot just leave: the
+others would wait for it. So it takes part once more, in whatever collective comes next, with a
+flag that says "listen", and then all tell each other what has happened.
+
+    rank 0:  begin  BN1  BN2  ...                      hears "rank 1: out of memory", begins again
+    rank 1:  begin  BN1  fails ──> flag in BN2         tells it, begins again
+
+To raise the flag it must know the shape of that collective. In the first step of a kind a header
+of fixed shape goes before each; what came is kept, and later steps need no headers.
+
+Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import LaneMismatchError, RankError
+from anybatch.ranks.group import Group
+from anybatch.reach import AgainError
+
+Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
+T = TypeVar("T")
+
+KEYS = 2**20
+"""Keys are told apart by a number below this, so that sums of their squares are exact."""
+
+
+class Together(NamedTuple):
+    """A collective: how, and how many numbers."""
+
+    how: Literal["gather", "sum", "header"]
+    numbers: int
+
+
+HEADER = Together("header", 1)
+SIZES, BEGIN = Together("gather", 1), Together("gather", 6)
+FEW = 2**15
+"""Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
+
+SLOTS = 3
+"""Flag, key and key squared stand before the numbers of a collective."""
+
+
+class RanksAgainError(Exception):
+    """All ranks run the step again, because one has to.
+
+    Attributes:
+        coupled: a rank has found that the loss needs all outputs at once.
+    """
+
+    def __init__(self, *, coupled: bool) -> None:
+        super().__init__("all ranks run the step again")
+        self.coupled = coupled
+
+
+class Unison:
+    """The collectives of one step.
+
+    Args:
+        group: the ranks.
+        sizes: `sizes` is asked for before all else. Default False.
+
+    Attributes:
+        script: the collectives of this step so far, without the first.
+    """
+
+    def __init__(self, group: Group, *, sizes: bool = False) -> None:
+        self.group = group
+        self.script: list[Together] = []
+        self._known: tuple[Together, ...] | None = (SIZES, BEGIN) if sizes else (BEGIN,)
+        self._over = False
+        self._raw = False
+        group.begin()
+
+    def sizes(self, here: int) -> int:
+        """Return the samples of all ranks."""
+        return int(torch.stack(self.gather("sizes", torch.tensor([float(here)]))).sum())
+
+    def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
+        """Return the facts of all ranks; go by the script from here on, if all have the same.
+
+        Args:
+            facts: five numbers.
+            script: the collectives of an earlier step of this kind; None learns them.
+        """
+        known = 0 if script is None else 1 + _number(repr(script))
+        rows = [row.tolist() for row in self.gather("begin", torch.tensor([*facts, known]))]
+        same = script is not None and all(row[-1] == known for row in rows)
+        self.script, self._known = [], script if same else None
+        return [row[:-1] for row in rows]
+
+    @contextmanager
+    def raw(self) -> Iterator[None]:
+        """Run collectives on tensors as they are, which all ranks are known to come to."""
+        self._raw = True
+        yield
+        self._raw = False
+
+    def learn_anew(self) -> None:
+        """Forget what collectives come: the step is run again, perhaps in another way."""
+        self.script, self._known = [], None
+
+    def gather(self, key: str, part: Tensor) -> list[Tensor]:
+        """Return the parts of all ranks, [n] float64 each, in order.
+
+        Raises:
+            LaneMismatchError: another rank is somewhere else.
+            RankError: another rank has failed.
+            RanksAgainError: another rank has to run the step again.
+        """
+        self._announce(key, Together("gather", part.numel()))
+        rows = self.group.gather(_slotted(part, key))
+        flags = torch.stack([row[:SLOTS] for row in rows]).sum(0)
+        self._check(flags, key)
+        return [row[SLOTS:] for row in rows]
+
+    def sum(self, key: str, part: Tensor) -> Tensor:
+        """Return the sum of the parts of all ranks, [n] float64.
+
+        Raises:
+            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+        """
+        if part.numel() * self.group.size <= FEW:
+            return torch.stack(self.gather(key, part)).sum(0)
+        self._announce(key, Together("sum", part.numel()))
+        total = self.group.sum(_slotted(part, key))
+        self._check(total[:SLOTS], key)
+        return total[SLOTS:]
+
+    def call(self, key: str) -> None:
+        """Make sure that all have come here, and can go on to collectives that cannot fail.
+
+        Raises:
+            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+        """
+        self._expect(HEADER)
+        self._header(key, 0)
+        self.script.append(HEADER)
+
+    def fail(self, status: Status, message: str = "") -> None:
+        """Raise the flag in the next collective, unless all know already that the step is over.
+
+        Raises:
+            RankError: another rank has failed too, and this one has not.
+            RanksAgainError: another rank has to run the step again in another way.
+        """
+        if self._over or self.group.broken:
+            return
+        if self._raw:
+            self.group.abandon()
+            return
+        known, at = self._known, len(self.script)
+        coming = known[at] if known is not None and at < len(known) else HEADER
+        flagged = torch.zeros(SLOTS + coming.numbers, dtype=torch.float64)
+        flagged[0] = 1.0
+        if coming.how == "sum":
+            self.group.sum(flagged)
+        else:
+            self.group.gather(flagged)
+        self._hear(status, message)
+
+    def _announce(self, key: str, coming: Together) -> None:
+        if self._known is None:
+            self._header(f"{key} {coming.how}", coming.numbers)
+        else:
+            self._expect(coming)
+        self.script.append(coming)
+
+    def _expect(self, coming: Together) -> None:
+        """Refuse what the others do not wait for: they do what an earlier step did."""
+        known, at = self._known, len(self.script)
+        if known is not None and (at >= len(known) or known[at] != coming):
+            raise LaneMismatchError(
+                "every rank must go through the same layers where samples meet, step for step, "
+                "and this one takes another path than in an earlier step of this kind of batch. "
+                'Use batchnorm="local"'
+            )
+
+    def _header(self, key: str, numbers: int) -> None:
+        rows = self.group.gather(_slotted(torch.tensor([float(numbers)]), key))
+        flags = torch.stack(rows).sum(0)
+        self._check(flags[:SLOTS], key)
+        if any(float(row[SLOTS]) != numbers for row in rows):
+            self._elsewhere(key)
+
+    def _check(self, flags: Tensor, key: str) -> None:
+        flag, keys, squares = (float(value) for value in flags)
+        if flag:
+            self._hear("fine", "")
+        number, size = _number(key), self.group.size
+        if keys != size * number or squares != size * number**2:
+            self._elsewhere(key)
+
+    def _elsewhere(self, key: str) -> None:
+        """Say where each rank is: all of them have seen that it is not the same place."""
+        self._over = True
+        places = self.group.objects(key)
+        said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        raise LaneMismatchError(
+            "every rank must go through the same layers where samples meet, with the same number "
+            f"of values, and {said}: the model takes another path for other samples. Use "
+            'batchnorm="local", or give every rank the same model, loss and parameters'
+        )
+
+    def _hear(self, status: Status, message: str) -> None:
+        """Tell each other what has happened.
+
+        Raises:
+            RankError: a rank has failed, and this one has not.
+            RanksAgainError: nobody has, and a rank has to run the step again.
+            AgainError: the same, from its plan.
+        """
+        heard: list[tuple[Status, str]] = self.group.objects((status, message))
+        said = {one for one, _ in heard}
+        if "failed" in said:
+            self._over = True
+            if status != "failed":
+                raise RankError(_failures(heard))
+        elif "anew" in said:
+            self._over = True
+            if status != "anew":
+                raise AgainError
+        else:
+            self.learn_anew()
+            raise RanksAgainError(coupled="coupled" in said)
+
+
+def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
+    """Run what is a rank's own business, and tell the others where it fails.
+
+    Args:
+        unison: None tells nobody.
+        run: the rest of the step.
+    """
+    if unison is None:
+        return run()
+    try:
+        return run()
+    except AgainError:
+        unison.fail("anew")
+        raise
+    except BaseException as error:
+        _tell(unison, error)
+        raise
+
+
+def _tell(unison: Unison, error: BaseException) -> None:
+    try:
+        unison.fail("failed", f"{type(error).__name__}: {error}")
+    except (RankError, RanksAgainError) as other:
+        error.add_note(f"and while the other ranks were told: {other}")
+
+
+def _failures(heard: list[tuple[Status, str]]) -> str:
+    failed = [(rank, said) for rank, (status, said) in enumerate(heard) if status == "failed"]
+    words = "; ".join(f"rank {rank}: {said}" for rank, said in failed)
+    return (
+        f"all ranks must make a step, and {len(failed)} of {len(heard)} failed ({words}): no rank "
+        "has made it, and everything is as it was before"
+    )
+
+
+def _slotted(part: Tensor, key: str) -> Tensor:
+    number = _number(key)
+    slots = torch.tensor([0.0, number, number**2], dtype=torch.float64, device=part.device)
+    return torch.cat([slots, part.detach().double().reshape(-1)])
+
+
+def _number(key: str) -> int:
+    return zlib.crc32(key.encode()) % KEYS
