@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.norm.moments import merged, moments_of
-from anybatch.norm.ranks import GlobalBatchNorm, GroupMeeting, group_of
+from anybatch.norm.ranks import GlobalBatchNorm, GroupMeeting
+from anybatch.ranks.group import group_of
 
 SHARDS = {2: (9, 4), 3: (1, 0, 12)}
 N = 13

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from anybatch.meeting import meeting_in
 from anybatch.norm.batchnorm import BatchPlace, batch_norm
 from anybatch.norm.moments import Moments, merged_in_order
-from anybatch.ranks.group import Group
+from anybatch.ranks.group import Group, group_of
 from anybatch.undo import uninterrupted
 
 FEW = 2**15
@@ -159,18 +159,6 @@ def _replaced(layer: _BatchNorm, group: Any) -> GlobalBatchNorm:
     new.__dict__.update(layer.__dict__)
     new.process_group = group
     return new
-
-
-GROUPS: dict[Any, Group] = {}
-"""The groups that layers have met in, by their handle."""
-
-
-def group_of(handle: Any) -> Group:
-    """Return the group of a handle; None is all ranks."""
-    found = dist.group.WORLD if handle is None else handle
-    if found not in GROUPS:
-        GROUPS[found] = Group(found)
-    return GROUPS[found]
 
 
 def _several(handle: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.errors import NotYetError, RankError
 from anybatch.norm.ranks import meeting_layers, plain
 from anybatch.ranks.everyone import Alone, Everyone
-from anybatch.ranks.group import Group
+from anybatch.ranks.group import group_of
 from anybatch.ranks.ranks import Here, Ranks
 from anybatch.ranks.unison import Together, Unison, guarded
 
@@ -47,9 +47,8 @@ class Crew:
 
     def __init__(self, model: nn.Module, handle: Any, *, sizes: bool) -> None:
         self.everyone: Everyone = Alone()
-        self._handle, self._sizes = handle, sizes
+        self._handle, self._sizes = None if _is_all(handle) else handle, sizes
         self._meeting = meeting_layers(model)
-        self._group: Group | None = None
         self._unison: Unison | None = None
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
@@ -62,8 +61,11 @@ class Crew:
                 or one was lost in an earlier step.
         """
         self._unison = self._begun()
-        with self.apart():
-            return guarded(self._unison, run)
+        try:
+            with self.apart():
+                return guarded(self._unison, run)
+        finally:
+            self._unison = None
 
     def apart(self) -> AbstractContextManager[None]:
         """Let no layer of the model meet other ranks by itself."""
@@ -101,9 +103,11 @@ class Crew:
     def _begun(self) -> Unison | None:
         if not several(self._handle):
             return None
-        if self._group is None:
-            self._group = Group(self._handle)
-        return Unison(self._group, sizes=self._sizes)
+        return Unison(group_of(self._handle), sizes=self._sizes)
+
+
+def _is_all(handle: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and handle is dist.group.WORLD
 
 
 def several(handle: Any = None) -> bool:

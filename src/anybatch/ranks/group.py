@@ -14,6 +14,7 @@ Ring all-reduce and all-gather are those of gloo and NCCL (AGBN, Algorithm 6).
 from __future__ import annotations
 
 import contextlib
+import weakref
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,19 +36,27 @@ LATER = timedelta(milliseconds=100)
 
 
 class Group:
-    """The ranks that share a batch.
+    """The ranks that share a batch; `group_of` returns it.
+
+    A process group that is still held when Python ends takes the process down with it, so it is
+    held by those who made it, and not here.
 
     Args:
-        handle: a process group of ``torch.distributed``; None (default) is the one of all ranks.
+        handle: a process group of ``torch.distributed``.
     """
 
-    def __init__(self, handle: Any = None) -> None:
-        self.handle = handle if handle is not None else dist.group.WORLD
-        self.rank, self.size = dist.get_rank(self.handle), dist.get_world_size(self.handle)
-        gloo = "gloo" in str(dist.get_backend_config(self.handle))
+    def __init__(self, handle: Any) -> None:
+        self._handle = weakref.ref(handle)
+        self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+        gloo = "gloo" in str(dist.get_backend_config(handle))
         self.device = torch.device("cpu" if gloo else "cuda")
         self.broken = False
         self._incident = 0
+
+    @property
+    def handle(self) -> Any:
+        """The process group."""
+        return self._handle()
 
     def begin(self) -> None:
         """Count the steps: what is said of a broken one does not concern the next.
@@ -153,6 +162,17 @@ class Group:
             except RuntimeError:
                 gone.append(rank)
         return gone
+
+
+_GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+
+
+def group_of(handle: Any = None) -> Group:
+    """Return the ranks of a process group; None (default) is the one of all ranks."""
+    found = dist.group.WORLD if handle is None else handle
+    if found not in _GROUPS:
+        _GROUPS[found] = Group(found)
+    return _GROUPS[found]
 
 
 def _store() -> Any:
