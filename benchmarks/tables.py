@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.agbn.global_bn import rows as global_rows
 from benchmarks.agbn.lanes import rows as agbn_lanes
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
@@ -48,6 +49,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
     "lanes": ("agbn/lanes", agbn_lanes.lanes),
+    "global_bn": ("agbn/global_bn", global_rows.global_bn),
+    "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
+    "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -65,11 +69,13 @@ TITLES = {
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
+    "global_bn": "BatchNorm over ranks beside local BatchNorm",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
+    "global_bn": ("global_bn_volume", "global_bn_numerics"),
     "choice": ("choice_sweep",),
     "real_limit": ("real_limit_compared",),
 }

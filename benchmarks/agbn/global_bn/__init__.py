@@ -1,0 +1,1 @@
+"""What BatchNorm over ranks costs beside local BatchNorm."""
