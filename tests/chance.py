@@ -12,9 +12,10 @@ from tests.oracle import copy_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import anybatch
-from anybatch import BudgetError, Engine, Loss
+from anybatch import BudgetError, Engine, LazyBatch, Loss
 
 CLASSES = 3
 STEPS = 5
@@ -148,6 +149,13 @@ class Step(NamedTuple):
     loss: Any
     x: Tensor
     y: Tensor
+    lazy: bool
+
+    def make(self) -> Tensor:
+        """Make the step, and return its loss."""
+        if self.lazy:
+            return self.engine.backward(LazyBatch(TensorDataset(self.x, self.y)))
+        return self.engine.backward(self.x, self.y)
 
 
 def steps(count: int, *, drops: bool = False) -> Iterator[Step]:
@@ -178,7 +186,7 @@ def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[
         y[0] = 0  # something is not ignored
         return x, y
 
-    how = dice.random()
+    how, lazy = dice.random(), dice.random() < 0.15
     budget = how < 0.05 and not drops
     if budget:
         room = dice.random()
@@ -196,8 +204,10 @@ def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[
         if budget or dice.random() < 0.7:
             optimizer.zero_grad()
         parts = [f"{p.how}, again={p.again}" for p in model.parts if isinstance(p, Part)]
-        words = f"{said} of {size}, {dims} dims, {getattr(loss, '__name__', loss)}, {parts}"
-        yield Step(number, words, model, engine, loss, *rows(size))
+        words = (
+            f"{said} of {size}, {dims} dims, {lazy=}, {getattr(loss, '__name__', loss)}, {parts}"
+        )
+        yield Step(number, words, model, engine, loss, *rows(size), lazy=lazy)
         optimizer.step()
 
 

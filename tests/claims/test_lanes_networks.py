@@ -162,11 +162,11 @@ def test_channels_last_is_exact_and_stays_channels_last(name: str) -> None:
     assert {n: t.stride() for n, t in got.items()} == {n: t.stride() for n, t in want.items()}
 
 
-def distance(got: State, want: State) -> float:
-    """Return how far gradients are from the true ones, as a share of their length."""
-    gradients = [name for name in want if name.endswith(".grad")]
-    gap = sum(float((got[name].double() - want[name]).square().sum()) for name in gradients)
-    return float((gap / sum(float(want[name].square().sum()) for name in gradients)) ** 0.5)
+def distance(got: State, want: State, kind: str) -> float:
+    """Return how far tensors of one kind are from the true ones, as a share of their length."""
+    names = [name for name in want if name.endswith(kind)]
+    gap = sum(float((got[name].double() - want[name]).square().sum()) for name in names)
+    return float((gap / sum(float(want[name].square().sum()) for name in names)) ** 0.5)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
@@ -183,6 +183,6 @@ def test_in_bfloat16_lanes_are_as_near_to_the_truth_as_the_undivided_batch(
     with torch.autocast("cpu", torch.bfloat16):
         plain = undivided(model, found.loss, x, y)
         got = state_after(model, lambda m: Engine(m, found.loss, micro_batch=6).backward(x, y))
-    assert 0 < distance(got, exact) <= 2 * distance(plain, exact)
-    for name, tensor in plain.items():
-        assert got[name].dtype == tensor.dtype
+    for kind in (".grad", "running_mean (buffer)", "running_var (buffer)"):
+        assert 0 < distance(got, exact, kind) <= 2 * distance(plain, exact, kind), kind
+    assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in plain.items()}

@@ -38,7 +38,7 @@ State = dict[str, Tensor]
 
 def made(step: Step) -> State:
     """Make a step, and return what it leaves."""
-    return state_of(step.model, step.engine.backward(step.x, step.y))
+    return state_of(step.model, step.make())
 
 
 def wrong(step: Step) -> dict[str, float]:
