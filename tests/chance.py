@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-import anybatch
-from anybatch import BudgetError, Engine, LazyBatch, Loss
+from anybatch import Engine, LazyBatch, Loss
 
 CLASSES = 3
 STEPS = 5
@@ -163,8 +162,7 @@ def steps(count: int, *, drops: bool = False) -> Iterator[Step]:
 
     Args:
         count: steps.
-        drops: models may have dropout, and none has a budget, which takes a second to foresee.
-            Default False.
+        drops: models may have dropout. Default False.
     """
     for number in range(0, count, STEPS):
         dice = random.Random(number)
@@ -186,22 +184,16 @@ def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[
         y[0] = 0  # something is not ignored
         return x, y
 
-    how, lazy = dice.random(), dice.random() < 0.15
-    budget = how < 0.05 and not drops
-    if budget:
-        room = dice.random()
-        engine, said = in_a_budget(model, given, rows(max(sizes)), room), f"{room:.2f} of a budget"
-    else:
-        split = dice.randint(1, max(sizes) - 1)
-        engine, said = Engine(model, given, micro_batch=split), f"micro-batches of {split}"
-        if how < 0.4:
-            room = dice.choice([1000, 5000, 20000])
-            said += f", room for {room} bytes"
-            runner: Any = engine._runner
-            runner.step = partial(runner.step, room=room)
+    split, lazy = dice.randint(1, max(sizes) - 1), dice.random() < 0.15
+    engine, said = Engine(model, given, micro_batch=split), f"micro-batches of {split}"
+    room = dice.choice([0, 0, 1000, 5000, 20000])
+    if room:
+        said += f", room for {room} bytes"
+        runner: Any = engine._runner
+        runner.step = partial(runner.step, room=room)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for number, size in enumerate(sizes, first):
-        if budget or dice.random() < 0.7:
+        if dice.random() < 0.7:
             optimizer.zero_grad()
         parts = [f"{p.how}, again={p.again}" for p in model.parts if isinstance(p, Part)]
         words = (
@@ -209,18 +201,6 @@ def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[
         )
         yield Step(number, words, model, engine, loss, *rows(size), lazy=lazy)
         optimizer.step()
-
-
-def in_a_budget(model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor], share: float) -> Engine:
-    """Return an engine with bytes between what a batch needs at least and what it needs whole."""
-    memory = anybatch.plan(model, loss, batch, memory="1GiB", timed=False).memory
-    assert memory is not None
-    budget = int(memory.floor + share * (memory.whole - memory.floor))
-    try:
-        plan = anybatch.plan(model, loss, batch, memory=budget, timed=False)
-    except BudgetError as error:  # what is foreseen in less memory is foreseen less well
-        plan = anybatch.plan(model, loss, batch, memory=error.needed, timed=False)
-    return Engine(model, loss, plan=plan)
 
 
 def as_written_once(model: nn.Module, *, plain: bool) -> nn.Module:
