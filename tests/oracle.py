@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,25 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.exactness import error_of, tolerance
 
+Model = TypeVar("Model", bound=nn.Module)
+
 
 def state_after(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
     """Return loss, gradients and buffers that `run` leaves on a copy of `model`."""
-    model = copy.deepcopy(model)
-    loss = run(model)
+    copied = copy_of(model)
+    return state_of(copied, run(copied))
+
+
+def copy_of(model: Model) -> Model:
+    """Return a copy of a model and of the gradients that are there, which torch leaves out."""
+    copied = copy.deepcopy(model)
+    for p, mine in zip(model.parameters(), copied.parameters(), strict=True):
+        mine.grad = None if p.grad is None else p.grad.clone()
+    return copied
+
+
+def state_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return copies of a loss, and of the gradients and buffers that are there."""
     found = {"loss": loss.detach().clone()}
     found |= {
         f"{n}.grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
@@ -42,6 +56,22 @@ def undivided(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> dict
         return loss
 
     return state_after(model, run)
+
+
+def trained(step: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """Return what trains a copy of a model for two steps, the second of another size."""
+
+    def run(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        def both(copied: nn.Module) -> Tensor:
+            optimizer = torch.optim.SGD(copied.parameters(), lr=0.05, momentum=0.9)
+            step(copied, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+            return step(copied, x[3:], y[3:])
+
+        return state_after(model, both)
+
+    return run
 
 
 def assert_exact(

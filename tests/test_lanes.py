@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -144,6 +146,39 @@ def test_ctrl_c_ends_all_lanes_at_the_next_meeting() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(3, work)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("last", [0, 2])
+def test_ctrl_c_waits_for_a_lane_that_meets_no_more(last: int, times: int) -> None:
+    """Thread.join, interrupted, takes a thread that runs for one that has ended."""
+    heard: list[int] = []
+    ended: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        signal.default_int_handler(number, frame)
+
+    def work(lane: int) -> None:
+        for _ in range(2 if last else 1):
+            exchange("key", 0, total)
+        if lane == last:
+            os.kill(os.getpid(), signal.SIGINT)
+            while not heard:
+                pass
+            for _ in range(times - 1):  # nor does a second one hurry
+                os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(10**6):
+                pass
+        ended.append(lane)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(3, work)
+        assert ended[-1] == last
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_alone_there_is_only_oneself() -> None:

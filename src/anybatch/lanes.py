@@ -77,6 +77,8 @@ class Lanes:
         self._parts: list[Any] = [None] * count
         self._results: list[Any] = [None] * count
         self._alive: set[int] = set()
+        self._over = threading.Lock()  # free when all have ended
+        self._over.acquire()
         self._failure: BaseException | None = None
 
     def run(self, work: Callable[[int], None]) -> None:
@@ -97,15 +99,16 @@ class Lanes:
                     self._alive.add(lane)
                 self._go[0].release()
                 begun = True
-            for thread in started:
-                thread.join()
+            self._over.acquire()
         except BaseException as error:  # Ctrl-C: the lane that runs ends at its next meeting
             self._failure = self._failure or error
             with uninterrupted():
                 if started and not begun:  # no more threads could be started
                     self._go[0].release()
-                for thread in started:
-                    thread.join()
+                _join(started)
+        else:
+            with uninterrupted():
+                _join(started)
         failure, self._failure = self._failure, None
         if failure is not None:
             try:
@@ -211,10 +214,22 @@ class Lanes:
 
     def _wake(self) -> None:
         """Hand the baton on when a lane is over: to the next, or to one that is to be unwound."""
-        if self._alive and self._failure is not None:
+        if not self._alive:
+            self._over.release()
+        elif self._failure is not None:
             self._go[min(self._alive)].release()
-        elif self._alive:
+        else:
             self._go[self._order[self._at]].release()
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    """Wait until threads have ended.
+
+    Before Python 3.13 an interrupt in the middle of ``Thread.join`` marks a thread as ended that
+    still runs (python/cpython#90882), so this is nothing to wait in while Ctrl-C may come.
+    """
+    for thread in threads:
+        thread.join()
 
 
 def _drain(first: Tensor) -> None:

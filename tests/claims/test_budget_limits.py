@@ -236,3 +236,24 @@ def test_planning_on_real_rows_keeps_to_the_budget() -> None:
     for budget in range(found.value.needed, memory.whole + 8192, 8192):
         engine = Engine(Reads(), F.cross_entropy, memory=budget)
         assert most_held(engine, batch) <= budget
+
+
+@pytest.mark.parametrize(
+    "width",
+    [
+        pytest.param(60, marks=pytest.mark.xfail(strict=True, raises=AssertionError)),
+        64,  # the sums of a layer's channels are 256 bytes, and leave
+    ],
+)
+def test_what_is_too_small_to_leave_a_waiting_lane_is_counted(width: int) -> None:
+    """43 lanes keep some vectors of 60 floats each: twice the budget, and it is not foreseen."""
+    model = nn.Sequential(
+        nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)
+    )
+    batch = torch.randn(256, 6), torch.randint(3, (256,))
+    memory = anybatch.plan(model, F.cross_entropy, batch, memory="1GiB", timed=False).memory
+    assert memory is not None
+    budget = int(memory.floor + 0.02 * (memory.whole - memory.floor))
+    plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
+    assert plan.mechanism == "lanes"
+    assert most_held(Engine(model, F.cross_entropy, plan=plan), batch) <= budget

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_after
+from tests.oracle import assert_exact, trained
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -174,22 +174,6 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], Any]] = {
     "class weights, ignored": (Net, images(2), weighted),
     "large mean": (Net, lambda: 1000 + images(2)(), F.cross_entropy),
 }
-
-
-def trained(step: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Return what trains a copy of a model for two steps, the second of another size."""
-
-    def run(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        def both(copied: nn.Module) -> Tensor:
-            optimizer = torch.optim.SGD(copied.parameters(), lr=0.05, momentum=0.9)
-            step(copied, x, y)
-            optimizer.step()
-            optimizer.zero_grad()
-            return step(copied, x[3:], y[3:])
-
-        return state_after(model, both)
-
-    return run
 
 
 def by_torch(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,135 @@
+"""A model, a loss, a batch and an observer that fail wherever they are told to."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+N = 7
+MICRO_BATCH = 3
+"""Lanes of 3, 3 and a single sample."""
+
+NO_BACKWARD = -1
+"""What torch returns as the number of a backward while none runs."""
+
+
+class Faults:
+    """Counts how often each place is come by, and raises an error at one of them.
+
+    What is out of memory stays so: the engine tries again, smaller, until it gives up.
+    """
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.place, self.call = "", 0
+        self.error: BaseException | None = None
+
+    def __deepcopy__(self, memo: Any) -> Faults:
+        return self
+
+    def arm(self, place: str, call: int, error: BaseException) -> None:
+        """Raise `error` at the call with this number of a place; the first is 0."""
+        self.calls.clear()
+        self.place, self.call, self.error = place, call, error
+
+    def disarm(self) -> None:
+        self.error = None
+
+    def at(self, place: str) -> None:
+        """Come by a place."""
+        call = self.calls[place]
+        self.calls[place] += 1
+        if self.error is None or place != self.place:
+            return
+        if call == self.call or (call > self.call and self.lasts):
+            raise self.error
+
+    @property
+    def lasts(self) -> bool:
+        return isinstance(self.error, torch.OutOfMemoryError)
+
+
+class Fails(nn.Module):
+    """Three normalisations, and a place before, between and behind them in both directions.
+
+    It draws from all dice, and uses nothing of what it draws. `again` lets it compute a part again
+    in backward, where torch alone moves the running statistics again.
+    """
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.faults, self.again = faults, True
+        self.first, self.mid, self.inner = nn.Linear(5, 40), nn.Linear(40, 40), nn.Linear(40, 40)
+        self.one, self.two, self.three = (nn.BatchNorm1d(40) for _ in range(3))
+        self.last = nn.Linear(40, 3)
+        self.mid.register_full_backward_hook(lambda *_: faults.at("hook of a module"))
+        self.inner.weight.register_hook(lambda _: faults.at("hook of a parameter"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 5] -> [n, 3]."""
+        at = self.faults.at
+        _ = torch.rand(()), random.random(), np.random.rand()
+        at("forward before")
+        h = self.one(self.first(x))
+        at("forward between")
+        h = self.hooked(h, "backward between")
+        with saved_tensors_hooks(self.pack, self.unpack):
+            h = self.mid(h).tanh()
+        h = checkpoint(self.part, h, use_reentrant=False) if self.again else self.part(h)
+        at("forward behind")
+        return self.hooked(self.last(self.three(h)), "backward before")
+
+    def part(self, h: Tensor) -> Tensor:
+        h = self.two(self.inner(h))
+        again = torch._C._current_graph_task_id() != NO_BACKWARD
+        self.faults.at("computed again" if again else "computed once")
+        return F.relu(h, inplace=True)
+
+    def hooked(self, h: Tensor, place: str) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(lambda _: self.faults.at(place))
+        return h
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.faults.at("pack")
+        return tensor.detach().clone()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self.faults.at("unpack")
+        return tensor
+
+
+class Items(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that are loaded one by one."""
+
+    def __init__(self, faults: Faults, x: Tensor, y: Tensor) -> None:
+        self.faults, self.x, self.y = faults, x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.faults.at("data")
+        return self.x[index], self.y[index]
+
+
+def loss_of(faults: Faults, *, coupled: bool) -> Any:
+    """Return a loss that comes by a place wherever it is computed, not where it is looked at."""
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():  # nor is the question seen
+            looked_at = out.is_meta
+        if not looked_at:
+            faults.at("loss")
+        return F.cross_entropy(out - out.mean(0) if coupled else out, y)
+
+    return loss
