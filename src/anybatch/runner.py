@@ -65,7 +65,7 @@ class Runner:
         micro_batch: int,
         *,
         apart: bool = False,
-        room: int = 0,
+        room: int | None = 0,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -76,7 +76,8 @@ class Runner:
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
             apart: sum gradients in an accumulator. Default False.
-            room: bytes that waiting micro-batches may hold on the device. Default 0.
+            room: bytes that waiting micro-batches may hold on the device; None lets all of it stay.
+                Default 0.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
