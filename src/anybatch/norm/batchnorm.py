@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from anybatch.meeting import reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
+from anybatch.unseen import Unseen
 
 
 class Tracked:
@@ -108,6 +109,12 @@ class MeetingNorms(Norms):
         own = weight is not None and weight.is_leaf  # else it is made anew by each part
         key = id(running[0]), id(weight) if own else None
         out, total = batch_norm(x, weight, bias, eps, key)
+        for shared in (
+            total.mean,
+            total.squares,
+            total.variance,
+        ):  # by all parts, and read past all modes
+            self.escapes(shared)
         if not self.again:
             with torch.no_grad():
                 self._tracked.move(total, *running, momentum, self._moved)
@@ -159,9 +166,17 @@ def batch_norm(
 
     with torch.no_grad():
         words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
-        total = reduce(Place(words, (layer, eps)), moments_of(x.detach()), merged, finish)
+        rows = x.detach()  # a kernel: what is away comes back
+        with Unseen(rows):
+            part = moments_of(rows)
+        total = reduce(Place(words, (layer, eps)), part, _together, finish)
     out: Tensor = _Normalise.apply(x, weight, bias, total, eps)  # type: ignore[no-untyped-call]
     return out, total
+
+
+def _together(one: Moments, other: Moments) -> Moments:
+    with Unseen(one.mean, other.mean):
+        return merged(one, other)
 
 
 class Place(NamedTuple):
@@ -189,38 +204,64 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, own = ctx.saved_tensors
-        weight = _wide(own, x.dtype)
-        total, needs = ctx.total, ctx.needs_input_grad
-        place = Place(f"the backward of {x.shape[1]} channels", id(total))
-        if not x.numel():  # the kernel would divide by the number of values
-            zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
-            if needs[0]:
-                reduce(place, zeros, torch.add, _same)
-            none = (zeros[0].clone() if need else None for need in needs[1:3])
-            return (dy if needs[0] else None, *none, None, None)
-        rounded = x.dtype in HALF  # then dx is computed in float32, and rounded once
-        mask = [needs[0] and not rounded, True, True]
-        dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-            dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps, mask
-        )
-        if needs[0]:
-            sums = reduce(place, torch.stack([db, dw]), torch.add, _same)
+        with torch._C.DisableTorchFunction():  # which would hear every line
+            return _backward(ctx, dy)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, own = ctx.saved_tensors
+    weight = _wide(own, x.dtype)
+    total, needs = ctx.total, ctx.needs_input_grad
+    place = Place(f"the backward of {x.shape[1]} channels", id(total))
+
+    def finish(sums: Tensor) -> Tensor:
+        with Unseen(sums):
             inverse = (total.variance + ctx.eps).rsqrt()
-            scale = inverse if weight is None else inverse * weight
-            slope = scale * inverse * sums[1] / total.count
-            shift = scale * sums[0] / total.count - slope * total.mean
-            shape = [1, -1] + [1] * (x.dim() - 2)
-            if rounded:
-                dx = dy.float() * scale.view(shape)
-            dx.sub_(shift.view(shape)).addcmul_(x, slope.view(shape), value=-1)
-        return (
-            dx.to(x.dtype) if needs[0] else None,
-            dw if needs[1] else None,
-            db if needs[2] else None,
-            None,
-            None,
-        )
+            return torch.stack([inverse, *(sums * inverse).div_(-total.count)])
+
+    if not x.numel():  # the kernel would divide by the number of values
+        zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
+        if needs[0]:
+            reduce(place, zeros, _added, finish)
+        none = (zeros[0].clone() if need else None for need in needs[1:3])
+        return (dy if needs[0] else None, *none, None, None)
+    _, dw, db = torch.ops.aten.native_batch_norm_backward(
+        *(dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps),
+        [False, True, True],
+    )
+    dx = None
+    if needs[0]:
+        with Unseen(db, dw):
+            part = torch.stack([db, dw])
+        dx = _to_input(x, dy, weight, total, ctx.eps, reduce(place, part, _added, finish))
+    return dx, dw if needs[1] else None, db if needs[2] else None, None, None
+
+
+def _to_input(
+    x: Tensor, dy: Tensor, weight: Tensor | None, total: Moments, eps: float, factors: Tensor
+) -> Tensor:
+    """Return the gradient of x.
+
+    What has x in it is a normalisation with other weights, and torch has a kernel for that.
+
+    Args:
+        x: rows of this part.
+        dy: the gradient of what was made of them.
+        weight: [C], or None.
+        total: moments of all parts.
+        eps: added to the variance.
+        factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
+    """
+    own = None if weight is None else weight.detach()
+    with Unseen(factors, *(() if own is None else (own,))):
+        scale, shift, slope = (factors if own is None else factors * own).unbind()
+        along = scale.view([1, -1] + [1] * (x.dim() - 2))
+    if x.dtype in HALF:  # computed in float32, and rounded once
+        wide = x.float(), total.mean, total.variance
+        dx = F.batch_norm(*wide, slope, shift, False, 0.0, eps)
+        return dx.addcmul_(dy.float(), along).to(x.dtype)
+    dx = F.batch_norm(x, total.mean, total.variance, slope, shift, False, 0.0, eps)
+    return dx.addcmul_(dy, along)
 
 
 def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -228,5 +269,6 @@ def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor if tensor is None else tensor.to(accumulated(dtype))
 
 
-def _same(total: Tensor) -> Tensor:
-    return total
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    with Unseen(one, other):
+        return one + other
