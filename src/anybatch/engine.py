@@ -236,6 +236,7 @@ class Engine:
         allowed = self._allow(self._planner, kind, batch, modules)
         self.micro_batch = allowed.micro_batch
         step = make(allowed.micro_batch, apart=allowed.apart, room=allowed.memory.room)
+        step.held = allowed.memory.lane
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return step, kind, allowed

@@ -29,7 +29,8 @@ from anybatch.lanes import Lanes
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
-from anybatch.pager import Pager, Paging
+from anybatch.pager import Pager
+from anybatch.paging import Paging, keep
 from anybatch.step import Step, call_model, check_trains, copied
 from anybatch.stores import store_on
 from anybatch.stream import Normalization
@@ -55,9 +56,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     around = Surroundings.now()
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
     together = Together(step)
-    pager = (
-        None if step.room is None else Pager(step.room, store_on(step.device), step.device, meters)
-    )
+    pager = _pager(step, meters)
     turns = LaneTurns(step.count, step.slots, step.gradients, pager)
     entered = partial(around.entered, None if pager is None else Paging(pager))
     try:
@@ -80,9 +79,26 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     return together.loss()
 
 
+AHEAD = 2
+"""Turns whose bytes may wait beside the lane that runs, where no budget says how many may."""
+
+
+def _pager(step: Step, meters: list[Meter]) -> Pager | None:
+    """Return what sends away what there is no room for; None where there is room for all."""
+    if step.room is None:
+        return None
+    ragged = step.batch.size % step.micro_batch != 0
+    return Pager(
+        *(step.room, store_on(step.device), step.device, meters),
+        lane=step.held,
+        turns=AHEAD,
+        odd=step.count - 1 if ragged else None,
+    )
+
+
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
     """Run one lane: forward, its share of the loss, backward."""
-    norms = MeetingNorms(tracked, pager.keep if pager is not None else None)
+    norms = MeetingNorms(tracked, partial(keep, pager) if pager is not None else None)
     with norms:
         micro = together.next()
         outputs = call_model(step.model, micro.inputs)
