@@ -173,8 +173,7 @@ class Hold:
         self._moving.append((key, held, held.job))
         self.moved += held.size
         self._count(key, held)
-        for meter in self._meters:
-            meter.resized(storage)
+        self._metered(storage)
 
     def bring_back(self, key: int, held: Held) -> None:
         """Make a storage be here now."""
@@ -186,6 +185,7 @@ class Hold:
         elif held.state == AWAY:
             storage = held.storage()
             storage.resize_(held.size)
+            self._metered(storage)
             self._store.reading(key, storage)()
             self.moved += held.size
             held.state = HERE
@@ -231,8 +231,11 @@ class Hold:
         held.state = AWAY
         if storage is not None:
             storage.resize_(0)
-            for meter in self._meters:
-                meter.resized(storage)
+            self._metered(storage)
+
+    def _metered(self, storage: Any) -> None:
+        for meter in self._meters:
+            meter.resized(storage)
 
     def _come(self, held: Held) -> None:
         """Wait for what is being copied in."""

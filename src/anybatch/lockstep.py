@@ -29,7 +29,7 @@ from anybatch.lanes import Lanes
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
-from anybatch.pager import Pager
+from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging, keep
 from anybatch.step import Step, call_model, check_trains, copied
 from anybatch.stores import store_on
@@ -87,10 +87,11 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
     if step.room is None:
         return None
+    small = step.count * 2 * SMALL  # what stays of every lane, and its share of the meetings
     ragged = step.batch.size % step.micro_batch != 0
     return Pager(
         *(step.room, store_on(step.device), step.device, meters),
-        lane=step.held,
+        lane=None if step.held is None else max(0, step.held - small),
         turns=AHEAD,
         odd=step.count - 1 if ragged else None,
     )
