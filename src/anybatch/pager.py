@@ -61,7 +61,7 @@ class Pager:
         self._made: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._next: int | None = None
-        self._called = 0
+        self._called = self._noted = 0
 
     @property
     def moved(self) -> int:
@@ -82,7 +82,7 @@ class Pager:
         self._book.begin(lane, turn)
         allowed = self._allowed(lane, turn)
         self._send_others(allowed, allowed, {})
-        self._called = 0
+        self._called = self._noted = 0
         self._call_next()
 
     def leave(self, lane: int, waiting: Iterable[int]) -> None:
@@ -102,8 +102,8 @@ class Pager:
         distance = {other: place for place, other in enumerate(order)}
         self._send_others(max(self.room, allowed - ahead), allowed, distance)
 
-    def use(self, key: int, *, writes: bool) -> None:
-        """Make a storage's memory be here, before a kernel runs on it."""
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
         hold = self._hold
         if hold.stirred():
             self._settle()
@@ -137,7 +137,7 @@ class Pager:
 
     def keep(self, key: int) -> None:
         """Bring a storage's memory back for good: its address is known to somebody."""
-        self.use(key, writes=True)
+        self.use(key, True)
         held = self._hold.all.get(key)
         if held is not None:
             self._hold.stay(key, held)
@@ -155,7 +155,9 @@ class Pager:
         self._hold.since, self._hold.touched = self._turn + 1, 0
 
     def _note(self) -> None:
-        self._book.holds(self._lane, self._number.get(self._lane, 0), self._hold.touched)
+        if self._hold.touched > self._noted:
+            self._noted = self._hold.touched
+            self._book.holds(self._lane, self._number.get(self._lane, 0), self._noted)
 
     def _settle(self) -> None:
         self._hold.settle()

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.pager import Pager, key_of
 
-PLAIN = (Tensor, Parameter)
+PLAIN = frozenset({Tensor, Parameter})
+OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types that hold no tensor; asked for first, because every kernel has some."""
 
 
 class Paging(TorchDispatchMode):
@@ -33,6 +35,11 @@ class Paging(TorchDispatchMode):
         self._pager = pager
         self._writes: dict[Any, bool] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out the guard against being compiled; compiled models are refused before."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -46,7 +53,7 @@ class Paging(TorchDispatchMode):
             schema = getattr(func, "_schema", None)
             writes = self._writes[func] = schema is None or schema.is_mutable
         with torch._C.DisableTorchFunction():
-            given: set[int | None] = set()
+            given: list[int | None] = []
             self._bring(args, given, writes)
             if kwargs:
                 self._bring(kwargs.values(), given, writes)
@@ -56,14 +63,17 @@ class Paging(TorchDispatchMode):
             self._take(result, given)
         return result
 
-    def _bring(self, values: Any, given: set[int | None], writes: bool) -> None:  # noqa: FBT001
+    def _bring(self, values: Any, given: list[int | None], writes: bool) -> None:  # noqa: FBT001
         for value in values:
-            if isinstance(value, Tensor):
-                if value.layout == torch.strided and not _wraps(value):
+            kind = type(value)
+            if kind in OTHERS:
+                continue
+            if kind in PLAIN or isinstance(value, Tensor):
+                if value.layout is torch.strided and (kind in PLAIN or not _wraps(value)):
                     key = key_of(value)
-                    given.add(key)
+                    given.append(key)
                     if key is not None:
-                        self._pager.use(key, writes=writes)
+                        self._pager.use(key, writes)
                 else:
                     keep(self._pager, value)
             elif isinstance(value, list | tuple):
@@ -71,14 +81,15 @@ class Paging(TorchDispatchMode):
             elif isinstance(value, dict):
                 self._bring(value.values(), given, writes)
 
-    def _take(self, value: Any, given: set[int | None]) -> None:
-        if isinstance(value, Tensor):
-            if value.layout != torch.strided or _wraps(value):
-                keep(self._pager, value)
-            else:
+    def _take(self, value: Any, given: list[int | None]) -> None:
+        kind = type(value)
+        if kind in PLAIN or isinstance(value, Tensor):
+            if value.layout is torch.strided and (kind in PLAIN or not _wraps(value)):
                 key = key_of(value)
                 if key is not None and key not in given:
                     self._pager.take(key, value)
+            else:
+                keep(self._pager, value)
         elif isinstance(value, list | tuple):
             for item in value:
                 self._take(item, given)

@@ -31,7 +31,7 @@ class Unseen:
 
     def __enter__(self) -> None:
         if self._dispatch is not None and self._function is not None:
-            self._dispatch.__enter__()
+            self._dispatch.__enter__()  # type: ignore[no-untyped-call]
             self._function.__enter__()
 
     def __exit__(

@@ -66,7 +66,7 @@ def moments_of(x: Tensor) -> Moments:
         variance, mean = torch.var_mean(x.to(accumulated(x.dtype)), over, correction=0)
         return Moments(count, mean, variance * count)
     rows = max(1, CACHED // (x[0].numel() * accumulated(x.dtype).itemsize))
-    return reduce(merged, map(_in_cache, x.split(rows)))
+    return reduce(merged, map(_in_cache, torch.split(x, rows)))
 
 
 CACHED = 1 << 19
