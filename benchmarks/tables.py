@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.agbn.lanes import rows as agbn_lanes
+from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
@@ -49,6 +50,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
     "lanes": ("agbn/lanes", agbn_lanes.lanes),
+    "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
+    "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
     "lanes_parts": ("agbn/lanes_parts", agbn_parts.lanes_parts),
     "lanes_parts_shares": ("agbn/lanes_parts", agbn_parts.lanes_parts_shares),
     "lanes_parts_scans": ("agbn/lanes_parts", agbn_parts.lanes_parts_scans),
@@ -69,6 +72,7 @@ TITLES = {
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
+    "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -76,6 +80,7 @@ TITLES = {
 }
 MORE = {
     "choice": ("choice_sweep",),
+    "lanes_memory": ("lanes_memory_scan",),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
 }

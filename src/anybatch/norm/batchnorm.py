@@ -252,7 +252,7 @@ def _to_input(
         eps: added to the variance.
         factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
     """
-    own = None if weight is None else weight.detach()
+    own = weight if weight is None or weight.is_leaf else weight.detach()  # which brings it back
     with Unseen(factors, *(() if own is None else (own,))):
         scale, shift, slope = (factors if own is None else factors * own).unbind()
         along = scale.view([1, -1] + [1] * (x.dim() - 2))
