@@ -5,6 +5,8 @@ from functools import partial
 
 from benchmarks.agbn.global_bn import rows as global_rows
 from benchmarks.agbn.lanes import rows as agbn_lanes
+from benchmarks.agbn.lanes_memory import rows as agbn_memory
+from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -52,6 +54,11 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "global_bn": ("agbn/global_bn", global_rows.global_bn),
     "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
+    "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
+    "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
+    "lanes_parts": ("agbn/lanes_parts", agbn_parts.lanes_parts),
+    "lanes_parts_shares": ("agbn/lanes_parts", agbn_parts.lanes_parts_shares),
+    "lanes_parts_scans": ("agbn/lanes_parts", agbn_parts.lanes_parts_scans),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -70,6 +77,8 @@ TITLES = {
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
+    "lanes_memory": "What a step in lanes holds",
+    "lanes_parts": "Where the time of a step in lanes goes",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -77,6 +86,8 @@ TITLES = {
 MORE = {
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
     "choice": ("choice_sweep",),
+    "lanes_memory": ("lanes_memory_scan",),
+    "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
 }
 """Tables that stand below the first one on its page."""

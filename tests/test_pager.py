@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.pager import SMALL, Pager, Paging
+from anybatch.pager import SMALL, Pager
+from anybatch.paging import Paging
 from anybatch.stores import FileStore, HostStore, Store
 
 CPU = torch.device("cpu")

@@ -42,7 +42,8 @@ class Memory:
         whole: what the undivided batch would hold.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
-        room: what waiting micro-batches may hold on the device, where they wait for each other.
+        room: what waiting micro-batches may hold on the device, where they wait for each other;
+            None where all of it may stay.
     """
 
     budget: int
@@ -53,7 +54,12 @@ class Memory:
     whole: int
     how: str
     candidates: tuple[Candidate, ...] = ()
-    room: int = 0
+    room: int | None = 0
+
+    @property
+    def lane(self) -> int:
+        """Bytes that one micro-batch holds at the peak, beside what is there all the time."""
+        return dict(self.owners).get("activations", 0)
 
 
 @dataclass(frozen=True)

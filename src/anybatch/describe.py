@@ -46,7 +46,7 @@ def describe(
         budget=budget,
         source=source,
         predicted=min(budget, peak + foreseen.peak(size, size)) if lanes else peak,
-        room=max(0, budget - peak) if lanes else 0,
+        room=_room(budget - peak, owners, -(-size // n)) if lanes else 0,
         owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
         floor=foreseen.peak(1, size),
         whole=foreseen.peak(size, size),
@@ -60,6 +60,22 @@ def describe(
     )
     coupled = foreseen.look.coupled and not lanes
     return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
+
+
+SHARED = ("parameters", "buffers", "optimizer")
+"""Owners of what is there once for all lanes."""
+
+
+def _room(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
+    """Return what waiting lanes may hold; None where they could hold no more if all of it stayed.
+
+    Args:
+        left: bytes of the budget beside a lane at its peak.
+        owners: who holds what at that peak.
+        lanes: how many.
+    """
+    lane = sum(count for owner, count in owners.items() if owner not in SHARED)
+    return None if left >= (lanes - 1) * lane else max(0, left)
 
 
 def _considered(

@@ -289,6 +289,7 @@ class Engine:
             room=allowed.memory.room,
             everyone=everyone,
         )
+        step.held = allowed.memory.lane
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return step, kind, allowed

@@ -32,7 +32,8 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
-from anybatch.pager import Pager, Paging
+from anybatch.pager import SMALL, Pager
+from anybatch.paging import Paging, keep
 from anybatch.step import Step, call_model, check_trains, copied
 from anybatch.stores import store_on
 from anybatch.stream import Normalization, normalization
@@ -59,8 +60,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
     together = Together(step)
     lanes = max(step.count, 1)  # a rank without samples meets the others all the same
-    alone = step.room is None or lanes == 1
-    pager = None if alone else Pager(step.room or 0, store_on(step.device), step.device, meters)
+    pager = _pager(step, meters)
     turns = LaneTurns(lanes, step.slots, step.gradients, pager)
     entered = partial(around.entered, None if pager is None else Paging(pager))
     beyond = step.everyone.reduce if step.everyone.several else None
@@ -84,11 +84,29 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     return together.loss()
 
 
+AHEAD = 2
+"""Turns whose bytes may wait beside the lane that runs, where no budget says how many may."""
+
+
+def _pager(step: Step, meters: list[Meter]) -> Pager | None:
+    """Return what sends away what there is no room for; None where there is room for all."""
+    if step.room is None or step.count < 2:
+        return None
+    small = step.count * 2 * SMALL  # what stays of every lane, and its share of the meetings
+    ragged = step.batch.size % step.micro_batch != 0
+    return Pager(
+        *(step.room, store_on(step.device), step.device, meters),
+        lane=None if step.held is None else max(0, step.held - small),
+        turns=AHEAD,
+        odd=step.count - 1 if ragged else None,
+    )
+
+
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
     """Run one lane: forward, its share of the loss, backward."""
     empty = not step.batch.size
-    keep = pager.keep if pager is not None else None
-    norms = MeetingNorms(tracked, keep, empty=empty)
+    bring = partial(keep, pager) if pager is not None else None
+    norms = MeetingNorms(tracked, bring, empty=empty)
     with norms:
         micro = together.next()
         outputs = call_model(step.model, micro.inputs)

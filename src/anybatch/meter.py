@@ -92,8 +92,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     span.owner = owner
 
     def resized(self, storage: Any) -> None:
-        """Take in that a storage has given its memory away; a kernel that uses it has it again."""
+        """Take in that a storage has given its memory away, or has it again."""
         self._end(storage._cdata)
+        if storage.nbytes():
+            self._begin(storage, STEP, storage.nbytes(), storage.nbytes())
+            self.peak = max(self.peak, self.live)
 
     def timeline(self) -> Timeline:
         """Return what was counted, by owner."""
@@ -139,13 +142,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             if span is not None:  # resized in place
                 self._end(key)
-            told, size = size, 0 if owner == FOREIGN else max(size, least)
-            span = _Span(owner, size, len(self._events), told)
-            span.watch = weakref.ref(storage, partial(self._end, key))
-            self._open[key] = span
-            self.live += size
-            if size:
-                self._spans.append(span)
+            self._begin(storage, owner, 0 if owner == FOREIGN else max(size, least), size)
+
+    def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
+        span = _Span(owner, size, len(self._events), told)
+        span.watch = weakref.ref(storage, partial(self._end, storage._cdata))
+        self._open[storage._cdata] = span
+        self.live += size
+        if size:
+            self._spans.append(span)
 
     def _counts(self, tensor: Tensor) -> bool:
         fake = isinstance(tensor, FakeTensor)

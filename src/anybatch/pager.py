@@ -4,89 +4,86 @@
 (inputs, the branch of a residual, the tensor that is normalised) would stay, a fifth of the whole
 batch's peak however small the micro-batches. Here a tensor keeps its storage, and the storage gives
 its memory away: its bytes are copied out, and it is resized to nothing. Every kernel is seen before
-it runs, in forward and in backward, and what it needs is brought back first.
+it runs, in forward and in backward (`anybatch.paging`), and what it needs is there when it does.
 
-    lane 0 runs ── meets ── its storages leave, the furthest next use first ── ... ── its turn: they
-    return one by one, when they are used; what was not written to need not be copied out again
+    lane 0 runs ── meets ── its storages leave, the furthest next use first ── ... ── its turn: what
+    it will use comes ahead of it; what was not written to need not be copied out again
+
+Who runs next is known, and what it will use has been shown by the first lane that was there.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from anybatch.meter import Meter, tensors_in
+from anybatch.book import Book
+from anybatch.hold import AWAY, HERE, LEAVING, Held, Hold
+from anybatch.meter import Meter
 from anybatch.stores import Store
 
 SMALL = 256
 """Bytes below which a storage stays: its copies would cost more than it holds."""
 
 
-@dataclass
-class Held:
-    """One storage of a lane.
-
-    Attributes:
-        storage: a weak reference; it is not kept alive here.
-        size: bytes.
-        lane: whose it is.
-        used: the turn in which it was used last.
-        away: it has no memory now.
-        kept: a copy of its bytes is in the store.
-        stays: more than one lane has used it.
-    """
-
-    storage: Any
-    size: int
-    lane: int
-    used: int
-    away: bool = False
-    kept: bool = False
-    stays: bool = False
-
-
 class Pager:
-    """Keeps what waiting lanes hold on the device within `room`.
+    """Keeps what waiting lanes hold on the device within `room`, and what it may borrow.
 
     Args:
         room: bytes.
         store: where the rest goes.
         device: of the storages; others stay.
         meters: count what is here. Default none.
-
-    Attributes:
-        moved: bytes that were copied out and in.
+        lane: bytes that the budget has for the lane that runs; where a turn is known to need fewer,
+            waiting lanes may have the rest. Default None: nobody has foreseen it.
+        turns: where nobody has, they may hold what a lane has held in a turn, so many times.
+        odd: a lane with fewer samples than the others. Default None.
     """
 
     def __init__(
-        self, room: int, store: Store, device: torch.device, meters: Sequence[Meter] = ()
+        self,
+        room: int,
+        store: Store,
+        device: torch.device,
+        meters: Sequence[Meter] = (),
+        *,
+        lane: int | None = None,
+        turns: int = 0,
+        odd: int | None = None,
     ) -> None:
-        self.room, self._store, self._meters = room, store, meters
-        self._device = device.type
-        self.moved = 0
-        self._held: dict[int, Held] = {}
-        self._movable: dict[int, Held] = {}
-        self._dead: deque[int] = deque()
-        self._turn = 0
-        self._lane = 0
-        self._here = 0
+        self.room, self._device = room, device.type
+        self._most, self._turns = lane, turns
+        self._hold, self._book = Hold(store, device, meters), Book(odd)
+        self._turn = self._lane = 0
+        self._number: dict[int, int] = {}
+        self._made: dict[int, int] = {}
         self._last: dict[int, int] = {}
+        self._next: int | None = None
+        self._called = self._noted = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that were copied out and in."""
+        return self._hold.moved
 
     def begin(self, lane: int) -> None:
-        """A lane takes its turn."""
-        self._bury()
+        """A lane takes the baton for its next turn."""
+        self._untouched()
+        self.around(lane)
+
+    def around(self, lane: int) -> None:
+        """A lane goes on with its next turn."""
+        self._hold.settle()
         self._turn += 1
         self._lane = lane
+        turn = self._number[lane] = self._number.get(lane, 0) + 1
+        self._book.begin(lane, turn)
+        allowed = self._allowed(lane, turn)
+        self._send_others(allowed, allowed, {})
+        self._called = self._noted = 0
+        self._call_next()
 
     def leave(self, lane: int, waiting: Iterable[int]) -> None:
         """A lane's turn is over.
@@ -95,209 +92,130 @@ class Pager:
             lane: which.
             waiting: all lanes, the one that runs next first.
         """
-        self._bury()
+        self._hold.settle()
         self._last[lane] = self._turn
-        distance = {other: place for place, other in enumerate(waiting)}
-        if self._here <= self.room:
-            return
-        here = sorted(self._movable.items(), key=lambda pair: self._order(pair[1], distance))
-        for key, held in here:
-            if self._here <= self.room:
-                return
-            self._send_away(key, held)
+        self._untouched()
+        order = list(waiting)
+        self._next = order[1] if len(order) > 1 else None
+        allowed = self._allowed(order[0], self._coming(order[0]))
+        ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
+        distance = {other: place for place, other in enumerate(order)}
+        self._send_others(max(self.room, allowed - ahead), allowed, distance)
 
-    def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
-        """Sort what backward needs much later first, then lanes that are far from their turn."""
-        if held.used < self._last.get(held.lane, 0):
-            return 0, held.used
-        return 1, -distance[held.lane]
-
-    def use(self, tensor: Tensor, *, writes: bool) -> None:
-        """Make a tensor's memory be here, before a kernel runs on it."""
-        self._bury()
-        key = _key(tensor)
-        held = self._held.get(key) if key is not None else None
-        if key is None or held is None:
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
+        hold = self._hold
+        if hold.stirred():
+            self._settle()
+        held = hold.all.get(key)
+        if held is None:
             return
-        held.used = self._turn
-        if held.away:
-            self._bring_back(key, held)
+        if held.used < self._turn or held.state != HERE:
+            if held.lane == self._lane:
+                self._book.uses(self._lane, self._number[self._lane], held.number, held.size)
+            hold.touch(key, held, self._turn)
+            self._note()
         if held.lane != self._lane and not held.stays:
-            held.stays = True
-            self._settle(key, held)
-        if writes:
-            self._forget_copy(key, held)
+            hold.stay(key, held)
+        if writes and held.kept:
+            hold.forget_copy(key, held)
 
-    def take(self, tensor: Tensor) -> None:
+    def take(self, key: int, tensor: Tensor) -> None:
         """Take in the storage of a tensor that a kernel has made."""
-        self._bury()
-        key = _key(tensor)
-        if key is None or key in self._held or tensor.device.type != self._device:
+        hold = self._hold
+        if hold.stirred():
+            self._settle()
+        if key in hold.all or tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         if size < SMALL or not storage.resizable():
             return
-        watch = weakref.ref(storage, partial(self._died, key))
-        held = self._held[key] = Held(watch, size, self._lane, self._turn)
-        self._arrive(key, held)
+        number = self._made[self._lane] = self._made.get(self._lane, 0) + 1
+        hold.add(key, storage, size, self._lane, number, self._turn)
+        self._note()
 
-    def keep(self, tensor: Tensor) -> None:
-        """Bring a tensor's memory back for good: its address is known to somebody."""
-        for inner in _inside(tensor):
-            self.use(inner, writes=True)
-            key = _key(inner)
-            held = self._held.get(key) if key is not None else None
-            if key is not None and held is not None:
-                held.stays = True
-                self._settle(key, held)
+    def keep(self, key: int) -> None:
+        """Bring a storage's memory back for good: its address is known to somebody."""
+        self.use(key, True)
+        held = self._hold.all.get(key)
+        if held is not None:
+            self._hold.stay(key, held)
 
     def close(self) -> None:
         """Bring back what still lives, and forget all of it."""
-        try:
-            self._bury()
-            for key, held in list(self._held.items()):
-                if held.away and held.storage() is not None:
-                    self._bring_back(key, held)
-        finally:
-            self._held.clear()
-            self._movable.clear()
-            self._store.close()
+        self._hold.close()
 
-    def _send_away(self, key: int, held: Held) -> None:
-        storage = held.storage()
-        if storage is None:
+    def _coming(self, lane: int) -> int:
+        """Return the number of a lane's next turn."""
+        return self._number.get(lane, 0) + 1
+
+    def _untouched(self) -> None:
+        """From here on another lane touches storages."""
+        self._hold.since, self._hold.touched = self._turn + 1, 0
+
+    def _note(self) -> None:
+        if self._hold.touched > self._noted:
+            self._noted = self._hold.touched
+            self._book.holds(self._lane, self._number.get(self._lane, 0), self._noted)
+
+    def _settle(self) -> None:
+        self._hold.settle()
+        self._call_next()
+
+    def _allowed(self, lane: int, turn: int) -> int:
+        """Return the bytes that others may hold during a lane's turn of this number."""
+        if self._most is None:
+            return self.room + self._turns * self._book.top
+        need = self._book.most(turn) if self._book.shown(turn, lane) else None
+        return self.room + (0 if need is None else max(0, self._most - need))
+
+    def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:
+        """Send away what has not been touched.
+
+        Args:
+            wanted: bytes; what is more begins to leave.
+            allowed: bytes; what is more has left in the end.
+            distance: how far lanes are from their turn.
+        """
+        hold = self._hold
+        if hold.waiting - hold.going > wanted:
+            others = [item for item in hold.movable.items() if item[1].used < hold.since]
+            others.sort(key=lambda item: self._order(item[1], distance))
+            for key, held in others:
+                if hold.waiting - hold.going <= wanted:
+                    break
+                if held.state != LEAVING:
+                    hold.send_away(key, held)
+        while hold.waiting > allowed and hold.wait():
+            pass
+
+    def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
+        """Sort what is needed much later first, then lanes that are far from their turn."""
+        turn = self._coming(held.lane)
+        if self._book.shown(turn, held.lane):
+            later = held.number not in self._book.used(turn)
+        else:
+            later = held.used < self._last.get(held.lane, 0)
+        return (0, held.used) if later else (1, -distance.get(held.lane, 0))
+
+    def _call_next(self) -> None:
+        """Bring in what the next lane will use, as far as that is known and there is room."""
+        if self._next is None or self._next == self._lane:
             return
-        if not storage.resizable():
-            held.stays = True
-            self._settle(key, held)
-            return
-        with _unseen():
-            if storage.nbytes() != held.size:
-                self._forget_copy(key, held)
-                self._settle(key, held)
-                held.size = storage.nbytes()
-            if not held.kept:
-                self._store.put(key, _flat(storage))
-                held.kept = True
-                self.moved += held.size
-            storage.resize_(0)
-            for meter in self._meters:
-                meter.resized(storage)
-        held.away = True
-        self._settle(key, held)
-
-    def _bring_back(self, key: int, held: Held) -> None:
-        storage = held.storage()
-        with _unseen():
-            storage.resize_(held.size)
-            self._store.get(key, _flat(storage))
-        self.moved += held.size
-        held.away = False
-        if not held.stays:
-            self._arrive(key, held)
-
-    def _bury(self) -> None:
-        """Forget what has died; the garbage collector may come in the middle of anything."""
-        while self._dead:
-            key = self._dead.popleft()
-            held = self._held.pop(key, None)
-            if held is not None:
-                self._settle(key, held)
-                self._forget_copy(key, held)
-
-    def _forget_copy(self, key: int, held: Held) -> None:
-        if held.kept:
-            self._store.drop(key)
-            held.kept = False
-
-    def _died(self, key: int, _watch: Any) -> None:
-        self._dead.append(key)
-
-    def _arrive(self, key: int, held: Held) -> None:
-        """Count what is here and may be sent away."""
-        self._movable[key] = held
-        self._here += held.size
-
-    def _settle(self, key: int, held: Held) -> None:
-        """Count it no more: it is away, gone, or stays."""
-        if self._movable.pop(key, None) is not None:
-            self._here -= held.size
+        numbers = self._book.used(self._coming(self._next))
+        allowed = self._allowed(self._lane, self._number.get(self._lane, 0))
+        while self._called < len(numbers):
+            found = self._hold.find(self._next, numbers[self._called])
+            if found is not None and found[1].state == AWAY:
+                if self._hold.waiting + found[1].size > allowed:
+                    return
+                self._hold.call(*found)
+            self._called += 1
 
 
-class Paging(TorchDispatchMode):
-    """Shows every kernel of a lane to the pager, before and after it runs."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, pager: Pager) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._pager = pager
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Bring in what a kernel needs, run it, and take in what it has made."""
-        kwargs = kwargs or {}
-        pager = self._pager
-        schema = getattr(func, "_schema", None)
-        writes = schema is None or schema.is_mutable
-        with torch._C.DisableTorchFunction():
-            given = set()
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.layout == torch.strided and not _wraps(tensor):
-                    given.add(_key(tensor))
-                    pager.use(tensor, writes=writes)
-                else:
-                    pager.keep(tensor)
-            result = func(*args, **kwargs)
-            for tensor in tensors_in(result):
-                if tensor.layout != torch.strided or _wraps(tensor):
-                    pager.keep(tensor)
-                elif _key(tensor) not in given:
-                    pager.take(tensor)
-        return result
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Compute past all modes, without gradients."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-        yield
-
-
-def _wraps(tensor: Tensor) -> bool:
-    return type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "__tensor_flatten__")
-
-
-def _inside(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the strided tensors that a tensor is made of."""
-    if _wraps(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            yield from _inside(getattr(tensor, name))
-    elif tensor.layout == torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    else:
-        yield tensor
-
-
-def _flat(storage: Any) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _key(tensor: Tensor) -> int | None:
-    if tensor.layout != torch.strided:
-        return None
+def key_of(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None where it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a subclass that only wraps others

@@ -68,7 +68,7 @@ class Runner:
         micro_batch: int,
         *,
         apart: bool = False,
-        room: int = 0,
+        room: int | None = 0,
         everyone: Everyone | None = None,
     ) -> Step:
         """Return a step that has not begun.
@@ -80,7 +80,8 @@ class Runner:
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
             apart: sum gradients in an accumulator. Default False.
-            room: bytes that waiting micro-batches may hold on the device. Default 0.
+            room: bytes that waiting micro-batches may hold on the device; None lets all of it stay.
+                Default 0.
             everyone: the batch over all ranks; None (default) is one process.
 
         Raises:

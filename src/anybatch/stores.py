@@ -5,16 +5,26 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 
 class Store(Protocol):
-    """Keeps bytes by a key."""
+    """Keeps bytes by a key.
+
+    What `writing` and `reading` return does the copy, in whatever thread; all else is done at once.
+    """
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what keeps a copy of a storage."""
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what fills a storage with what was kept."""
 
     def put(self, key: Hashable, data: Tensor) -> None:
         """Keep a copy of a flat uint8 tensor."""
@@ -35,6 +45,14 @@ class HostStore:
     def __init__(self) -> None:
         self._kept: dict[Hashable, Tensor] = {}
 
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what keeps a copy."""
+        return partial(self.put, key, _flat(storage))
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what fills a storage."""
+        return partial(self.get, key, _flat(storage))
+
     def put(self, key: Hashable, data: Tensor) -> None:
         """Keep a copy."""
         host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=data.is_cuda)
@@ -54,9 +72,9 @@ class HostStore:
 
 
 class FileStore:
-    """An unlinked file: gone with the process, however that ends, and read by its owner alone.
+    """An unlinked file for storages of the host, gone with the process, however that ends.
 
-    Space that was dropped is used again, first fit by size.
+    It is read by its owner alone. Space that was dropped is used again, first fit by size.
 
     Args:
         folder: where the file is; None (default) is the system's folder for temporary files.
@@ -75,28 +93,37 @@ class FileStore:
 
     def put(self, key: Hashable, data: Tensor) -> None:
         """Write a copy."""
-        size = data.numel()
+        self.writing(key, data.untyped_storage())()
+
+    def get(self, key: Hashable, out: Tensor) -> None:
+        """Read into `out`."""
+        self.reading(key, out.untyped_storage())()
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what writes a copy."""
+        size = storage.nbytes()
         free = self._free.get(size)
         begin = free.pop() if free else self._end
         self._places[key] = begin, size
         self._end = max(self._end, begin + size)
-        host = data.cpu()
-        view, done = _memory(host), 0
-        while done < size:
+        return partial(self._write, storage, begin)
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what reads into a storage."""
+        return partial(self._read, storage, *self._places[key])
+
+    def _write(self, storage: Any, begin: int) -> None:
+        view, done = _memory(storage), 0
+        while done < len(view):
             done += os.pwrite(self._file, view[done:], begin + done)
 
-    def get(self, key: Hashable, out: Tensor) -> None:
-        """Read into `out`."""
-        begin, size = self._places[key]
-        host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
-        view, done = _memory(host), 0
+    def _read(self, storage: Any, begin: int, size: int) -> None:
+        view, done = _memory(storage), 0
         while done < size:
             read = os.preadv(self._file, [view[done:]], begin + done)
             if read == 0:
                 raise OSError(f"the spill file ends at {begin + done} of {begin + size} bytes")
             done += read
-        if host is not out:
-            out.copy_(host)
 
     def drop(self, key: Hashable) -> None:
         """Make its place free."""
@@ -111,9 +138,14 @@ class FileStore:
             self._file = -1
 
 
-def _memory(host: Tensor) -> memoryview:
-    """Return the bytes of a flat tensor. What ``Tensor.numpy`` was called on cannot be resized."""
-    return memoryview((ctypes.c_char * host.numel()).from_address(host.data_ptr())).cast("B")
+def _memory(storage: Any) -> memoryview:
+    """Return the bytes of a storage on the host, which may be resized when this is gone."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _flat(storage: Any) -> Tensor:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def store_on(device: torch.device) -> Store:

@@ -66,7 +66,7 @@ class LaneTurns:
     def around(self, lane: int) -> None:
         """Go on: the dice are there."""
         if self._pager is not None:
-            self._pager.begin(lane)
+            self._pager.around(lane)
 
     def leave(self, lane: int, coming: list[int]) -> None:
         """Keep the lane's state, and send away what there is no room for."""

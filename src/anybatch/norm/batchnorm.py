@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
+from anybatch.unseen import Unseen
 
 
 class Tracked:
@@ -124,6 +125,8 @@ class MeetingNorms(Norms):
         name = self._tracked.name(running[0], weight if own else None)
         place = BatchPlace(name, key, empty=self._empty)
         out, total = batch_norm(x, weight, bias, eps, place)
+        for shared in (total.mean, total.squares, total.variance):
+            self.escapes(shared)  # by all parts, and read past all modes
         if not self.again:
             with torch.no_grad():
                 self._tracked.move(total, *running, momentum, self._moved)
@@ -195,10 +198,17 @@ def batch_norm(
     with torch.no_grad():
         words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
         words += f" ({layer.name})" if layer.name else ""
-        own = moments_of(x.detach()[:0] if layer.empty else x.detach())
-        total = reduce(Place(words, (layer.key, eps)), own, merged, finish)
+        rows = x.detach()  # a kernel: what is away comes back
+        with Unseen(rows):
+            part = moments_of(rows[:0] if layer.empty else rows)
+        total = reduce(Place(words, (layer.key, eps)), part, _together, finish)
     out: Tensor = _Normalise.apply(x, weight, bias, total, eps, layer)  # type: ignore[no-untyped-call]
     return out, total
+
+
+def _together(one: Moments, other: Moments) -> Moments:
+    with Unseen(one.mean, other.mean):
+        return merged(one, other)
 
 
 class Place(NamedTuple):
@@ -232,7 +242,8 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with meeting_in(ctx.meeting):  # autograd may run it in another thread than forward
+        # autograd may run it in another thread than forward; and a mode would hear every line
+        with meeting_in(ctx.meeting), torch._C.DisableTorchFunction():
             return _backward(ctx, dy)
 
 
@@ -243,35 +254,55 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     words = f"the backward of {x.shape[1]} channels"
     words += f" ({ctx.layer.name})" if ctx.layer.name else ""
     place = Place(words, id(total))
+
+    def finish(sums: Tensor) -> Tensor:
+        with Unseen(sums):
+            inverse = (total.variance + ctx.eps).rsqrt()
+            return torch.stack([inverse, *(sums * inverse).div_(-total.count)])
+
     if not x.numel() or ctx.layer.empty:  # the kernel would divide by the number of values
         zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
         if needs[0]:
-            reduce(place, zeros, torch.add, _same)
+            reduce(place, zeros, _added, finish)
         none = (zeros[0].clone() if need else None for need in needs[1:3])
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
-    rounded = x.dtype in HALF  # then dx is computed in float32, and rounded once
-    mask = [needs[0] and not rounded, True, True]
-    dx, dw, db = torch.ops.aten.native_batch_norm_backward(
-        dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps, mask
+    _, dw, db = torch.ops.aten.native_batch_norm_backward(
+        *(dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps),
+        [False, True, True],
     )
+    dx = None
     if needs[0]:
-        sums = reduce(place, torch.stack([db, dw]), torch.add, _same)
-        inverse = (total.variance + ctx.eps).rsqrt()
-        scale = inverse if weight is None else inverse * weight
-        slope = scale * inverse * sums[1] / total.count
-        shift = scale * sums[0] / total.count - slope * total.mean
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        if rounded:
-            dx = dy.float() * scale.view(shape)
-        dx.sub_(shift.view(shape)).addcmul_(x, slope.view(shape), value=-1)
-    return (
-        dx.to(x.dtype) if needs[0] else None,
-        dw if needs[1] else None,
-        db if needs[2] else None,
-        None,
-        None,
-        None,
-    )
+        with Unseen(db, dw):
+            part = torch.stack([db, dw])
+        dx = _to_input(x, dy, weight, total, ctx.eps, reduce(place, part, _added, finish))
+    return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
+
+
+def _to_input(
+    x: Tensor, dy: Tensor, weight: Tensor | None, total: Moments, eps: float, factors: Tensor
+) -> Tensor:
+    """Return the gradient of x.
+
+    What has x in it is a normalisation with other weights, and torch has a kernel for that.
+
+    Args:
+        x: rows of this part.
+        dy: the gradient of what was made of them.
+        weight: [C], or None.
+        total: moments of all parts.
+        eps: added to the variance.
+        factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
+    """
+    own = weight if weight is None or weight.is_leaf else weight.detach()  # which brings it back
+    with Unseen(factors, *(() if own is None else (own,))):
+        scale, shift, slope = (factors if own is None else factors * own).unbind()
+        along = scale.view([1, -1] + [1] * (x.dim() - 2))
+    if x.dtype in HALF:  # computed in float32, and rounded once
+        wide = x.float(), total.mean, total.variance
+        dx = F.batch_norm(*wide, slope, shift, False, 0.0, eps)
+        return dx.addcmul_(dy.float(), along).to(x.dtype)
+    dx = F.batch_norm(x, total.mean, total.variance, slope, shift, False, 0.0, eps)
+    return dx.addcmul_(dy, along)
 
 
 def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -279,5 +310,6 @@ def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor if tensor is None else tensor.to(accumulated(dtype))
 
 
-def _same(total: Tensor) -> Tensor:
-    return total
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    with Unseen(one, other):
+        return one + other

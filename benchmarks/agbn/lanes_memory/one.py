@@ -1,0 +1,99 @@
+"""One network trained one way in a process of its own: what its tensors hold at the peak.
+
+Whoever started the process sees from outside how large it grew; `idle` builds everything and trains
+nothing, and is what the others are compared with.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+from anybatch.apps.models.resnet import resnet
+from anybatch.apps.models.unet import UNet
+from anybatch.meter import Meter
+from benchmarks.agbn.lanes_parts.ways import network
+from benchmarks.environment import environment
+
+STEPS = 2
+Results = dict[str, Any]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Net:
+    """A network, its loss, the sides of its images, and the samples of a batch."""
+
+    make: Callable[[], nn.Module]
+    loss: Loss
+    pixels: int
+    batch: int
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """A batch of random images, with classes or with masks."""
+        x = torch.randn(self.batch, 3, self.pixels, self.pixels)
+        if self.loss is F.cross_entropy:
+            return x, torch.randint(10, (self.batch,))
+        return x, (torch.rand(self.batch, 1, self.pixels, self.pixels) > 0.7).float()
+
+
+def _resnet(depth: int, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: resnet(depth, num_classes=10, norm="batch", **options)
+
+
+NETS = {
+    "ResNet-18": Net(_resnet(18, stem="cifar"), F.cross_entropy, 32, 256),
+    "U-Net": Net(lambda: UNet(width=32, norm="batch"), F.binary_cross_entropy_with_logits, 64, 128),
+    "ResNet-50": Net(_resnet(50), F.cross_entropy, 64, 256),
+    "small": Net(lambda: network(16, (2, 2, 2, 2)), F.cross_entropy, 32, 256),
+}
+
+
+def stepper(net: Net, model: nn.Module, way: str, micro_batch: int) -> Callable[[], None]:
+    """What takes a step."""
+    x, y = net.rows()
+    if way == "lanes":
+        engine = Engine(model, net.loss, micro_batch=micro_batch)
+
+        def in_lanes() -> None:
+            engine.backward(x, y)
+
+        return in_lanes
+    size = net.batch if way == "undivided" else micro_batch
+
+    def by_hand() -> None:
+        for part, target in zip(x.split(size), y.split(size), strict=True):  # type: ignore[no-untyped-call]
+            torch.autograd.backward(net.loss(model(part), target) * (len(part) / len(x)))
+
+    return by_hand
+
+
+def trained(name: str, way: str, lanes: int) -> Results:
+    """Take two steps; live bytes at the peak of the second, and what is there all the time."""
+    torch.manual_seed(0)
+    net = NETS[name]
+    model = net.make()
+    states = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    found = {"states": states, "gradients": sum(p.nbytes for p in model.parameters()), "peak": 0}
+    step = stepper(net, model, way, net.batch // lanes)
+    for index in range(STEPS if way != "idle" else 0):
+        model.zero_grad()
+        if index < STEPS - 1:
+            step()
+            continue
+        known = {"parameters": model.parameters(), "buffers": model.buffers()}
+        with Meter(torch.device("cpu"), known) as meter:
+            step()
+        found["peak"] = meter.peak
+    return {**found, "environment": environment()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(trained(sys.argv[1], sys.argv[2], int(sys.argv[3]))))

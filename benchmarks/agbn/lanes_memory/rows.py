@@ -1,0 +1,59 @@
+"""What lanes hold as tables in markdown."""
+
+from typing import Any
+
+from benchmarks.mbs.rows import markdown
+
+Results = dict[str, Any]
+
+
+def lanes_memory(results: Results) -> str:
+    """A line for each network: live bytes at the peak, and its growth from outside."""
+    head = [
+        "network",
+        "undivided, MB",
+        "plain",
+        "lanes",
+        "gradients",
+        "(lanes - gradients) / undivided",
+    ]
+    head += ["process: undivided", "plain", "lanes", "the same share"]
+    rows = []
+    for name, net in results["nets"].items():
+        ways = net["ways"]
+        rows.append(
+            [
+                name,
+                *(_mb(ways[way]["peak"]) for way in ("undivided", "plain", "lanes")),
+                _mb(ways["lanes"]["gradients"]),
+                f"{net['share']['inside']:.3f}",
+                *(_mb(ways[way]["growth"]) for way in ("undivided", "plain", "lanes")),
+                f"{net['share']['outside']:.3f}",
+            ]
+        )
+    return markdown(head, rows) if rows else "*Not run yet.*"
+
+
+def lanes_memory_scan(results: Results) -> str:
+    """Live bytes at the peak by the number of micro-batches, of a small ResNet."""
+    scan = results["scan"]
+    if not scan:
+        return "*Not run yet.*"
+    whole = scan["1"]["undivided"]["peak"]
+    rows = [
+        [
+            count,
+            _mb(ways["plain"]["peak"]),
+            _mb(ways["lanes"]["peak"]),
+            f"{ways['plain']['peak'] / whole:.3f}",
+            f"{ways['lanes']['peak'] / whole:.3f}",
+        ]
+        for count, ways in scan.items()
+        if "lanes" in ways
+    ]
+    head = ["micro-batches", "plain, MB", "lanes, MB", "plain / undivided", "lanes / undivided"]
+    return markdown(head, rows)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.1f}"

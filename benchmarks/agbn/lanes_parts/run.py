@@ -1,0 +1,159 @@
+"""Where the time of a step in lanes goes, beside plain micro-batching of the same size.
+
+Plain micro-batching, a loop by hand whose BatchNorm is that of each micro-batch, computes another
+function; it moves nothing and waits nowhere, so it is the limit. A ResNet-18 for images of 32
+pixels is taken in five ways: undivided; plain; in lanes where all stays (`stays`), where a dispatch
+mode watches and moves nothing (`watched`), and where all that waits leaves for a file (`leaves`).
+Every way runs in every round, the order turns around, and a figure is the median of the ratios
+within the rounds. The processor's seconds, of all threads, stand beside the clock's.
+
+The parts are timed by themselves: the threads that change hands and do nothing else, BatchNorm
+forward and backward from cold memory beside torch's own, the bytes that are moved, written and read
+by one thread. `mode` is watched - stays, `copies` is leaves - watched, and `rest` is what stays -
+plain leaves over: the activations of all micro-batches are there at once, and no cache holds them.
+
+A second and a third scan change the number of micro-batches of a batch, and the number of BatchNorm
+layers of one network. Both malloc modes run, each in a child process started with it, because the
+undivided batch is quicker with large thresholds; it counts in its better one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.agbn.lanes_parts.curves import draw
+from benchmarks.agbn.lanes_parts.parts import copying, normalising, shapes, switching
+from benchmarks.agbn.lanes_parts.ways import (
+    ROOMS,
+    WAYS,
+    Subject,
+    against,
+    in_lanes,
+    rounds,
+    subject,
+)
+from benchmarks.environment import MALLOC, environment
+from benchmarks.results import console, read, write
+
+HERE = Path(__file__).parent
+FULL: dict[str, Any] = {
+    "total": {"width": 64, "blocks": (2, 2, 2, 2), "batch": 256, "lanes": 16, "rounds": 5},
+    "lanes": {"width": 16, "blocks": (2, 2, 2, 2), "batch": 128, "rounds": 7},
+    "layers": {"width": 16, "blocks": (2, 2, 2, 2), "batch": 128, "lanes": 16, "rounds": 7},
+}
+QUICK: dict[str, Any] = {
+    "total": {"width": 4, "blocks": (1, 1), "batch": 16, "lanes": 4, "rounds": 1},
+    "lanes": {"width": 4, "blocks": (1, 1), "batch": 16, "rounds": 1},
+    "layers": {"width": 4, "blocks": (1, 1), "batch": 16, "lanes": 4, "rounds": 1},
+}
+COUNTS = (2, 4, 8, 16, 32, 64)
+NORMS = (1, 2, 4, 8, 12, 17)
+PARTS = tuple(FULL)
+Results = dict[str, Any]
+
+
+def total(size: Results) -> Results:
+    """All ways of one network, and the parts."""
+    n = size["batch"] // size["lanes"]
+    given = subject(size["width"], size["blocks"], size["batch"], n)
+    taken = rounds(given, WAYS, size["rounds"])
+    found: Results = {"seconds": {way: [one[way] for one in taken] for way in WAYS}}
+    for other in ("plain", "undivided"):
+        for clock, name in enumerate(("clock", "processor")):
+            found[f"to {other}, {name}"] = {
+                way: against(taken, way, other, clock) for way in WAYS if way != other
+            }
+    found["parts"] = parts(given, size["lanes"])
+    return found
+
+
+def parts(given: Subject, lanes: int) -> Results:
+    """The parts by themselves, in seconds of a step."""
+    engine = in_lanes(given, "leaves")
+    for _ in range(2):
+        engine.backward(given.x, given.y)
+    assert engine.last is not None
+    moved, every = engine.last.moved_bytes, shapes(given)
+    sizes = sorted(4 * torch.Size(shape).numel() for shape in every)
+    return {
+        "switching": switching(lanes, 2 * len(every)),
+        "BatchNorm": normalising(given, lanes),
+        "moved bytes": moved,
+        "copying": copying(sizes[len(sizes) // 2], moved),
+        "norms": len(every),
+    }
+
+
+def by_lanes(size: Results) -> Results:
+    """Ratios to plain micro-batching for several numbers of micro-batches of one batch."""
+    found: Results = {}
+    for count in (k for k in COUNTS if k <= size["batch"] // 2):
+        given = subject(size["width"], size["blocks"], size["batch"], size["batch"] // count)
+        taken = rounds(given, ("plain", *ROOMS), size["rounds"])
+        found[str(count)] = {way: against(taken, way, "plain") for way in ROOMS}
+    return found
+
+
+def by_layers(size: Results) -> Results:
+    """The same for several numbers of BatchNorm layers in one network."""
+    found: Results = {}
+    n, most = size["batch"] // size["lanes"], 2 * sum(size["blocks"]) + 1
+    for count in (k for k in NORMS if k <= most):
+        given = subject(size["width"], size["blocks"], size["batch"], n, count)
+        taken = rounds(given, ("plain", *ROOMS), size["rounds"])
+        found[str(count)] = {way: against(taken, way, "plain") for way in ROOMS}
+    return found
+
+
+MEASURED = {"total": total, "lanes": by_lanes, "layers": by_layers}
+
+
+def child(mode: str, only: str, *, quick: bool) -> Results:
+    """The same in a new process whose malloc was set before it started."""
+    console.print(f"{only}, malloc mode {mode}")
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    command = [sys.executable, "-m", "benchmarks.agbn.lanes_parts.run", "--here", "--only", only]
+    done = subprocess.run(
+        [*command, *(["--quick"] if quick else [])],
+        env={**ours, **MALLOC[mode]},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    found: Results = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    only: Annotated[str, typer.Option(help="total, lanes or layers; the others are kept")] = "",
+    here: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Measure the parts in both malloc modes; write results.json and curves.png."""
+    sizes = QUICK if quick else FULL
+    if here:
+        torch.set_num_threads(1)
+        found = {only: MEASURED[only](sizes[only]), "environment": environment()}
+        print(json.dumps(found))
+        return
+    results = read(out / "results.json") or {}
+    modes: Results = results.get("modes", {mode: {} for mode in MALLOC})
+    for name in (only,) if only else PARTS:
+        for mode in MALLOC:
+            modes[mode] |= child(mode, name, quick=quick)
+    shown = {name: {k: str(v) for k, v in size.items()} for name, size in sizes.items()}
+    results = {"seed": 0, "sizes": shown, "modes": modes}
+    write(out / "results.json", results)
+    draw(results, out / "curves.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

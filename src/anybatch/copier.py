@@ -1,0 +1,106 @@
+"""A thread that copies while the lane with the baton computes.
+
+A copy to a file or from it waits for the kernel of the system, not for Python: the thread gives the
+interpreter away meanwhile. Jobs are done in the order in which they were started, so what is read
+back was written before. On CUDA they run on a stream of their own, which waits for all that was
+computed until then.
+
+    lane with the baton:  kernels of lane 1 ....... kernels of lane 2 ....... kernels of lane 3
+    this thread:          lane 0 goes, lane 2 comes │ lane 1 goes, lane 3 comes
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+
+class Job:
+    """A copy on its way.
+
+    Attributes:
+        work: what does it. Who has started it takes this away when it has ended.
+        done: it has ended.
+        error: what it has raised, or None.
+    """
+
+    __slots__ = ("after", "done", "error", "work")
+
+    def __init__(self, work: Callable[[], None], after: Any) -> None:
+        self.work: Callable[[], None] | None = work
+        self.after = after
+        self.done = False
+        self.error: BaseException | None = None
+
+
+class Copier:
+    """Does jobs in order, in a thread that begins with the first of them.
+
+    Args:
+        device: what is copied from and to, beside the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._device = device if device.type == "cuda" else None
+        self._stream: Any = None
+
+    def start(self, work: Callable[[], None]) -> Job:
+        """Have it done when all earlier jobs are."""
+        after = None
+        if self._device is not None:
+            after = torch.cuda.current_stream(self._device).record_event()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        job = Job(work, after)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+        return job
+
+    def wait(self, job: Job) -> None:
+        """Return when it has ended.
+
+        Raises:
+            BaseException: what it has raised.
+        """
+        if not job.done:
+            with self._done:
+                self._done.wait_for(lambda: job.done)
+        if job.error is not None:
+            raise job.error
+
+    def close(self) -> None:
+        """Return when all jobs have ended, and the thread with them."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                assert job.work is not None
+                with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                    if job.after is not None:
+                        self._stream.wait_event(job.after)
+                    job.work()
+                    if self._stream is not None:
+                        self._stream.synchronize()
+            except BaseException as error:
+                job.error = error
+            with self._done:
+                job.done = True
+                self._done.notify_all()
+            del job

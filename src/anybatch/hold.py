@@ -1,0 +1,264 @@
+"""The storages of waiting lanes: which are here, which are away, and which are on their way.
+
+Copies are made by a thread while a lane computes (`anybatch.copier`). Memory counts from when it is
+taken until it is given back, so what is on its way is here. `anybatch.pager` decides what goes.
+
+    HERE ──send──> LEAVING ──copied──> AWAY ──call──> COMING ──copied──> HERE
+      ^                │ used              └────────────used─────────────^
+      └────────────────┘
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from anybatch.copier import Copier, Job
+from anybatch.meter import Meter
+from anybatch.stores import Store
+
+HERE, LEAVING, AWAY, COMING = range(4)
+
+
+class Held:
+    """One storage of a lane.
+
+    Attributes:
+        storage: a weak reference; it is not kept alive here.
+        size: bytes.
+        lane: whose it is.
+        number: of the storages that this lane has made.
+        used: the turn in which it was used last.
+        state: HERE, LEAVING (being copied out), AWAY (without memory), COMING (being copied in).
+        kept: a copy of its bytes is in the store, or on its way there.
+        stays: it does not leave: more than one lane has used it, or its address is known.
+        job: the copy that was started last, until it is known to have ended.
+    """
+
+    __slots__ = ("job", "kept", "lane", "number", "size", "state", "stays", "storage", "used")
+
+    def __init__(self, storage: Any, size: int, lane: int, number: int, used: int) -> None:
+        self.storage, self.size, self.lane, self.number = storage, size, lane, number
+        self.used, self.state = used, HERE
+        self.kept = self.stays = False
+        self.job: Job | None = None
+
+
+class Hold:
+    """Moves storages out and in, and counts the bytes that are here and might leave.
+
+    Args:
+        store: where they go.
+        device: of the storages.
+        meters: count what is here.
+
+    Attributes:
+        all: by the address of the storage.
+        movable: those of them that have memory and may leave.
+        here: bytes of these.
+        going: those of them that are LEAVING.
+        touched: those of them that were used in turn `since` or later.
+        since: a turn.
+        moved: bytes that were copied out and in.
+    """
+
+    def __init__(self, store: Store, device: torch.device, meters: Sequence[Meter]) -> None:
+        self.all: dict[int, Held] = {}
+        self.movable: dict[int, Held] = {}
+        self.here = self.going = self.touched = self.since = self.moved = 0
+        self._store, self._meters, self._copier = store, meters, Copier(device)
+        self._numbered: dict[tuple[int, int], int] = {}
+        self._dead: deque[int] = deque()
+        self._moving: deque[tuple[int, Held, Job]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of those here that were not touched."""
+        return self.here - self.touched
+
+    def add(self, key: int, storage: Any, size: int, lane: int, number: int, turn: int) -> None:
+        """Take in a storage that a lane has made."""
+        held = Held(weakref.ref(storage, partial(self._died, key)), size, lane, number, turn)
+        self.all[key] = held
+        self._numbered[lane, number] = key
+        self._count(key, held)
+
+    def find(self, lane: int, number: int) -> tuple[int, Held] | None:
+        """Return what a lane has made as its storage of this number, where it still lives."""
+        key = self._numbered.get((lane, number))
+        held = self.all.get(key) if key is not None else None
+        if key is None or held is None or (held.lane, held.number) != (lane, number):
+            return None
+        return key, held
+
+    def settle(self) -> None:
+        """Forget what has died, and give back the memory of what has been copied out."""
+        while self._dead:  # the garbage collector may come in the middle of anything
+            key = self._dead.popleft()
+            held = self.all.pop(key, None)
+            if held is not None:
+                self._numbered.pop((held.lane, held.number), None)
+                self._discount(key, held)
+                self.forget_copy(key, held)
+        while self._moving and self._moving[0][2].done:
+            key, held, job = self._moving.popleft()
+            job.work = None  # with what it holds: here, where the bytes are counted
+            if held.job is job:
+                held.job = None
+                self._copier.wait(job)
+                if held.state == LEAVING:
+                    self._empty(key, held)
+                elif held.state == COMING:
+                    held.state = HERE
+
+    def stirred(self) -> bool:
+        """Say whether there is something to settle."""
+        return bool(self._dead or (self._moving and self._moving[0][2].done))
+
+    def touch(self, key: int, held: Held, turn: int) -> None:
+        """A storage is used in a turn; it will be here."""
+        if held.used < self.since and key in self.movable:
+            self.touched += held.size
+        held.used = turn
+        if held.state != HERE:
+            self.bring_back(key, held)
+
+    def send_away(self, key: int, held: Held) -> None:
+        """Begin to move a storage out; where a copy of it is kept, its memory goes at once."""
+        storage = held.storage()
+        if storage is None or held.state == LEAVING:
+            return
+        self._come(held)
+        if not storage.resizable():
+            self.stay(key, held)
+            return
+        if storage.nbytes() != held.size:
+            self.forget_copy(key, held)
+            self._discount(key, held)
+            held.size = storage.nbytes()
+            self._count(key, held)
+        if held.kept and held.job is None:
+            self._empty(key, held)
+            return
+        if not held.kept:
+            held.job = self._copier.start(self._store.writing(key, storage))
+            held.kept = True
+            self.moved += held.size
+        assert held.job is not None
+        held.state = LEAVING
+        self.going += held.size
+        self._moving.append((key, held, held.job))
+
+    def wait(self) -> bool:
+        """Wait for the first of those on their way; return False where none is leaving."""
+        if not self.going:
+            return False
+        self._copier.wait(self._moving[0][2])
+        self.settle()
+        return True
+
+    def call(self, key: int, held: Held) -> None:
+        """Begin to move a storage in."""
+        storage = held.storage()
+        if storage is None or held.state != AWAY:
+            return
+        storage.resize_(held.size)
+        held.job = self._copier.start(self._store.reading(key, storage))
+        held.state = COMING
+        self._moving.append((key, held, held.job))
+        self.moved += held.size
+        self._count(key, held)
+        self._metered(storage)
+
+    def bring_back(self, key: int, held: Held) -> None:
+        """Make a storage be here now."""
+        if held.state == LEAVING:
+            held.state = HERE
+            self.going -= held.size
+        elif held.state == COMING:
+            self._come(held)
+        elif held.state == AWAY:
+            storage = held.storage()
+            storage.resize_(held.size)
+            self._metered(storage)
+            self._store.reading(key, storage)()
+            self.moved += held.size
+            held.state = HERE
+            if not held.stays:
+                self._count(key, held)
+
+    def forget_copy(self, key: int, held: Held) -> None:
+        """Drop the copy of a storage that is written to, or has died."""
+        if held.job is not None:
+            self._copier.wait(held.job)
+            held.job = None
+        if held.kept:
+            self._store.drop(key)
+            held.kept = False
+
+    def stay(self, key: int, held: Held) -> None:
+        """Let a storage that is here leave no more."""
+        held.stays = True
+        self._discount(key, held)
+
+    def close(self) -> None:
+        """Bring back what still lives, and forget all of it."""
+        try:
+            self._copier.close()
+            self._moving.clear()
+            for key, held in list(self.all.items()):
+                storage = held.storage()
+                failed = held.job is not None and held.job.error is not None
+                if storage is not None and (
+                    held.state == AWAY or (held.state == COMING and failed)
+                ):
+                    storage.resize_(held.size)
+                    self._store.reading(key, storage)()
+        finally:
+            self.all.clear()
+            self.movable.clear()
+            self._store.close()
+
+    def _empty(self, key: int, held: Held) -> None:
+        """Give the memory of a storage back."""
+        storage = held.storage()
+        self._discount(key, held)
+        held.state = AWAY
+        if storage is not None:
+            storage.resize_(0)
+            self._metered(storage)
+
+    def _metered(self, storage: Any) -> None:
+        for meter in self._meters:
+            meter.resized(storage)
+
+    def _come(self, held: Held) -> None:
+        """Wait for what is being copied in."""
+        if held.state == COMING:
+            assert held.job is not None
+            self._copier.wait(held.job)
+            held.job, held.state = None, HERE
+
+    def _died(self, key: int, _watch: Any) -> None:
+        self._dead.append(key)
+
+    def _count(self, key: int, held: Held) -> None:
+        """Count what is here and may leave."""
+        self.movable[key] = held
+        self.here += held.size
+        if held.used >= self.since:
+            self.touched += held.size
+
+    def _discount(self, key: int, held: Held) -> None:
+        """Count it no more: it is away, gone, or stays."""
+        if self.movable.pop(key, None) is not None:
+            self.here -= held.size
+            if held.used >= self.since:
+                self.touched -= held.size
+            if held.state == LEAVING:
+                self.going -= held.size

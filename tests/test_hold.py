@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybatch.hold import AWAY, COMING, HERE, LEAVING, Hold
+from anybatch.meter import Meter
+from anybatch.pager import Pager
+from anybatch.paging import Paging
+from anybatch.stores import HostStore
+
+CPU = torch.device("cpu")
+KIB = 1024 // 4
+
+
+class Slow(HostStore):
+    """Copies only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.fails = False
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        copy = super().writing(key, storage)
+
+        def late() -> None:
+            assert self.go.wait(10)
+            if self.fails:
+                raise OSError("no space left")
+            copy()
+
+        return late
+
+
+def test_what_is_used_on_its_way_out_stays_as_it_is() -> None:
+    store = Slow()
+    hold, kept = Hold(store, CPU, []), torch.arange(float(KIB))
+    key = int(kept.untyped_storage()._cdata)
+    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    held, hold.since, hold.touched = hold.all[key], 2, 0
+    for _ in range(2):  # the same copy is still under way
+        hold.send_away(key, held)
+        assert (held.state, hold.going, hold.here) == (LEAVING, 1024, 1024)
+        hold.touch(key, held, 2)
+        assert (held.state, hold.going, hold.here) == (HERE, 0, 1024)
+        held.used, hold.touched = 1, 0
+    threading.Timer(0.05, store.go.set).start()
+    hold.forget_copy(key, held)
+    kept.add_(1)
+    hold.settle()
+    assert (held.state, hold.moved) == (HERE, 1024)
+    hold.send_away(key, held)
+    while hold.wait():
+        pass
+    assert (held.state, hold.here, kept.untyped_storage().nbytes()) == (AWAY, 0, 0)
+    hold.call(key, held)
+    assert (held.state, hold.here, hold.moved) == (COMING, 1024, 3 * 1024)
+    hold.touch(key, held, 3)
+    assert torch.equal(kept, torch.arange(float(KIB)) + 1)
+    hold.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int) -> None:
+    chance = random.Random(seed)
+    lanes, turns, room = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
+    most = chance.choice([None, 8192, 40_000])
+    it = Pager(room, HostStore(), CPU, lane=most, turns=chance.choice([0, 2]))
+    left: list[list[Tensor]] = [[] for _ in range(lanes)]
+    want: list[list[Tensor]] = [[] for _ in range(lanes)]
+    program = [
+        [chance.choice(("make", "read", "write", "drop")) for _ in range(5)] for _ in range(turns)
+    ]
+    sizes = [[chance.randrange(80, 900) for _ in range(5)] for _ in range(turns)]
+    places = [[chance.random() for _ in range(5)] for _ in range(turns)]
+    order = list(range(lanes))
+    for turn in range(turns):
+        for at, lane in enumerate(order):
+            (it.around if at == 0 and turn else it.begin)(lane)
+            for what, size, place in zip(program[turn], sizes[turn], places[turn], strict=True):
+                mine, true = left[lane], want[lane]
+                index = int(place * len(mine))
+                if what == "make" or not mine:
+                    true.append(torch.full((size,), float(lane + size)))
+                    with Paging(it):
+                        mine.append(torch.full((size,), float(lane + size)))
+                elif what == "drop":
+                    del mine[index], true[index]
+                elif what == "write":
+                    true[index] += 1
+                    with Paging(it):
+                        mine[index].add_(1)
+                else:
+                    with Paging(it):
+                        found = mine[index] * 1
+                    assert torch.equal(found, true[index])
+            if at < lanes - 1:
+                later = order[at + 1 :]
+                it.leave(lane, list(dict.fromkeys([*later, *reversed(order)])))
+                coming = later[0]
+                assert it._hold.waiting <= it._allowed(coming, it._coming(coming))
+        order.reverse()
+    it.close()
+    for mine, true in zip(left, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, true, strict=True))
+
+
+def test_the_next_lane_is_brought_in_ahead_of_its_turn() -> None:
+    it = Pager(0, HostStore(), CPU, lane=None, turns=2)
+    kept: dict[int, Tensor] = {}
+    order, states = [0, 1, 2, 3, 4, 5], []
+    for turn in range(3):
+        for at, lane in enumerate(order):
+            if at == 0 and turn:
+                it.around(lane)
+            else:
+                it.begin(lane)
+            if turn:
+                key = int(kept[lane].untyped_storage()._cdata)
+                states.append(it._hold.all[key].state)
+                with Paging(it):
+                    kept[lane].add_(1)
+                while it._hold._moving:  # a turn is long enough for every copy
+                    it._hold._copier.wait(it._hold._moving[-1][2])
+                    it._settle()
+            else:
+                with Paging(it):
+                    kept[lane] = torch.zeros(KIB) + lane
+            if at < len(order) - 1:
+                it.leave(lane, list(dict.fromkeys([*order[at + 1 :], *reversed(order)])))
+        order.reverse()
+    first = [0, len(order), 1, len(order) + 1]  # shows the turn; and the one after it
+    assert AWAY not in [state for place, state in enumerate(states) if place not in first]
+    assert it.moved > 0
+    it.close()
+    assert all(torch.equal(kept[lane], torch.full((KIB,), lane + 2.0)) for lane in order)
+
+
+def test_a_copy_that_fails_is_said_and_nothing_is_lost() -> None:
+    store = Slow()
+    store.fails = True
+    store.go.set()
+    it = Pager(0, store, CPU)
+    it.begin(0)
+    with Paging(it):
+        kept = torch.arange(float(KIB)) * 1
+    with pytest.raises(OSError, match="no space left"):
+        it.leave(0, [1, 0])
+    it.close()
+    assert torch.equal(kept, torch.arange(float(KIB)))
+
+
+def test_a_meter_counts_what_has_come_back() -> None:
+    with Meter(CPU) as meter:
+        it = Pager(0, HostStore(), CPU, [meter])
+        it.begin(0)
+        with Paging(it):
+            kept = torch.zeros(100 * KIB) + 1
+        full = meter.live
+        it.leave(0, [1, 0])
+        assert meter.live == full - kept.nbytes
+        it.begin(1)
+        it.leave(1, [0, 1])
+        it.begin(0)
+        with Paging(it):
+            kept.add_(1)
+        assert meter.live == full
+        it.close()
