@@ -30,7 +30,6 @@ from anybatch.planner import Planner, planner_of
 from anybatch.records import StepReport
 from anybatch.refusals import (
     as_function,
-    refuse_later,
     refuse_nested,
     refuse_now,
     refuse_written,
@@ -42,6 +41,7 @@ from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 from anybatch.updates import state_bytes
 
 BatchNormMode = Literal["exact", "local"]
+RngMode = Literal["lane", "batch"]
 
 
 class Engine:
@@ -69,14 +69,16 @@ class Engine:
             other in BatchNorm, and what waits leaves the device as far as `memory` has no room for
             it. "local" lets each micro-batch be normalised by its own statistics, which is another
             function than that of the batch.
-        rng: "lane" (default): each micro-batch draws its own random numbers, in order.
+        rng: "lane" (default): each micro-batch draws its own random numbers, in order. "batch":
+            each draws what the undivided batch would for its rows, so the gradient is that of the
+            batch with dropout, too; while a draw is made, there is one for all samples in memory,
+            and the plan counts it. What cannot be drawn so is refused.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
     Raises:
-        NotYetError: ``rng="batch"``.
         LossError: `loss_fn` is None.
-        ValueError: `memory`, `micro_batch` or `batchnorm` is not one of what is said above, or
-            `plan` comes with one of the first two.
+        ValueError: `memory`, `micro_batch`, `batchnorm` or `rng` is not one of what is said above,
+            or `plan` comes with one of the first two.
 
     Example:
         >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), memory="6GiB")
@@ -97,14 +99,13 @@ class Engine:
         memory: int | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode = "exact",
-        rng: Literal["lane", "batch"] = "lane",
+        rng: RngMode = "lane",
         plan: Plan | None = None,
     ) -> None:
-        refuse_later(rng)
-        refuse_now(model, loss_fn, micro_batch, batchnorm)
+        refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
         loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
         self._planner = planner_of(memory, micro_batch, plan)
-        self._given = Given(model, loss, optimizer, batchnorm)
+        self._given = Given(model, loss, optimizer, batchnorm, rng=rng)
         self._runner = Runner(self._given)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
         self._plan: Plan | None = plan

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
 from anybatch.pager import Pager, Paging
-from anybatch.step import Step, call_model, check_trains, copied
+from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
 from anybatch.stream import Normalization
 from anybatch.surroundings import Surroundings
@@ -58,7 +59,9 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     pager = (
         None if step.room is None else Pager(step.room, store_on(step.device), step.device, meters)
     )
-    turns = LaneTurns(step.count, step.slots, step.gradients, pager)
+    turns = LaneTurns(
+        step.count, step.slots, step.gradients, pager, everything=step.draws is not None
+    )
     entered = partial(around.entered, None if pager is None else Paging(pager))
     try:
         with warnings.catch_warnings():  # lanes that catch some too do not end in their order
@@ -66,6 +69,8 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
                 lambda lane: _lane(step, tracked, together, lane, pager)
             )
         turns.finish()
+        if step.draws is not None:
+            step.draws.settle()
     except BaseException:
         turns.put_back()
         raise
@@ -83,9 +88,10 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
     """Run one lane: forward, its share of the loss, backward."""
     norms = MeetingNorms(tracked, pager.keep if pager is not None else None)
-    with norms:
+    draws = None if step.draws is None else step.draws.of_lane()
+    with norms, nullcontext() if draws is None else draws:
         micro = together.next()
-        outputs = call_model(step.model, micro.inputs)
+        outputs = step.call(micro, draws)
         roots, weights = together.lose(lane, outputs, micro)
         del outputs, micro
         norms.again = True
@@ -157,6 +163,11 @@ class Together:
         """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
         step = self._step
         step.found = step.loss.name
+        with nullcontext() if step.draws is None else step.draws.whole_loss():
+            return self._loss_of(parts)
+
+    def _loss_of(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
+        step = self._step
         outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
         step.check_structure(outputs[0])
         joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)

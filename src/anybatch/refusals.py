@@ -15,15 +15,7 @@ from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
 from anybatch.meeting import in_a_meeting
 
 
-def refuse_later(rng: str) -> None:
-    """Refuse what has its place and is not there yet."""
-    if rng == "batch":
-        raise NotYetError('rng="batch" is not there yet: leave rng="lane"')
-    if rng != "lane":
-        raise ValueError(f'rng must be "lane", and it is {rng!r}')
-
-
-def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> None:
+def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str, rng: str) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
@@ -32,6 +24,8 @@ def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: str) -> No
         raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
     if batchnorm not in ("exact", "local"):
         raise ValueError(f'batchnorm must be "exact" or "local", and it is {batchnorm!r}')
+    if rng not in ("lane", "batch"):
+        raise ValueError(f'rng must be "lane" or "batch", and it is {rng!r}')
     if loss_fn is None:
         raise LossError(
             "the denominator of a loss that the model computes itself must be declared, and "

@@ -8,6 +8,7 @@ watched) and remembered for the kind of batch; so is a size at which memory ran 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,9 @@ from anybatch.batchnorm import (
 )
 from anybatch.buffers import ForwardBuffers, put_back_moved
 from anybatch.device import Link, link_to
+from anybatch.dice.learn import learn
+from anybatch.dice.shared import Laws, Shared, UnknownDrawError
+from anybatch.dice.whole import WholeDice
 from anybatch.discover import discoverer
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
@@ -54,6 +58,7 @@ class Runner:
         self._given = given
         self._link: tuple[torch.device, Link] | None = None
         self._seen: dict[Any, Seen] = {}
+        self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
 
     def step(
@@ -98,6 +103,8 @@ class Runner:
             apart=apart,
             room=room,
         )
+        if self._given.rng == "batch":
+            step.draws = self._draws(step)
         if step.count > 1:
             self._divide(step, modules, before)
         return step
@@ -135,7 +142,23 @@ class Runner:
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if step.count == 1:
             return undivided(step)
-        return self._in_lanes(step, modules, before) if step.lanes else self._divided(step, before)
+        while True:
+            try:
+                if step.lanes:
+                    return self._in_lanes(step, modules, before)
+                return self._divided(step, before)
+            except UnknownDrawError:
+                step.put_back(before.dice)
+                step.restart()
+                with AloneNorms(step.counters) if step.lanes else nullcontext():
+                    learn(step)
+                step.restart()
+
+    def _draws(self, step: Step) -> WholeDice:
+        """Return what lets micro-batches draw as the whole batch would."""
+        laws = self._laws.setdefault(step.signature, Laws())
+        modules = {id(module) for module in self._given.model.modules()}
+        return WholeDice(Shared(laws, step.batch.size, modules))
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
         """Put everything back but what was shown, for a run at a smaller size."""

@@ -25,7 +25,7 @@ TIERS = {
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter fakes case given discover memory kinds kept reach updates measure "
-    "meeting norm stores pager slots turns lanes surroundings",
+    "meeting norm stores pager slots turns lanes surroundings dice",
     "mechanisms": "undivided stream gather",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
