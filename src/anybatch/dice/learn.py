@@ -17,7 +17,7 @@ that the step will take; after one that is not known the dice go on alike at eve
 from __future__ import annotations
 
 import sys
-from itertools import takewhile
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,9 @@ def learn(step: Step) -> None:
     try:
         with quietly(), torch.no_grad():
             Lesson(step, step.draws.shared).run()
+    except BaseException:
+        step.draws.shared.laws.asked.clear()  # nothing has been learnt
+        raise
     finally:
         kept.put_back()
         step.buffers.restart()
@@ -86,15 +89,15 @@ class Lesson:
         self._fit(runs)
         layout = self._layout(first, second)
         self._settle(second if part.size > 1 else first, part if part.size > 1 else whole, layout)
-        self._compare(first, layout)
-        for index, law in self._fitted.items():
-            met = first.met[index]
-            self._shared.laws.add(met.place, met.turn, law)
         if not all(run.dice.others_as(first.dice) for _, run in runs):
             raise NotExactError(
                 "forward must draw as often for any number of samples, and it draws from random "
                 f"or numpy once a sample: draw with torch, for all of them. {WAY_OUT}"
             )
+        self._compare(first, layout)
+        for index, law in self._fitted.items():
+            met = first.met[index]
+            self._shared.laws.add(met.place, met.turn, law)
         self._shared.laws.steady = True
 
     def _runs(self) -> tuple[Run, Run, list[tuple[int, Run]]]:
@@ -154,14 +157,13 @@ class Lesson:
             return None
 
     def _fit(self, runs: list[tuple[int, Run]]) -> None:
-        """Find the laws of the draws up to where the runs take other paths."""
+        """Find the laws of the draws; all runs must have met the same."""
         counts = [n for n, _ in runs]
-        columns = list(zip(*(run.met for _, run in runs), strict=False))
-        alike = list(takewhile(lambda same: len({_key(met) for met in same}) == 1, columns))
-        if not alike and any(run.met for _, run in runs):
-            met = next(run.met for _, run in runs if run.met)[0]
-            raise _refused(met, "how often forward draws depends on the number of samples")
-        for index, same in enumerate(alike):
+        for same in zip_longest(*(run.met for _, run in runs)):
+            there = [met for met in same if met is not None]
+            if len(there) < len(runs) or len({_key(met) for met in there}) > 1:
+                raise _refused(there[0], "how often forward draws depends on the samples")
+        for index, same in enumerate(zip(*(run.met for _, run in runs), strict=True)):
             law = fitted([met.pattern for met in same], counts)
             if law is None:
                 shapes = ", ".join(
