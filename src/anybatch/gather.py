@@ -56,13 +56,14 @@ def gather(step: Step) -> Tensor:
         return loss
     loss, gradients = loss_of_all(step, first.outputs, whole)
     end, statistics = Dice.now(), step.buffers.statistics()
-    backwards = Backwards(step, first, gradients)
+    backwards = Backwards(step, first, gradients, end)
     stop = backwards.last()
     step.put_back(start)
     step.buffers.restart()
     backwards.second_pass(stop)
     check_trains(backwards.trained)
-    step.put_back(end)
+    if step.draws is None:
+        step.put_back(end)
     step.buffers.settle(statistics)
     _show_all(step, first)
     step.finish()
@@ -129,8 +130,11 @@ class Backwards:
         trained: how many outputs had a gradient to take.
     """
 
-    def __init__(self, step: Step, first: FirstPass, gradients: list[Tensor | None]) -> None:
+    def __init__(
+        self, step: Step, first: FirstPass, gradients: list[Tensor | None], dice: Dice
+    ) -> None:
         self.trained = 0
+        self._dice = dice
         self._step, self._first, self._gradients = step, first, gradients
         self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
         self._begin = 0
@@ -177,6 +181,8 @@ class Backwards:
             raise StartOverError  # these draws, or these statistics, are not those of pass 1
         if path is not None:
             raise _not_reproducible(path)
+        if step.draws is not None:  # a backward of the whole batch comes after its loss
+            step.put_back(self._dice)
         trained = step.pull(*shares(step, out, self._gradients, begin))
         self.trained += trained
         self._begin += micro.size

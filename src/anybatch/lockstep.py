@@ -69,8 +69,6 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
                 lambda lane: _lane(step, tracked, together, lane, pager)
             )
         turns.finish()
-        if step.draws is not None:
-            step.draws.settle()
     except BaseException:
         turns.put_back()
         raise
@@ -138,6 +136,8 @@ class Together:
         gradients, begin = exchange(
             "the loss", (detached, micro.targets, micro.size), self._lose_all
         )
+        if step.draws is not None:
+            step.draws.settle()
         return shares(step, outputs, gradients, begin) if step.gradients is not None else ([], [])
 
     def correction(self) -> float | Tensor:

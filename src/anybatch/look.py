@@ -81,7 +81,7 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     if not others:
         half = first.size // 2
         rows = tree.rows(first.inputs, first.size - half, first.size, first.size)
-        return _alone(first.inputs, first.size), _alone(_reversed(rows, half), half)
+        return _alone(first.inputs, first.size), _alone(turned(rows, half), half)
     second = others[0]
     try:
         both = tree.join(
@@ -90,7 +90,7 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     except AnybatchError:  # samples of different shapes, one at a time
         second = first
         both = tree.join([first.inputs] * 2, sizes=[first.size] * 2, name="inputs")
-    part = _alone(_reversed(second.inputs, second.size), second.size)
+    part = _alone(turned(second.inputs, second.size), second.size)
     return _alone(both, first.size + second.size), part
 
 
@@ -98,7 +98,9 @@ def _alone(inputs: Any, size: int) -> MicroBatch:
     return copied(MicroBatch(inputs, None, size))
 
 
-def _reversed(inputs: Any, size: int) -> Any:
+def turned(inputs: Any, size: int) -> Any:
+    """Return rows in reverse order."""
+
     def turn(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.flip(0) if leaf.dim() else leaf

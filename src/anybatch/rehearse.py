@@ -85,6 +85,10 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
         layout = layout_of(outputs, fewer, whole.size, part.size) if step.loss.takes_outputs else ()
         compared = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
         del compared
+        if case.draws:  # what learning them compares is there while forward runs again
+            kept = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
+            step.forward(whole)
+            del kept
     copies = written(whole) or written(part)
     return meter.timeline(), Look(layout, copies, lanes=case.lanes)
 

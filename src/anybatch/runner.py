@@ -24,7 +24,7 @@ from anybatch.batchnorm import (
 )
 from anybatch.buffers import ForwardBuffers, put_back_moved
 from anybatch.device import Link, link_to
-from anybatch.dice.learn import learn
+from anybatch.dice.learn import attributes_of, learn
 from anybatch.dice.shared import Laws, Shared, UnknownDrawError
 from anybatch.dice.whole import WholeDice
 from anybatch.discover import discoverer
@@ -174,10 +174,11 @@ class Runner:
         tracked = Tracked(step.counters)
         seen = self._seen.get(step.signature)
         if seen is None:
-            watch = LaneLook(modules)
-            with AloneNorms(tracked.counters, watch.heard):
-                look(step)
-            step.slots = watch.slots()
+            with attributes_of(step):
+                watch = LaneLook(modules)
+                with AloneNorms(tracked.counters, watch.heard):
+                    look(step)
+                step.slots = watch.slots()
             step.buffers.refuse_moved({})
             step.discover = discoverer(step, before, self._given.closure)
         else:
@@ -207,7 +208,7 @@ class Runner:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
         seen = self._seen.get(step.signature)
         if seen is None:
-            with self._given.hearing():
+            with self._given.hearing(), attributes_of(step):
                 look(step)
             step.discover = discoverer(step, before, self._given.closure)
         try:

@@ -93,6 +93,8 @@ class LaneTurns:
         kept = self._kept[0]
         if kept is not None:
             self._put_back(*kept)
+        if self._dice:
+            self._dice[0].put_back()
 
     def put_back(self) -> None:
         """Leave attributes as they were before a step that failed."""

@@ -134,6 +134,20 @@ def by_values(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5) if x[:, 0].max() > 1e3 else x * torch.rand(len(x), 1)
 
 
+class Kept(nn.Module):
+    """Draws once, and never again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, 0.3)
+        if self.mask is None:
+            self.mask = torch.rand(WIDE)
+        return x * self.mask
+
+
 def compiled() -> nn.Module:
     model = Noisy(nn.Dropout(0.3))
     model.compile(backend="eager")
@@ -175,7 +189,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a permutation": (lambda: Fn(mixed_up), "samples|randperm at .* chooses among the samples"),
     "an order": (lambda: Fn(mixed_by_order), "must give what they give in it|must not meet"),
     "a choice of samples": (lambda: Fn(some_samples), "chooses among the samples|must not meet"),
-    "a draw a sample": (lambda: Fn(once_a_sample), "how often forward draws depends on the samples"),
+    "a draw a sample": (
+        lambda: Fn(once_a_sample),
+        "how often forward draws depends on the samples",
+    ),
     "a coin a sample": (
         lambda: Fn(a_coin_a_sample),
         "must draw as often for any number of samples, and it draws from random or numpy",
@@ -189,6 +206,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "draws in backward must be those of forward made again.*preserve_rng_state=False",
     ),
     "a custom kernel": (lambda: Fn(hidden), "test_dice.hidden.* draws inside its kernel"),
+    "a draw that is kept for later": (
+        lambda: Kept(),
+        "how often forward draws depends on the samples",
+    ),
     "another path for other samples": (
         lambda: Fn(by_values),
         "every micro-batch must draw the same, and one draws .*where another draws",
@@ -449,7 +470,7 @@ def test_a_draw_of_the_whole_batch_is_in_the_plan(row: str, kind: Any) -> None:
     assert plan.memory is not None
     for share in (0.02, 0.4, 0.9):
         floor, whole = plan.memory.floor, plan.memory.whole
-        budget = int(floor + share * (whole - floor)) + 8192
+        budget = int(floor + share * (whole - floor)) + 64
         copied = copy.deepcopy(model)
         engine = Engine(copied, F.cross_entropy, memory=budget, rng="batch")
         known = {"parameters": copied.parameters(), "buffers": copied.buffers()}

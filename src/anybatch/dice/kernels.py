@@ -11,6 +11,7 @@ place of the entry alone, or the rows that are not here would have to be known:
     dropout    native_dropout                        draw a mask and use it
     values     poisson, gamma, rrelu, randperm       the same for all samples, or refused
     unknown    whatever else may draw                refused if it moves the dice
+    stateful   recurrent layers of cuDNN             refused if their own dice are on
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from anybatch.dice.law import Law, Pattern, Rows, contiguous, empty, pattern_of
+from anybatch.errors import NotExactError
 
 KINDS = {
     "written": "bernoulli_ uniform_ normal_ exponential_ random_ geometric_ cauchy_ log_normal_",
@@ -56,6 +58,8 @@ def kind_of(func: Any) -> str:
         return ""
     if schema.name.split("::")[0] not in OURS:
         return "unknown"
+    if schema.name in STATEFUL:
+        return "stateful"
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return ""
     overload = schema.overload_name or "default"
@@ -169,6 +173,11 @@ class Draw:
 
     def _dropout(self, law: Law, full: Pattern, rows: Rows) -> tuple[Tensor, Tensor]:
         own, p = self.args[0], self.args[1]
+        if own.is_cuda and not _aligned(own, rows):
+            raise NotExactError(
+                "what dropout draws on CUDA depends on where its input lies, and it lies in the "
+                "middle of another tensor: give dropout a tensor of its own, such as x.clone()"
+            )
         mask = self.func(empty(full, own).fill_(1), *self.args[1:], **self.kwargs)[1]
         kept = torch.empty_like(own, dtype=mask.dtype).copy_(law.taken(mask, rows))
         return own * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
@@ -195,6 +204,16 @@ class Draw:
         given = sum(isinstance(a, Tensor) for a in self.args[1:]) if self.kind == "written" else 0
         masks = size if self.kind == "dropout" else 0
         return size * item * (tensors + given) + masks
+
+
+def _aligned(own: Tensor, rows: Rows) -> bool:
+    """Say whether a tensor begins where a new one would, in the whole batch too."""
+    offset = int(own.storage_offset())
+    each, rest = divmod(offset, rows.size)
+    offsets = (offset, each * rows.of)
+    return offset == 0 or (
+        not rest and all(offset * own.element_size() % 16 == 0 for offset in offsets)
+    )
 
 
 def fault_of(name: str, law: Law, dims: int) -> str | None:

@@ -17,6 +17,8 @@ that the step will take; after one that is not known the dice go on alike at eve
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -28,14 +30,16 @@ from anybatch.dice.kernels import fault_of
 from anybatch.dice.law import Law, Rows, candidates, fitted
 from anybatch.dice.learning import Learning, Mark, Met
 from anybatch.dice.refuse import WAY_OUT
-from anybatch.dice.shared import Shared
 from anybatch.dice.trial import Trial
 from anybatch.errors import AnybatchError, NotExactError
 from anybatch.kept import Kept
-from anybatch.look import apart_rows, quietly, rough_layout, two_sizes
+from anybatch.look import apart_rows, quietly, rough_layout, turned, two_sizes
 from anybatch.memory_errors import out_of_memory
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, call_model, copied
+
+FEW = 8
+"""Rows from which laws are learnt, or as few as there are; more where the model wants them."""
 
 
 class Run(NamedTuple):
@@ -58,34 +62,74 @@ def learn(step: Step) -> None:
         NotExactError: a draw cannot be made for the whole batch.
     """
     assert step.draws is not None
-    dice, kept = Dice.now(), Kept()
-    kept.modules(step.model.modules(), attributes=True)
+    dice = Dice.now()
     try:
-        with quietly(), torch.no_grad():
-            Lesson(step, step.draws.shared).run()
+        with attributes_of(step), quietly(), torch.no_grad():
+            whole, part = two_sizes(step)
+            start, few = Dice.now(), _fewer(whole)
+            pairs = ([few] if whole.size > FEW else []) + [(whole, part)]
+            if not any(Lesson(step, start, *pair).run() for pair in pairs):
+                raise NotExactError(
+                    "draws of the whole batch are known from forwards of several sizes, and the "
+                    f"model cannot be called with {part.size} rows: give larger micro-batches. "
+                    f"{WAY_OUT}"
+                )
     except BaseException:
         step.draws.shared.laws.asked.clear()  # nothing has been learnt
         raise
     finally:
-        kept.put_back()
         step.buffers.restart()
         step.forget_casts()
         dice.put_back()
 
 
-class Lesson:
-    """The forwards from which laws are learnt; `run` runs them."""
+@contextmanager
+def attributes_of(step: Step) -> Iterator[None]:
+    """Put back what forward leaves on modules in the body: what it has drawn was for a look.
 
-    def __init__(self, step: Step, shared: Shared) -> None:
-        self._step, self._shared = step, shared
-        self._whole, self._part = two_sizes(step)
-        self._start = Dice.now()
+    A step that draws for each micro-batch is left alone.
+    """
+    kept = Kept()
+    if step.draws is not None:
+        kept.modules(step.model.modules(), attributes=True)
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+def _fewer(whole: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """Return a few rows, and the last half of these in reverse."""
+    few, half = tree.rows(whole.inputs, 0, FEW, whole.size), FEW // 2
+    last = turned(tree.rows(few, FEW - half, FEW, FEW), half)
+    return MicroBatch(few, None, FEW), MicroBatch(last, None, half)
+
+
+class Lesson:
+    """The forwards from which laws are learnt; `run` runs them.
+
+    Args:
+        step: the step.
+        dice: with which the forward of the whole batch begins.
+        whole: the first rows of the batch.
+        part: the last of these, in reverse.
+    """
+
+    def __init__(self, step: Step, dice: Dice, whole: MicroBatch, part: MicroBatch) -> None:
+        assert step.draws is not None
+        self._step, self._shared = step, step.draws.shared
+        self._whole, self._part = whole, part
+        self._start = dice
         self._fitted: dict[int, Law] = {}
 
-    def run(self) -> None:
-        """Call the model, and take in what its draws show; see the module."""
+    def run(self) -> bool:
+        """Call the model, and take in what its draws show; say whether it could be called."""
         whole, part = self._whole, self._part
-        first, second, runs = self._runs()
+        first = self._call_of_fewer(whole)
+        second = None if first is None else self._call_of_fewer(part)
+        if first is None or second is None:
+            return False
+        runs = [(whole.size, first), (part.size, second), *self._odd()]
         self._fit(runs)
         layout = self._layout(first, second)
         self._settle(second if part.size > 1 else first, part if part.size > 1 else whole, layout)
@@ -99,23 +143,15 @@ class Lesson:
             met = first.met[index]
             self._shared.laws.add(met.place, met.turn, law)
         self._shared.laws.steady = True
+        return True
 
-    def _runs(self) -> tuple[Run, Run, list[tuple[int, Run]]]:
-        """Return forwards of all rows and of half of them, and those at every size."""
-        whole, part = self._whole, self._part
-        n, m = whole.size, part.size
-        first, second = self._call(whole), self._call_of_fewer(part)
-        if second is None:
-            raise NotExactError(
-                "draws of the whole batch are known from forwards of several sizes, and the model "
-                f"cannot be called with {m} rows: give larger micro-batches. {WAY_OUT}"
-            )
-        runs = [(n, first), (m, second)]
-        if n - 1 not in (0, m):
-            odd = MicroBatch(tree.rows(whole.inputs, 0, n - 1, n), None, n - 1)
-            third = self._call_of_fewer(odd)
-            runs += [] if third is None else [(n - 1, third)]
-        return first, second, runs
+    def _odd(self) -> list[tuple[int, Run]]:
+        """Return a forward of one row less, where the model can take that."""
+        whole, n = self._whole, self._whole.size - 1
+        if n in (0, self._part.size):
+            return []
+        run = self._call_of_fewer(MicroBatch(tree.rows(whole.inputs, 0, n, n + 1), None, n))
+        return [] if run is None else [(n, run._replace(outputs=None))]
 
     def _compare(self, first: Run, layout: Layout) -> None:
         """See that rows that are drawn as a part of more give what they give among these."""
@@ -132,14 +168,14 @@ class Lesson:
     def _call(self, micro: MicroBatch, among: Rows | None = None, mark: Mark | None = None) -> Run:
         """Call the model with the dice of the start."""
         step, n = self._step, micro.size
-        turned = micro is self._part
-        begin = self._whole.size - n if turned else 0
-        rows = Rows(begin, n, step.batch.size, turned)
+        reverse = micro is self._part
+        begin = self._whole.size - n if reverse else 0
+        rows = Rows(begin, n, step.batch.size, reverse)
         mode = Learning(self._shared, rows, among or Rows(0, n, n), dict(self._fitted), mark)
         self._start.put_back()
         try:
             with mode:
-                outputs = call_model(step.model, copied(micro).inputs)
+                outputs = call_model(step.model, (copied(micro) if step.copies else micro).inputs)
             return Run(mode.met, outputs, Dice.now())
         finally:
             step.buffers.restart()
@@ -151,8 +187,9 @@ class Lesson:
             return self._call(micro, None, mark)
         except AnybatchError:
             raise
-        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            if out_of_memory(error, outside=outside):
+        except Exception as error:
+            taken = mark is not None or isinstance(error, RuntimeError | ValueError | IndexError)
+            if not taken or out_of_memory(error, outside=outside):
                 raise
             return None
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.dice.kernels import Draw, kind_of
 from anybatch.dice.law import Law, Pattern, Rows
-from anybatch.dice.refuse import refuse_generator, refuse_stateful, state_now, unmoved
+from anybatch.dice.refuse import refuse_generator, state_now, unmoved
 from anybatch.dice.shared import Shared
 from anybatch.dice.site import Site, site
 
@@ -30,12 +30,21 @@ class Met(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is done to one sample's entries of a draw: NaN, the least or the largest value."""
+    """What is done to one sample's entries of a draw: NaN, the least or the largest value.
+
+    Attributes:
+        draw: its place among those that are not known.
+        law: says which entries.
+        sample: whose.
+        value: "nan", "least" or "most".
+        salt: other numbers let the draws behind it come out otherwise.
+    """
 
     draw: int
     law: Law
     sample: int
     value: str
+    salt: int
 
 
 class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -75,9 +84,8 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one kernel, and note it if it draws."""
         kwargs, kind = kwargs or {}, kind_of(func)
         if not kind:
-            refuse_stateful(func, args, kwargs)
             return func(*args, **kwargs)
-        if kind == "unknown":
+        if kind in ("stateful", "unknown"):
             return unmoved(func, args, kwargs)
         draw = Draw(func, args, kwargs, kind)
         if draw.idle:
@@ -98,7 +106,8 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = draw.plain() if result is None else result
         if self._mark is not None and self._mark.draw == index:
             _make(self._mark, draw, result, self._rows.size)
-        _set_dice(hash(state) & (2**62 - 1))
+        salt = 0 if self._mark is None else self._mark.salt
+        _set_dice(hash((state, salt)) & (2**62 - 1))
         return result
 
 
@@ -108,7 +117,7 @@ def _make(mark: Mark, draw: Draw, result: Any, n: int) -> None:
     if mark.value != "nan":
         value = _extreme(draw, most=mark.value == "most")
         mark.law.of_sample(drawn, mark.sample, n).copy_(mark.law.of_sample(value, mark.sample, n))
-    elif drawn.is_floating_point():
+    elif drawn.is_floating_point() or drawn.is_complex():
         mark.law.of_sample(drawn, mark.sample, n).fill_(torch.nan)
 
 

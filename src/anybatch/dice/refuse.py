@@ -24,8 +24,9 @@ def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a kernel that may draw in a way nobody knows.
 
     Raises:
-        NotExactError: it did.
+        NotExactError: it did, or would from dice of its own.
     """
+    _refuse_stateful(func, args, kwargs)
     with torch._C.DisableTorchFunction():
         before = state_now()
         result = func(*args, **kwargs)
@@ -33,24 +34,18 @@ def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if moved:
         raise NotExactError(
             f"random draws must be seen to be made for the whole batch, and {func} draws inside "
-            "its kernel: take a way that draws in the open, such as "
+            "its kernel: take a way that draws in the open, without out=, or such as "
             f"torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for attention. {WAY_OUT}"
         )
     return result
 
 
-def refuse_stateful(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a kernel that keeps dice of its own, where they are on.
-
-    Raises:
-        NotExactError: naming it.
-    """
+def _refuse_stateful(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.name not in STATEFUL:
         return
-    switch = STATEFUL[schema.name]
     given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    if given.get(switch) and given.get("train"):
+    if given.get(STATEFUL[schema.name]) and given.get("train"):
         raise NotExactError(
             f"random draws must come from torch's generators, and {schema.name} has its own for "
             f"the dropout between layers: put nn.Dropout between single layers. {WAY_OUT}"
@@ -69,3 +64,12 @@ def refuse_generator(draw: Draw) -> None:
             "its own (generator=), which every micro-batch would move: leave generator= out. "
             f"{WAY_OUT}"
         )
+
+
+def drawn_late(draw: Draw) -> NotExactError:
+    """Return what says that a draw in backward is none of forward."""
+    return NotExactError(
+        f"draws in backward must be those of forward made again, and {draw.name} draws anew (a "
+        "hook on a gradient, or checkpoint with preserve_rng_state=False): every micro-batch would "
+        f"draw for itself. {WAY_OUT}"
+    )

@@ -17,6 +17,12 @@ from anybatch.dice.law import Law
 from anybatch.dice.learning import Mark
 from anybatch.step import Layout
 
+TRIES = 6
+"""How often a draw is tried at most."""
+
+ENOUGH = 2
+"""How often it has to show."""
+
 
 class Trial(NamedTuple):
     """A draw whose law is looked for.
@@ -41,14 +47,25 @@ class Trial(NamedTuple):
         return all(self._reached(law, sample) == {sample} for sample in {0, self.size - 1})
 
     def _reached(self, law: Law, sample: int) -> set[int]:
-        """Return the samples whose outputs depend on what `law` says is one sample's."""
-        marked = self.call(Mark(self.draw, law, sample, "nan"))
+        """Return the samples whose outputs depend on what `law` says is one sample's.
+
+        Dropout may have dropped what would show it, so it is tried until it has shown twice.
+        """
+        found: list[set[int]] = []
+        for salt in range(TRIES):
+            found += [reached] if (reached := self._once(law, sample, salt)) else []
+            if len(found) == ENOUGH:
+                break
+        return set().union(*found)
+
+    def _once(self, law: Law, sample: int, salt: int) -> set[int]:
+        marked = self.call(Mark(self.draw, law, sample, "nan", salt))
         reached = set() if marked is None else self._rows(_nans, marked, self.outputs)
-        if not reached:
-            least, most = (self.call(Mark(self.draw, law, sample, v)) for v in ("least", "most"))
-            if least is not None and most is not None:
-                reached = self._rows(_others, least, most)
-        return reached
+        if reached:
+            return reached
+        least = self.call(Mark(self.draw, law, sample, "least", salt))
+        most = self.call(Mark(self.draw, law, sample, "most", salt))
+        return set() if least is None or most is None else self._rows(_others, least, most)
 
     def _rows(self, differ: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> set[int]:
         found: set[int] = set()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anybatch.batch import MicroBatch
 from anybatch.dice.kernels import Draw, kind_of
 from anybatch.dice.law import Law, Pattern, Rows
-from anybatch.dice.refuse import WAY_OUT, refuse_generator, refuse_stateful, state_now, unmoved
+from anybatch.dice.refuse import WAY_OUT, drawn_late, refuse_generator, state_now, unmoved
 from anybatch.dice.shared import Drawn, Shared, UnknownDrawError, ask
 from anybatch.dice.site import site
 from anybatch.errors import NotExactError
@@ -125,13 +125,13 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def whole_loss(self) -> Iterator[None]:
-        """Draw as it comes in the body, the loss of the whole batch; the step ends with that."""
+        """Draw as it comes in the body, which takes the loss of the whole batch."""
         with self.paused():
             yield
         self.shared.end = Dice.now()
 
     def settle(self) -> None:
-        """Leave the dice where the whole batch would."""
+        """Go on with the dice as the loss of the whole batch has left them."""
         if self.shared.end is not None:
             self.shared.end.put_back()
 
@@ -145,12 +145,9 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one kernel; one that draws, for the whole batch."""
         kwargs = kwargs or {}
         kind = kind_of(func)
-        if self._forward is None or self.shared.paused:
+        if not kind or self._forward is None or self.shared.paused:
             return func(*args, **kwargs)
-        if not kind:
-            refuse_stateful(func, args, kwargs)
-            return func(*args, **kwargs)
-        if kind == "unknown":
+        if kind in ("stateful", "unknown"):
             return unmoved(func, args, kwargs)
         draw = Draw(func, args, kwargs, kind)
         if draw.idle:
@@ -165,8 +162,13 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _known(self, draw: Draw) -> tuple[Drawn, Pattern]:
         """Return what the first micro-batch has drawn here, and the pattern of the whole draw."""
         shared, state, own = self.shared, state_now(), draw.pattern
+        backward = torch._C._current_graph_task_id() != -1
+        again = self._again(state, own) if backward or not self._forward else None
+        if again is not None:
+            return again
         if not self._forward:
-            return self._drawn_before(draw, state, own)
+            # The loss draws: of the whole batch it does as it should.
+            raise drawn_late(draw) if backward else NotAPartError
         index, self._count = self._count, self._count + 1
         if index < len(shared.draws):
             drawn = shared.draws[index]
@@ -186,19 +188,11 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shared.by_state[state] = drawn
         return shared.draws[-1], full
 
-    def _drawn_before(self, draw: Draw, state: Any, own: Pattern) -> tuple[Drawn, Pattern]:
+    def _again(self, state: Any, own: Pattern) -> tuple[Drawn, Pattern] | None:
         """Return a draw of forward that is made again, by the state of the dice."""
         drawn = self.shared.by_state.get(state)
         full = None if drawn is None else drawn.law.whole(own, self.rows)
-        if drawn is not None and full is not None and _same(full, drawn.full):
-            return drawn, full
-        if torch._C._current_graph_task_id() == -1:
-            raise NotAPartError  # in the loss: of the whole batch it draws as it should
-        raise NotExactError(
-            f"draws in backward must be those of forward made again, and {draw.name} draws anew "
-            "(a hook on a gradient, or checkpoint with preserve_rng_state=False): every "
-            f"micro-batch would draw for itself. {WAY_OUT}"
-        )
+        return (drawn, full) if drawn and full and _same(full, drawn.full) else None
 
     def _law(self, draw: Draw, own: Pattern) -> tuple[Law, Pattern]:
         place = site(self.shared.modules)
