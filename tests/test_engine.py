@@ -357,8 +357,7 @@ def test_a_loss_with_parameters_trains_them_too() -> None:
     ("change", "error", "message"),
     [
         ({"memory": "6 apples"}, ValueError, "memory must be a number of bytes.*'6 apples'"),
-        ({"rng": "batch"}, anybatch.NotYetError, 'rng="batch" is not there yet'),
-        ({"rng": "dice"}, ValueError, "rng must be \"lane\", and it is 'dice'"),
+        ({"rng": "dice"}, ValueError, 'rng must be "lane" or "batch", and it is \'dice\''),
         ({"memory": 0}, ValueError, "of at least 1, or a text such as.*and it is 0"),
         ({"micro_batch": 0}, ValueError, "micro_batch must be a whole number >= 1, and it is 0"),
         ({"micro_batch": True}, ValueError, "whole number >= 1, and it is True"),

@@ -28,11 +28,19 @@ from anybatch.errors import BatchError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the mini-batch: what is streamed and what is computed on at once."""
+    """Rows of the mini-batch: what is streamed and what is computed on at once.
+
+    Attributes:
+        inputs: tree of tensors [n, ...].
+        targets: the same.
+        size: n, how many rows.
+        begin: the place of the first one in the mini-batch.
+    """
 
     inputs: Any
     targets: Any
     size: int
+    begin: int = 0
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> MicroBatch:
         """Return the micro-batch with ``fn(tensor)`` in place of each tensor."""
@@ -89,6 +97,7 @@ class TensorBatch:
                 tree.rows(self.inputs, start, stop, self.size),
                 tree.rows(self.targets, start, stop, self.size),
                 stop - start,
+                start,
             )
 
 
@@ -172,11 +181,13 @@ class LazyBatch:
             generator=torch.Generator().manual_seed(int(torch.randint(2**31, ()))),
         )
         numbers: dict[str, Any] = {}
+        begin = 0
         for item, chunk in zip(loader, chunks, strict=True):
             inputs, targets = self._split(item)
             named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
             _check_collated(named, len(chunk), numbers)
-            yield MicroBatch(inputs, targets, len(chunk))
+            yield MicroBatch(inputs, targets, len(chunk), begin)
+            begin += len(chunk)
 
     def _split(self, item: Any) -> tuple[Any, Any]:
         if not self.paired:

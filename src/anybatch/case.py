@@ -44,6 +44,7 @@ class Case:
         trains: with backward; else forward only.
         lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
+        draws: every draw is made for the whole batch.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class Case:
     trains: bool
     lanes: bool = False
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
+    draws: bool = False
 
     @property
     def fake(self) -> bool:
@@ -141,6 +143,7 @@ def as_fakes(case: Case) -> Case:
         trains=case.trains,
         lanes=case.lanes,
         mode=fakes.entered,
+        draws=case.draws,
     )
 
 

@@ -29,13 +29,12 @@ from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.planner import Planner, planner_of
-from anybatch.ranks.crew import Crew, refuse_sharded, unwrapped
+from anybatch.ranks.crew import Crew, refuse_dice, refuse_sharded, unwrapped
 from anybatch.ranks.everyone import Everyone
 from anybatch.ranks.ranks import Here
 from anybatch.records import StepReport
 from anybatch.refusals import (
     as_function,
-    refuse_later,
     refuse_nested,
     refuse_now,
     refuse_written,
@@ -47,6 +46,7 @@ from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 from anybatch.updates import state_bytes
 
 BatchNormMode = Literal["exact", "local", "adaptive"]
+RngMode = Literal["lane", "batch"]
 
 
 class Engine:
@@ -75,14 +75,16 @@ class Engine:
             it. "local" lets each micro-batch be normalised by its own statistics, which is another
             function than that of the batch. "adaptive", or an `Adaptive`, is local until training
             has converged and exact from there on.
-        rng: "lane" (default): each micro-batch draws its own random numbers, in order.
+        rng: "lane" (default): each micro-batch draws its own random numbers, in order. "batch":
+            each draws what the undivided batch would for its rows, so the gradient is that of the
+            batch with dropout, too; while a draw is made, there is one for all samples in memory,
+            and the plan counts it. What cannot be drawn so is refused.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
     Raises:
-        NotYetError: ``rng="batch"``.
         LossError: `loss_fn` is None.
-        ValueError: `memory`, `micro_batch` or `batchnorm` is not one of what is said above, or
-            `plan` comes with one of the first two.
+        ValueError: `memory`, `micro_batch`, `batchnorm` or `rng` is not one of what is said above,
+            or `plan` comes with one of the first two.
 
     Example:
         >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), memory="6GiB")
@@ -103,11 +105,10 @@ class Engine:
         memory: int | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
-        rng: Literal["lane", "batch"] = "lane",
+        rng: RngMode = "lane",
         plan: Plan | None = None,
     ) -> None:
-        refuse_later(rng)
-        refuse_now(model, loss_fn, micro_batch, batchnorm)
+        refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
         refuse_sharded(model)
         model, group = unwrapped(model)
         loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
@@ -115,7 +116,7 @@ class Engine:
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
-        self._given = Given(model, loss, optimizer, norms)
+        self._given = Given(model, loss, optimizer, norms, rng=rng)
         self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive))
         self._runner = Runner(self._given)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
@@ -257,7 +258,9 @@ class Engine:
             trains=trains,
             coupled=self._runner.coupled(kind),
         )
-        return self._crew.join(here, kind)
+        everyone = self._crew.join(here, kind)
+        refuse_dice(self._given.rng, everyone)
+        return everyone
 
     def _deliver(self, gradients: Gradients | None = None) -> None:
         self._crew.end()

@@ -12,11 +12,15 @@ from dataclasses import dataclass, field, replace
 
 from anybatch import rehearse
 from anybatch.case import MICRO_BATCHES, Case, first_rows
+from anybatch.dice.weigh import largest_draw
 from anybatch.rehearse import Look
 from anybatch.timeline import Line, Timeline
 
 ASIDE = "gradients set aside"
 """The owner of gradients that were there before a step; at the update the sums are in them."""
+
+DRAW = "a draw of the whole batch"
+"""The owner of what is there while every micro-batch draws as the whole batch would."""
 
 OF_UPDATE = ("optimizer", ASIDE)
 """Owners of what a rehearsed update has itself."""
@@ -42,6 +46,7 @@ class Forecast:
         look: what the first look found out.
         case: the fakes, where there are some: a size can be rehearsed exactly.
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
+        draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
     """
 
     how: str
@@ -56,6 +61,7 @@ class Forecast:
     look: Look
     case: Case | None = field(repr=False)
     entries: int = 0
+    draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
@@ -86,7 +92,7 @@ class Forecast:
         """
         if self.peak(size, size) <= budget:
             return size
-        fixed = sum(self._held(divided=True).values())
+        fixed = sum(self._held(size, divided=True).values())
         n = min(self.divided.largest(budget - fixed), size - 1)
         while n > 0 and self.peak(n, size) > budget:  # the look, or the update
             n -= 1 if n <= 8 else n // 8
@@ -101,7 +107,7 @@ class Forecast:
             confirmed: rehearse it, where that costs no memory; else a bound will do.
         """
         if self.kept is not None:
-            held = _merged(self.kept.at(n).at_peak(), self._held(divided=True))
+            held = _merged(self.kept.at(n).at_peak(), self._held(size, divided=True))
             return max(_total(held) + self._grown(n, size), *map(_total, self._beside(n, size)))
         if self.case is None or not confirmed:
             return self.peak(n, size) + self.gradients
@@ -120,7 +126,7 @@ class Forecast:
             found = rehearse.whole(self.case, size, self.look)
         else:
             found = rehearse.divided(first_rows(self.case, size), n, self.look, apart=apart)
-        return found.peak + _total(self._held(divided=n < size))
+        return found.peak + _total(self._held(size, divided=n < size))
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""
@@ -133,7 +139,7 @@ class Forecast:
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
         line = self.divided.at(n) if n < size else self.undivided.at(size)
-        held = _merged(line.at_peak(), self._held(divided=n < size))
+        held = _merged(line.at_peak(), self._held(size, divided=n < size))
         if grown := self._grown(n, size):
             held = _merged(held, {"gradients": grown})
         return [held, *self._beside(n, size)]
@@ -147,16 +153,19 @@ class Forecast:
         found: list[dict[str, int]] = [{}]
         if n < size:  # in units of two rows: see `anybatch.look.two_sizes`
             looked = self.looked.at(n if n < 4 else (n + 1) // 2)
-            found.append(_merged(looked.at_peak(), self._held(divided=True)))
+            found.append(_merged(looked.at_peak(), self._held(size, divided=True)))
         if self.update is not None:
             outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
             outside["activations"] = outside.get("activations", 0) + LOSS
             found.append(_merged(self.update.at_peak(), outside))
         return found
 
-    def _held(self, *, divided: bool) -> dict[str, int]:
+    def _held(self, size: int, *, divided: bool) -> dict[str, int]:
         copies = self.copied * (2 if divided else 1)
-        return _merged(self.constant, {"buffers": copies} if copies else {})
+        counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
+        draw = largest_draw(found, counts, size) if divided and any(found) else 0
+        beside = {"buffers": copies, DRAW: draw}
+        return _merged(self.constant, {owner: count for owner, count in beside.items() if count})
 
 
 def _total(owners: Mapping[str, int]) -> int:

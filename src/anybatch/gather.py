@@ -56,13 +56,14 @@ def gather(step: Step) -> Tensor:
     else:
         loss, gradients = loss_of_all(step, rows.outputs, whole, leads=rows.leads)
         end, statistics = Dice.now(), step.buffers.statistics()
-        backwards = Backwards(step, first, gradients, rows.begin)
+        backwards = Backwards(step, first, gradients, rows.begin, end)
         stop = backwards.last()
         step.put_back(start)
         step.buffers.restart()
         backwards.second_pass(stop)
         check_trains(backwards.trained)
-        step.put_back(end)
+        if step.draws is None:
+            step.put_back(end)
         step.buffers.settle(statistics)
     _show_all(step, first)
     step.finish()
@@ -132,9 +133,15 @@ class Backwards:
     """
 
     def __init__(
-        self, step: Step, first: FirstPass, gradients: list[Tensor | None], before: int
+        self,
+        step: Step,
+        first: FirstPass,
+        gradients: list[Tensor | None],
+        before: int,
+        dice: Dice,
     ) -> None:
         self.trained = 0
+        self._dice = dice
         self._step, self._first, self._gradients = step, first, gradients
         self._before = before  # rows of ranks before this one
         self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
@@ -179,10 +186,12 @@ class Backwards:
         smaller = self._sizes.get(begin) != micro.size
         out = step.forward(micro)
         path = _difference(out, step.rows(self._first.outputs, begin, micro.size, step.batch.size))
-        if smaller and (path is not None or step.drew()):
+        if smaller and (path is not None or (step.draws is None and step.drew())):
             raise StartOverError  # these draws, or these statistics, are not those of pass 1
         if path is not None:
             raise _not_reproducible(path)
+        if step.draws is not None:  # a backward of the whole batch comes after its loss
+            step.put_back(self._dice)
         trained = step.pull(*shares(step, out, self._gradients, self._before + begin))
         self.trained += trained
         self._begin += micro.size

@@ -42,6 +42,7 @@ class Given:
         closure: leaves that the loss closes over, found on the way.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
+        rng: "lane" or "batch": whose random draws a micro-batch makes.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Given:
     closure: list[Tensor] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
+    rng: str = "lane"
 
     @property
     def batchnorm(self) -> str:
@@ -165,6 +167,7 @@ class Given:
             batchnorm=self.batchnorm,
             trains=trains,
             lanes=bool(self.meets(modules)),
+            draws=self.rng == "batch",
         )
 
 

@@ -165,6 +165,7 @@ def _rehearsed(
         look=seen,
         case=case if case.fake else None,
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
+        draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
     )
 
 

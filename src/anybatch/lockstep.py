@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
 from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging, keep
-from anybatch.step import Step, call_model, check_trains, copied
+from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
 from anybatch.stream import Normalization, normalization
 from anybatch.surroundings import Surroundings
@@ -61,7 +62,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     together = Together(step)
     lanes = max(step.count, 1)  # a rank without samples meets the others all the same
     pager = _pager(step, meters)
-    turns = LaneTurns(lanes, step.slots, step.gradients, pager)
+    turns = LaneTurns(lanes, step.slots, step.gradients, pager, everything=step.draws is not None)
     entered = partial(around.entered, None if pager is None else Paging(pager))
     beyond = step.everyone.reduce if step.everyone.several else None
     try:
@@ -107,9 +108,10 @@ def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pa
     empty = not step.batch.size
     bring = partial(keep, pager) if pager is not None else None
     norms = MeetingNorms(tracked, bring, empty=empty)
-    with norms:
+    draws = None if step.draws is None else step.draws.of_lane()
+    with norms, nullcontext() if draws is None else draws:
         micro = together.next()
-        outputs = call_model(step.model, micro.inputs)
+        outputs = step.call(micro, draws)
         lose = together.lose_nothing if empty else partial(together.lose, lane)
         roots, weights = lose(outputs, micro)
         del outputs, micro, lose
@@ -157,6 +159,8 @@ class Together:
         gradients, begin = exchange(
             "the loss", (detached, micro.targets, micro.size), self._lose_all
         )
+        if step.draws is not None:
+            step.draws.settle()
         return shares(step, outputs, gradients, begin) if step.gradients is not None else ([], [])
 
     def lose_nothing(self, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
@@ -204,6 +208,11 @@ class Together:
         """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
         step = self._step
         step.found = step.loss.name
+        with nullcontext() if step.draws is None else step.draws.whole_loss():
+            return self._loss_of(parts)
+
+    def _loss_of(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
+        step = self._step
         outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
         step.check_structure(outputs[0])
         joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)

@@ -62,7 +62,7 @@ def look(step: Step) -> None:
     step.buffers.restart()
     step.copies = written(whole) or written(part)
     if not step.loss.takes_outputs:
-        step.layout, layout = (), _rough_layout(outputs, fewer, whole.size, part.size)
+        step.layout, layout = (), rough_layout(outputs, fewer, whole.size, part.size)
     elif fewer is None:
         layout = tuple(_axis_by_size(t, whole.size) for _, t in tree.tensors(outputs))
         step.layout, layout = layout, ()
@@ -70,7 +70,7 @@ def look(step: Step) -> None:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
     if drawn or step.local or step.copies or guard.own_dice:
         return  # the rows are not the same, or need not come out the same
-    apart = _difference(outputs, fewer, layout, part.size)
+    apart = apart_rows(outputs, fewer, layout, part.size)
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
 
@@ -83,7 +83,7 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     if not others:
         half = first.size // 2
         rows = tree.rows(first.inputs, first.size - half, first.size, first.size)
-        return _alone(first.inputs, first.size), _alone(_reversed(rows, half), half)
+        return _alone(first.inputs, first.size), _alone(turned(rows, half), half)
     second = others[0]
     try:
         both = tree.join(
@@ -92,7 +92,7 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     except AnybatchError:  # samples of different shapes, one at a time
         second = first
         both = tree.join([first.inputs] * 2, sizes=[first.size] * 2, name="inputs")
-    part = _alone(_reversed(second.inputs, second.size), second.size)
+    part = _alone(turned(second.inputs, second.size), second.size)
     return _alone(both, first.size + second.size), part
 
 
@@ -100,7 +100,9 @@ def _alone(inputs: Any, size: int) -> MicroBatch:
     return copied(MicroBatch(inputs, None, size))
 
 
-def _reversed(inputs: Any, size: int) -> Any:
+def turned(inputs: Any, size: int) -> Any:
+    """Return rows in reverse order."""
+
     def turn(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.flip(0) if leaf.dim() else leaf
@@ -202,7 +204,7 @@ def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
     return [found for key, child in tree.children(values) for found in _numbers(child, path + key)]
 
 
-def _rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
+def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
     """Return where outputs beside a loss hold samples, asking nothing of them."""
     a, b = ([t for _, t in tree.tensors(values)] for values in (outputs, fewer))
     if len(a) != len(b):
@@ -217,7 +219,7 @@ def _axis_by_size(tensor: Tensor, n: int) -> int | None:
     return 0 if tensor.dim() and tensor.shape[0] == n else None
 
 
-def _difference(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | None:
+def apart_rows(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | None:
     """Say which output differs for the rows that both runs have, if one does."""
     for (path, a), (_, b), axis in zip(
         tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=False
@@ -239,7 +241,7 @@ def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, ap
     with quietly(), torch.no_grad(), Guard(step):
         again = step.forward(part)
     dice.put_back()
-    last = _difference(fewer, _flipped(again, layout), layout, part.size)
+    last = apart_rows(fewer, _flipped(again, layout), layout, part.size)
     if last is None:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {apart} when "

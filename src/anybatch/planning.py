@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anybatch._plan import Plan
 from anybatch.batch import LazyBatch
-from anybatch.engine import BatchNormMode, Engine
+from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
 
@@ -28,6 +28,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     micro_batch: int | None = None,
     batchnorm: BatchNormMode | Adaptive = "exact",
+    rng: RngMode = "lane",
     timed: bool = True,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
@@ -36,14 +37,15 @@ def plan(
     two samples; the sizes that fit are timed on the device, a few micro-batches each.
 
     Args:
-        model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch` and
-            `batchnorm`.
+        model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch`,
+            `batchnorm` and `rng`.
         loss_fn: the loss.
         batch: ``(inputs, targets)`` as for `Engine.backward`, or a `LazyBatch`.
         memory: bytes, or a text such as "6GiB"; None (default) is what is left on the device.
         optimizer: its state is counted as it will be after its first step.
         micro_batch: samples; None (default) chooses.
         batchnorm: as in `Engine`.
+        rng: "lane" (default) or "batch".
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
 
@@ -74,5 +76,6 @@ def plan(
         memory=memory,
         micro_batch=micro_batch,
         batchnorm=batchnorm,
+        rng=rng,
     )
     return engine.foresee(inputs, targets, timed=timed)

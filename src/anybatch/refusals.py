@@ -10,20 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
+from anybatch.errors import AnybatchError, LossError, NotExactError
 from anybatch.meeting import in_a_meeting
 from anybatch.norm.adaptive import Adaptive
 
 
-def refuse_later(rng: str) -> None:
-    """Refuse what has its place and is not there yet."""
-    if rng == "batch":
-        raise NotYetError('rng="batch" is not there yet: leave rng="lane"')
-    if rng != "lane":
-        raise ValueError(f'rng must be "lane", and it is {rng!r}')
-
-
-def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any) -> None:
+def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
@@ -35,6 +27,8 @@ def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any) -> No
             'batchnorm must be "exact", "local", "adaptive" or an anybatch.Adaptive, and it is '
             f"{batchnorm!r}"
         )
+    if rng not in ("lane", "batch"):
+        raise ValueError(f'rng must be "lane" or "batch", and it is {rng!r}')
     if loss_fn is None:
         raise LossError(
             "the denominator of a loss that the model computes itself must be declared, and "

@@ -28,6 +28,7 @@ from anybatch.batchnorm import counters
 from anybatch.buffers import ForwardBuffers
 from anybatch.case import MICRO_BATCHES, Case, Claiming
 from anybatch.device import Link
+from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
 from anybatch.gather import COUPLED, loss_of_all, shares
 from anybatch.gradients import Gradients
@@ -84,6 +85,10 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
         layout = layout_of(outputs, fewer, whole.size, part.size) if step.loss.takes_outputs else ()
         compared = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
         del compared
+        if case.draws:  # what learning them compares is there while forward runs again
+            kept = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
+            step.forward(whole)
+            del kept
     copies = written(whole) or written(part)
     return meter.timeline(), Look(layout, copies, lanes=case.lanes)
 
@@ -124,6 +129,19 @@ def watch_loss(case: Case, seen: Look) -> Look:
     writes = any(t._version > 0 for _, t in tree.tensors(rows.targets))
     loss = COUPLED if coupled else step.found
     return replace(seen, coupled=coupled, loss=loss, copies=seen.copies or writes)
+
+
+def draws(case: Case, n: int) -> list[int]:
+    """Return the bytes of each draw of a forward of `n` samples; none where they are not shared."""
+    if not case.draws:
+        return []
+    with _metered(case) as (meter, _), torch.no_grad():
+        step = make_step(case, Claiming(case.device, meter), n, None, 1)
+        (micro,) = step.feed()
+        with Weighing() as weighing:
+            step.forward(micro)
+    found: list[int] = weighing.bytes
+    return found
 
 
 def entries(case: Case, n: int, seen: Look) -> int:

@@ -70,7 +70,8 @@ def attempt(step: Step, work: Callable[[], None]) -> Exception | None:
     outside = sys.exception()
     step.phase = "forward"
     try:
-        work()
+        with step.drawing():
+            work()
     except Exception as error:
         if not out_of_memory(error, outside=outside):
             raise
@@ -141,7 +142,8 @@ def cut(micro: MicroBatch, sizes: Sequence[int]) -> Iterator[MicroBatch]:
     for size in sizes:
         stop = start + size
         inputs = tree.rows(micro.inputs, start, stop, micro.size)
-        yield MicroBatch(inputs, tree.rows(micro.targets, start, stop, micro.size), size)
+        targets = tree.rows(micro.targets, start, stop, micro.size)
+        yield MicroBatch(inputs, targets, size, micro.begin + start)
         start = stop
 
 

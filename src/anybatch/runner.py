@@ -8,6 +8,7 @@ watched) and remembered for the kind of batch; so is a size at which memory ran 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,9 @@ from anybatch.batchnorm import (
 )
 from anybatch.buffers import ForwardBuffers, put_back_moved
 from anybatch.device import Link, link_to
+from anybatch.dice.learn import attributes_of, learn
+from anybatch.dice.shared import Laws, Shared, UnknownDrawError
+from anybatch.dice.whole import WholeDice
 from anybatch.discover import discoverer
 from anybatch.errors import NotExactError
 from anybatch.gather import COUPLED, gather
@@ -57,6 +61,7 @@ class Runner:
         self._given = given
         self._link: tuple[torch.device, Link] | None = None
         self._seen: dict[Any, Seen] = {}
+        self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
 
     def step(
@@ -105,6 +110,8 @@ class Runner:
             everyone=everyone or Alone(batch.size),
             private=frozenset(map(id, self._given.rows_leaves(batch))),
         )
+        if self._given.rng == "batch":
+            step.draws = self._draws(step)
         if step.divided:
             self._divide(step, modules, before)
         return step
@@ -152,7 +159,23 @@ class Runner:
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
             return undivided(step)
-        return self._in_lanes(step, modules, before) if step.lanes else self._divided(step, before)
+        while True:
+            try:
+                if step.lanes:
+                    return self._in_lanes(step, modules, before)
+                return self._divided(step, before)
+            except UnknownDrawError:
+                step.put_back(before.dice)
+                step.restart()
+                with AloneNorms(step.counters) if step.lanes else nullcontext():
+                    learn(step)
+                step.restart()
+
+    def _draws(self, step: Step) -> WholeDice:
+        """Return what lets micro-batches draw as the whole batch would."""
+        laws = self._laws.setdefault(step.signature, Laws())
+        modules = {id(module) for module in self._given.model.modules()}
+        return WholeDice(Shared(laws, step.batch.size, modules))
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
         """Put everything back but what was shown, for a run at a smaller size."""
@@ -171,10 +194,11 @@ class Runner:
         if not step.batch.size:
             return lockstep(step, tracked)
         if seen is None:
-            watch = LaneLook(modules)
-            with AloneNorms(tracked.counters, watch.heard):
-                look(step)
-            step.slots = watch.slots()
+            with attributes_of(step):
+                watch = LaneLook(modules)
+                with AloneNorms(tracked.counters, watch.heard):
+                    look(step)
+                step.slots = watch.slots()
             step.buffers.refuse_moved({})
             step.discover = discoverer(step, before, self._given.closure)
         else:
@@ -208,7 +232,7 @@ class Runner:
         if not step.batch.size:
             return self._streamed_or_gathered(step, before, None)
         if seen is None:
-            with self._given.hearing():
+            with self._given.hearing(), attributes_of(step):
                 look(step)
             step.discover = discoverer(step, before, self._given.closure)
         try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from anybatch import tree
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, feed
+from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
@@ -95,6 +97,7 @@ class Step:
         shown: what the observer has seen.
         everyone: the batch over all ranks, as far as it is not here.
         private: ids of leaves of this batch, whose gradients concern no other rank.
+        draws: draws as the whole batch would; None lets each micro-batch draw for itself.
     """
 
     model: nn.Module
@@ -134,6 +137,7 @@ class Step:
     shown: Shown = field(default_factory=Shown)
     everyone: Everyone = field(default_factory=Alone)
     private: frozenset[int] = frozenset()
+    draws: WholeDice | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -161,7 +165,14 @@ class Step:
 
     def feed(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device."""
-        return feed(self.watch(self.batch.micro_batches(self.micro_batch)), self.link)
+        loaded = self.batch.micro_batches(self.micro_batch)
+        if self.draws is not None:
+            loaded = self.draws.watch(loaded)
+        return feed(self.watch(loaded), self.link)
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Return what a micro-batch is computed in, so that it draws as it should."""
+        return nullcontext() if self.draws is None else self.draws
 
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return what is known of the whole batch after its first forward."""
@@ -183,9 +194,15 @@ class Step:
         if self.copies:
             micro = copied(micro)
         self.buffers.before()
-        outputs = call_model(self.model, micro.inputs)
+        outputs = self.call(micro, self.draws)
         self.buffers.after()
         return outputs
+
+    def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
+        """Call the model, with the dice of the whole batch where it has some."""
+        if draws is None:
+            return call_model(self.model, micro.inputs)
+        return draws.forward(micro, partial(call_model, self.model, micro.inputs))
 
     def backward(self, losses: list[Tensor], weights: list[Tensor]) -> int:
         """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.
@@ -243,7 +260,8 @@ class Step:
             outputs = self.rows(outputs, seen, micro.size - seen, micro.size)
             targets = tree.rows(targets, seen, micro.size, micro.size)
         before, self.phase = self.phase, "shown"
-        self.observe(tree.map_tensors(Tensor.detach, outputs), targets)
+        with nullcontext() if self.draws is None else self.draws.paused():
+            self.observe(tree.map_tensors(Tensor.detach, outputs), targets)
         self.phase = before
 
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
@@ -328,7 +346,7 @@ class Step:
 def copied(micro: MicroBatch) -> MicroBatch:
     """Return the micro-batch with copies of its inputs, which nobody else holds."""
     inputs = tree.map_tensors(lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs)
-    return MicroBatch(inputs, micro.targets, micro.size)
+    return replace(micro, inputs=inputs)
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anybatch.gradients import Gradients
 from anybatch.pager import Pager
+from anybatch.rng import Dice
 from anybatch.slots import LaneSlots
 
 
@@ -29,6 +30,7 @@ class LaneTurns:
         gradients: what a lane has left of them is added up at every turn, because the next one's
             must not be added to it in half precision; None (default) where there are none.
         pager: of what they hold; None (default) lets everything stay.
+        everything: Python's and numpy's generators change hands too. Default False.
     """
 
     def __init__(
@@ -37,6 +39,8 @@ class LaneTurns:
         slots: Iterable[Any] = (),
         gradients: Gradients | None = None,
         pager: Pager | None = None,
+        *,
+        everything: bool = False,
     ) -> None:
         self._pager, self._gradients = pager, gradients
         self._slots = LaneSlots(slots, lanes)
@@ -46,6 +50,7 @@ class LaneTurns:
         source = torch.Generator("cpu")
         source.set_state(self._start)
         self._seeds = torch.randint(2**62, (lanes,), generator=source, device="cpu").tolist()
+        self._dice: dict[int, Dice] | None = {} if everything else None
         self._kept: list[tuple[Tensor, list[Tensor]] | None] = [None] * lanes
 
     def begin(self, lane: int) -> None:
@@ -62,6 +67,8 @@ class LaneTurns:
             torch.default_generator.manual_seed(self._seeds[lane])
             if self._cuda:
                 torch.cuda.manual_seed_all(self._seeds[lane])
+        if self._dice and lane in self._dice:
+            self._dice[lane].put_back()
 
     def around(self, lane: int) -> None:
         """Go on: the dice are there."""
@@ -77,6 +84,8 @@ class LaneTurns:
         self._slots.leave(lane)
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
         self._kept[lane] = torch.get_rng_state(), cuda
+        if self._dice is not None:
+            self._dice[lane] = Dice.now()
 
     def finish(self) -> None:
         """Leave the dice as the first lane left them, and attributes as the last one did."""
@@ -84,6 +93,8 @@ class LaneTurns:
         kept = self._kept[0]
         if kept is not None:
             self._put_back(*kept)
+        if self._dice:
+            self._dice[0].put_back()
 
     def put_back(self) -> None:
         """Leave attributes as they were before a step that failed."""

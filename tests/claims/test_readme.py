@@ -127,17 +127,6 @@ def test_every_command_of_the_pages_is_one() -> None:
     } <= seen
 
 
-NOT_YET = [
-    ({"micro_batch": 2, "rng": "batch"}, 'rng="batch" is not there yet'),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), NOT_YET, ids=[case[1] for case in NOT_YET])
-def test_what_is_not_there_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(anybatch.NotYetError, match=message):
-        anybatch.Engine(nn.Linear(2, 2), nn.CrossEntropyLoss(), **options)
-
-
 def test_batchnorm_with_algorithm_1_and_what_is_compiled_is_refused() -> None:
     x, y = torch.randn(5, 3), torch.randn(5, 3)
     literal = anybatch.Loss.algorithm1(nn.MSELoss())

@@ -25,7 +25,8 @@ TIERS = {
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter fakes case given discover memory kinds kept reach updates measure "
-    "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks",
+    "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
+    "dice",
     "mechanisms": "undivided stream gather",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",

@@ -128,6 +128,15 @@ def several(handle: Any = None) -> bool:
     return False
 
 
+def refuse_dice(rng: str, everyone: Everyone) -> None:
+    """Refuse draws of a batch whose samples are on several ranks."""
+    if rng == "batch" and everyone.several:
+        raise NotYetError(
+            'the draws of the undivided batch must be made by one process, and rng="batch" over '
+            'several ranks is not there yet: leave rng="lane"'
+        )
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Refuse a model whose parameters are spread over ranks."""
     names = [type(module).__mro__ for module in model.modules()]

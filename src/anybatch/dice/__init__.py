@@ -1,0 +1,1 @@
+"""The dice of the whole batch: every micro-batch draws what the undivided batch would for it."""
