@@ -238,6 +238,13 @@ def test_a_compiled_model_that_draws_is_refused() -> None:
         Engine(compiled(), F.cross_entropy, micro_batch=4, rng="batch").backward(*data())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_is_refused() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDE, 3), nn.Dropout(0.3)))
+    with pytest.raises(NotExactError, match="a part of the model is a torch.jit.ScriptModule"):
+        Engine(scripted, F.cross_entropy, micro_batch=4, rng="batch").backward(*data())
+
+
 def test_a_compiled_function_that_draws_is_refused() -> None:
     drop = torch.compile(lambda x: F.dropout(x.sin(), 0.3), backend="eager")
     with pytest.raises(NotExactError, match="random draws of a compiled model cannot be those"):
