@@ -362,7 +362,7 @@ def test_a_loss_with_parameters_trains_them_too() -> None:
         ({"micro_batch": 0}, ValueError, "micro_batch must be a whole number >= 1, and it is 0"),
         ({"micro_batch": True}, ValueError, "whole number >= 1, and it is True"),
         ({"micro_batch": 2.5}, ValueError, "whole number >= 1, and it is 2.5"),
-        ({"batchnorm": "none"}, ValueError, 'must be "exact", "local", "adaptive" or \'none\''),
+        ({"batchnorm": "none"}, ValueError, 'must be "exact", "local", "adaptive" or an any'),
         ({"loss_fn": None}, anybatch.LossError, r"must be declared.*Loss.inside\(count="),
         ({"loss_fn": 3}, TypeError, "loss_fn must be a function.*and it is int"),
         ({"model": len}, TypeError, "model must be a torch.nn.Module, and it is builtin"),

@@ -26,6 +26,7 @@ from anybatch.batchnorm import (
 from anybatch.buffers import ForwardBuffers, put_back_moved
 from anybatch.device import Link, link_to
 from anybatch.dice.learn import attributes_of, learn
+from anybatch.dice.refuse import refuse_scripted
 from anybatch.dice.shared import Laws, Shared, UnknownDrawError
 from anybatch.dice.whole import WholeDice
 from anybatch.discover import discoverer
@@ -173,6 +174,8 @@ class Runner:
 
     def _draws(self, step: Step) -> WholeDice:
         """Return what lets micro-batches draw as the whole batch would."""
+        if step.count > 1:
+            refuse_scripted(self._given.model)
         laws = self._laws.setdefault(step.signature, Laws())
         modules = {id(module) for module in self._given.model.modules()}
         return WholeDice(Shared(laws, step.batch.size, modules))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from anybatch.dice.kernels import STATEFUL, Draw
 from anybatch.errors import NotExactError
@@ -73,3 +74,16 @@ def drawn_late(draw: Draw) -> NotExactError:
         "hook on a gradient, or checkpoint with preserve_rng_state=False): every micro-batch would "
         f"draw for itself. {WAY_OUT}"
     )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse a scripted part in training mode: its interpreter lets no draw be looked at.
+
+    Raises:
+        NotExactError: there is one.
+    """
+    if any(isinstance(m, torch.jit.ScriptModule) and m.training for m in model.modules()):
+        raise NotExactError(
+            "random draws must be seen to be made for the whole batch, and a part of the model is "
+            f"a torch.jit.ScriptModule in training mode: use the module it was made of. {WAY_OUT}"
+        )
