@@ -15,6 +15,7 @@ from anybatch.errors import (
     NotYetError,
     RankError,
 )
+from anybatch.gathered import all_gather
 from anybatch.joint import joint
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive, Plateau
@@ -42,6 +43,7 @@ __all__ = [
     "RankError",
     "Report",
     "StepReport",
+    "all_gather",
     "check",
     "global_batchnorm",
     "joint",

@@ -25,6 +25,16 @@ class BatchStatisticsError(NotExactError):
     """A kernel normalises over the batch, and no module said that it would."""
 
 
+class GatherError(BatchStatisticsError):
+    """Forward gathers the rows of the whole batch."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            "samples must not meet inside the model when the batch is split, and they meet in "
+            f'{name}. Use batchnorm="exact", or give micro_batch >= the batch size'
+        )
+
+
 def training_batchnorms(modules: Modules) -> list[str]:
     """Return the names of the BatchNorm modules that would use the statistics of their rows."""
     return [

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch import tree
 from anybatch.batch import Batch, LazyBatch, TensorBatch
-from anybatch.batchnorm import BatchStatisticsError, training_batchnorms
+from anybatch.batchnorm import BatchStatisticsError, GatherError, training_batchnorms
 from anybatch.case import Case
 from anybatch.errors import AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
@@ -41,6 +41,7 @@ class Given:
         norms: chooses whether BatchNorm is "exact" or "local".
         closure: leaves that the loss closes over, found on the way.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
+        gathers: calls of `anybatch.all_gather`, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
         rng: "lane" or "batch": whose random draws a micro-batch makes.
     """
@@ -51,6 +52,7 @@ class Given:
     norms: Fixed | Adaptive
     closure: list[Tensor] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
+    gathers: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
     rng: str = "lane"
 
@@ -107,6 +109,11 @@ class Given:
         """
         try:
             yield
+        except GatherError as error:
+            if self.gathers or self.batchnorm != "exact":
+                raise
+            self.gathers.append("a call of all_gather in forward")
+            raise AgainError from error
         except BatchStatisticsError as error:
             if self.bare or self.batchnorm != "exact":
                 raise
@@ -119,7 +126,7 @@ class Given:
         if self.batchnorm != "exact":
             return []
         bare = self.bare if any(module.training for _, module in of_model) else []
-        return bare + training_batchnorms(of_model)
+        return self.gathers + bare + training_batchnorms(of_model)
 
     def kinds(self, batch: Batch) -> tuple[Any, ...]:
         """Return path, dimensions and dtype of every tensor of a batch, where they are known."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,16 @@ from anybatch.errors import LaneMismatchError
 from anybatch.meeting import meeting_in
 from anybatch.undo import uninterrupted
 
-Beyond = Callable[[Any, Any, Callable[[Any, Any], Any]], Any]
+
+class Beyond(Protocol):
+    """Lanes of other processes."""
+
+    def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
+        """Return the sum of the parts of all processes."""
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all processes, and where these begin among them."""
+
 
 END = "the end"
 """The key with which a lane ends."""
@@ -57,8 +67,7 @@ class Lanes:
         count: lanes.
         turns: told of every turn.
         entered: returns what a lane runs in: the modes of the thread that started them.
-        beyond: ``beyond(key, part, add)`` adds what lanes of other processes have; None (default)
-            where there are none.
+        beyond: adds what lanes of other processes have; None (default) where there are none.
     """
 
     def __init__(
@@ -148,11 +157,24 @@ class Lanes:
             total, self._parts[0] = self._parts[0], None
             if self._beyond is not None:
                 with meeting_in(None):
-                    total = self._beyond(key, total, add)
+                    total = self._beyond.reduce(key, total, add)
             self._results = [finish(total)] * self._count
             self._turn_around(lane)
         result, self._results[lane] = self._results[lane], None
         return result
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Wait for all lanes; return the rows of all of them, and where these begin."""
+
+        def combine(parts: list[Tensor]) -> list[tuple[Tensor, int]]:
+            whole, begin = torch.cat(parts), 0
+            if self._beyond is not None:
+                whole, begin = self._beyond.gather(key, whole)
+            before = accumulate(map(len, parts), initial=begin)
+            return [(whole, first) for first, _ in zip(before, parts, strict=False)]
+
+        found: tuple[Tensor, int] = self.exchange(key, rows, combine)
+        return found
 
     def _come(self, key: Any) -> int:
         """Return the lane that has come to where `key` is met for.

@@ -64,7 +64,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     pager = _pager(step, meters)
     turns = LaneTurns(lanes, step.slots, step.gradients, pager, everything=step.draws is not None)
     entered = partial(around.entered, None if pager is None else Paging(pager))
-    beyond = step.everyone.reduce if step.everyone.several else None
+    beyond = step.everyone if step.everyone.several else None
     try:
         with warnings.catch_warnings():  # lanes that catch some too do not end in their order
             Lanes(lanes, turns, entered, beyond).run(

@@ -35,6 +35,9 @@ class Meeting(Protocol):
     ) -> Any:
         """Hand over a part, and return what `finish` makes, once, of the sum of all parts."""
 
+    def gather(self, key: Any, rows: Any) -> tuple[Any, int]:
+        """Hand over rows, and return those of all, and where these begin among them."""
+
 
 class _Here(threading.local):
     meeting: Meeting | None = None

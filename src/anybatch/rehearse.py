@@ -255,7 +255,7 @@ def put_back(case: Case) -> Iterator[Before]:
 
 def _alone(case: Case) -> AbstractContextManager[Any]:
     """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
-    return AloneNorms(counters(case.modules)) if case.lanes else nullcontext()
+    return AloneNorms(counters(case.modules), rows=case.size) if case.lanes else nullcontext()
 
 
 def _in_one_piece(case: Case) -> AbstractContextManager[None]:

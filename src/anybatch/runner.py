@@ -168,7 +168,11 @@ class Runner:
             except UnknownDrawError:
                 step.put_back(before.dice)
                 step.restart()
-                with AloneNorms(step.counters) if step.lanes else nullcontext():
+                with (
+                    AloneNorms(step.counters, rows=step.everyone.size)
+                    if step.lanes
+                    else nullcontext()
+                ):
                     learn(step)
                 step.restart()
 
@@ -199,7 +203,7 @@ class Runner:
         if seen is None:
             with attributes_of(step):
                 watch = LaneLook(modules)
-                with AloneNorms(tracked.counters, watch.heard):
+                with AloneNorms(tracked.counters, watch.heard, rows=step.everyone.size):
                     look(step)
                 step.slots = watch.slots()
             step.buffers.refuse_moved({})

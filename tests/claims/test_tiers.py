@@ -26,7 +26,7 @@ TIERS = {
     "graph step guard look records refusals memory_errors retry "
     "meter fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
-    "dice",
+    "dice gathered",
     "mechanisms": "undivided stream gather",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",

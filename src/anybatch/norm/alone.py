@@ -47,13 +47,18 @@ class AloneNorms(Norms):
     Args:
         counters: the ``num_batches_tracked`` of all modules.
         heard: told of what is normalised. Default nobody.
+        rows: of the whole batch, where what is gathered shall be as large. Default 0: it is not.
     """
 
     def __init__(
-        self, counters: Iterable[Tensor], heard: Callable[[Tensor], None] | None = None
+        self,
+        counters: Iterable[Tensor],
+        heard: Callable[[Tensor], None] | None = None,
+        *,
+        rows: int = 0,
     ) -> None:
         super().__init__(counters)
-        self._heard = heard
+        self._heard, self.rows = heard, rows
 
     def normalise(
         self,

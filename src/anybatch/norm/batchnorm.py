@@ -95,6 +95,7 @@ class MeetingNorms(Norms):
 
     Attributes:
         again: what is computed now was computed before, so no statistics move.
+        empty: as given.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class MeetingNorms(Norms):
         empty: bool = False,
     ) -> None:
         super().__init__(tracked.counters)
-        self.again, self._empty = False, empty
+        self.again, self.empty = False, empty
         self._tracked, self._keep = tracked, keep
         self._mine: dict[int, int] = {}
         self._moved: dict[int, int] = {}
@@ -123,7 +124,7 @@ class MeetingNorms(Norms):
         own = weight is not None and weight.is_leaf  # else it is made anew by each part
         key = id(running[0]), id(weight) if own else None
         name = self._tracked.name(running[0], weight if own else None)
-        place = BatchPlace(name, key, empty=self._empty)
+        place = BatchPlace(name, key, empty=self.empty)
         out, total = batch_norm(x, weight, bias, eps, place)
         for shared in (total.mean, total.squares, total.variance):
             self.escapes(shared)  # by all parts, and read past all modes

@@ -45,6 +45,12 @@ class GroupMeeting:
         del key
         return combine(self._group.objects(part))[self._group.rank]
 
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all ranks, and where these begin among them."""
+        del key
+        parts = self._group.objects(rows)
+        return torch.cat(parts), sum(map(len, parts[: self._group.rank]))
+
     def reduce(
         self,
         key: Any,

@@ -69,6 +69,9 @@ class Everyone(Protocol):
     def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
         """Return the sum of the parts of all ranks."""
 
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all ranks, and where these begin among them."""
+
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks, for (parameter, this rank's sum)."""
 
@@ -119,6 +122,10 @@ class Alone:
     def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:  # noqa: ARG002
         """Return it."""
         return part
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:  # noqa: ARG002
+        """Return them."""
+        return rows, 0
 
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return them."""

@@ -126,6 +126,17 @@ class Ranks:
         rows = self._unison.gather(str(key), part.packed())
         return merged_in_order([row.to(part.mean.device) for row in rows], add)
 
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all ranks, and where these begin among them."""
+        self._shared = True
+        self._unison.call(str(key))
+        with self._unison.raw():
+            kinds = [(tuple(rows.shape), rows.dtype)]
+            every = self._unison.group.objects((len(rows), None, None, kinds))
+            parts = [own for (own,) in self._tensors(every, [rows])]
+        before = sum(size for size, *_ in every[: self._unison.group.rank])
+        return torch.cat(parts), before
+
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return outputs and targets of all ranks, in their order; see `Rows`."""
         self._shared = True
