@@ -8,7 +8,6 @@ with the gradient of the whole. Everything around them stays the person's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -17,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from anybatch._plan import Plan, decide
-from anybatch.batch import Batch, LazyBatch
+from anybatch.arranged import Arranged, Arranger
+from anybatch.batch import Batch
 from anybatch.facts import of_foreseen, of_run
 from anybatch.given import Given
 from anybatch.gradients import Gradients
-from anybatch.kinds import Allowed, Kind, bytes_of
+from anybatch.kinds import Allowed, Kind
 from anybatch.loss.declared import Loss
 from anybatch.loss.watched import Watched
 from anybatch.measure import measured
@@ -29,9 +29,7 @@ from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.planner import Planner, planner_of
-from anybatch.ranks.crew import Crew, refuse_dice, refuse_sharded, unwrapped
-from anybatch.ranks.everyone import Everyone
-from anybatch.ranks.ranks import Here
+from anybatch.ranks.crew import Crew, refuse_sharded, unwrapped
 from anybatch.records import StepReport
 from anybatch.refusals import (
     as_function,
@@ -119,6 +117,7 @@ class Engine:
         self._given = Given(model, loss, optimizer, norms, rng=rng)
         self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive))
         self._runner = Runner(self._given)
+        self._arranger = Arranger(self._given, self._runner, self._crew)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
         self._plan: Plan | None = plan
         self._last: StepReport | None = None
@@ -188,13 +187,13 @@ class Engine:
         shown: Shown,
     ) -> Tensor:
         start = perf_counter()
-        batch, modules = self._begin(inputs, targets)
+        batch, modules = self._arranger.batch(inputs, targets)
         leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
         versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=False)
         with whole_or_nothing(before, partial(self._deliver, gradients)):
-            step, kind, allowed = self._planned(batch, modules, before, gradients)
+            step, kind, allowed = self._arranged(batch, modules, before, gradients)
             step.scaler, step.observe, step.shown = scaler, observe, shown
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
@@ -233,85 +232,28 @@ class Engine:
         shown: Shown,
     ) -> Tensor:
         start = perf_counter()
-        batch, modules = self._begin(inputs, targets)
+        batch, modules = self._arranger.batch(inputs, targets)
         before = Before(modules, [])
         with whole_or_nothing(before, self._deliver), torch.no_grad():
-            step, kind, allowed = self._planned(batch, modules, before, None)
+            step, kind, allowed = self._arranged(batch, modules, before, None)
             step.observe, step.shown = observe, shown
             loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, allowed, peak)
 
-    def _begin(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
-        batch = self._given.batch(inputs, targets, several=self._crew.several)
-        if isinstance(self._given.norms, Adaptive):
-            self._given.norms.choose(self._crew.size(batch.size))
-        return batch, self._given.modules()
-
-    def _join(self, batch: Batch, modules: Modules, micro_batch: int, *, trains: bool) -> Everyone:
-        """Return the batch over all ranks."""
-        kind = self._runner.signature(batch, modules, trains=trains)
-        here = Here(
-            size=batch.size,
-            micro_batch=micro_batch,
-            lanes=bool(self._given.meets(modules)),
-            trains=trains,
-            coupled=self._runner.coupled(kind),
+    def _arranged(
+        self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
+    ) -> Arranged:
+        arranged = self._arranger.step(
+            *(self._planner, batch, modules, before, gradients), micro_batch=self.micro_batch or 1
         )
-        everyone = self._crew.join(here, kind)
-        refuse_dice(self._given.rng, everyone)
-        return everyone
+        self.micro_batch = arranged.step.everyone.micro_batch
+        return arranged
 
     def _deliver(self, gradients: Gradients | None = None) -> None:
         self._crew.end()
         if gradients is not None:
             gradients.deliver()
-
-    def _planned(
-        self,
-        batch: Batch,
-        modules: Modules,
-        before: Before,
-        gradients: Gradients | None,
-    ) -> tuple[Step, Kind | None, Allowed | None]:
-        """Return the step, in micro-batches as large as the budget allows on every rank."""
-        make = partial(self._runner.step, batch, modules, before, gradients)
-        join = partial(self._join, batch, modules, trains=gradients is not None)
-        if self._planner is None or not batch.size:
-            everyone = join(self.micro_batch or 1)
-            self.micro_batch = everyone.micro_batch
-            return make(everyone.micro_batch, apart=False, everyone=everyone), None, None
-        kind = self._kind(batch, modules, gradients)
-        allowed = self._allow(self._planner, kind, batch, modules)
-        everyone = join(allowed.micro_batch)
-        self.micro_batch = everyone.micro_batch
-        allowed = replace(allowed, micro_batch=everyone.micro_batch)
-        step = make(
-            allowed.micro_batch,
-            apart=allowed.apart,
-            room=allowed.memory.room,
-            everyone=everyone,
-        )
-        step.held = allowed.memory.lane
-        if isinstance(batch, LazyBatch):
-            step.watch = self._given.reach.watch
-        return step, kind, allowed
-
-    def _kind(self, batch: Batch, modules: Modules, gradients: Gradients | None) -> Kind:
-        leaves = self._given.leaves(modules, batch)
-        there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
-        before = sum(map(bytes_of, there.values()))
-        return self._given.kind(batch, modules, trains=gradients is not None, before=before)
-
-    def _allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
-        """Return how a batch is run, within the budget."""
-        with self._given.hearing():
-            return planner.allow(
-                kind,
-                lambda: self._given.case(batch, modules, trains=kind.trains),
-                self._given.optimizer,
-                lambda: self._runner.refuse_division(modules),
-            )
 
     def _first_measured(
         self, step: Step, kind: Kind | None, modules: Modules, before: Before
@@ -373,8 +315,8 @@ class Engine:
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
         with whole_or_nothing(before, lambda: None), torch.enable_grad():
             with planner.timing(timed):
-                kind = self._kind(batch, modules, gradients)
-                allowed = self._allow(planner, kind, batch, modules)
+                kind = self._arranger.kind(batch, modules, gradients)
+                allowed = self._arranger.allow(planner, kind, batch, modules)
             step = self._runner.step(batch, modules, before, gradients, allowed.micro_batch)
         return decide(of_foreseen(step, allowed, leaves), allowed.memory)
 

@@ -36,6 +36,7 @@ TIERS = {
     "foreseen": "foreseen describe",
     "planner": "planner",
     "runner": "runner facts",
+    "arranged": "arranged",
     "engine": "engine",
     "public": "_check planning",
     "front": "",
