@@ -50,7 +50,7 @@ class Pager:
         meters: Sequence[Meter] = (),
         *,
         lane: int | None = None,
-        turns: int = 0,
+        turns: float = 0,
         odd: int | None = None,
     ) -> None:
         self.room, self._device = room, device.type
@@ -166,7 +166,7 @@ class Pager:
     def _allowed(self, lane: int, turn: int) -> int:
         """Return the bytes that others may hold during a lane's turn of this number."""
         if self._most is None:
-            return self.room + self._turns * self._book.top
+            return self.room + int(self._turns * self._book.top)
         need = self._book.most(turn) if self._book.shown(turn, lane) else None
         return self.room + (0 if need is None else max(0, self._most - need))
 
