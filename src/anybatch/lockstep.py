@@ -85,7 +85,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     return together.loss()
 
 
-AHEAD = 2
+AHEAD = 1.5
 """Turns whose bytes may wait beside the lane that runs, where no budget says how many may."""
 
 

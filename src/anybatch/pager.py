@@ -50,7 +50,7 @@ class Pager:
         meters: Sequence[Meter] = (),
         *,
         lane: int | None = None,
-        turns: int = 0,
+        turns: float = 0,
         odd: int | None = None,
     ) -> None:
         self.room, self._device = room, device.type
@@ -58,7 +58,7 @@ class Pager:
         self._hold, self._book = Hold(store, device, meters), Book(odd)
         self._turn = self._lane = 0
         self._number: dict[int, int] = {}
-        self._made: dict[int, int] = {}
+        self._made = 0
         self._last: dict[int, int] = {}
         self._next: int | None = None
         self._called = self._noted = 0
@@ -82,7 +82,7 @@ class Pager:
         self._book.begin(lane, turn)
         allowed = self._allowed(lane, turn)
         self._send_others(allowed, allowed, {})
-        self._called = self._noted = 0
+        self._called = self._noted = self._made = 0
         self._call_next()
 
     def leave(self, lane: int, waiting: Iterable[int]) -> None:
@@ -131,7 +131,8 @@ class Pager:
         size = storage.nbytes()
         if size < SMALL or not storage.resizable():
             return
-        number = self._made[self._lane] = self._made.get(self._lane, 0) + 1
+        self._made += 1  # from the start in every turn: who comes last makes some things for all
+        number = (self._number.get(self._lane, 0) << 32) + self._made
         hold.add(key, storage, size, self._lane, number, self._turn)
         self._note()
 
@@ -166,7 +167,7 @@ class Pager:
     def _allowed(self, lane: int, turn: int) -> int:
         """Return the bytes that others may hold during a lane's turn of this number."""
         if self._most is None:
-            return self.room + self._turns * self._book.top
+            return self.room + int(self._turns * self._book.top)
         need = self._book.most(turn) if self._book.shown(turn, lane) else None
         return self.room + (0 if need is None else max(0, self._most - need))
 

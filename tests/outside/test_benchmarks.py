@@ -119,7 +119,10 @@ def test_a_benchmark_runs_quickly_and_its_table_can_be_written(
     assert tables.table(table).startswith("|")
 
 
-@pytest.mark.parametrize(("table", "words"), [("mbs/speed", "anybatch"), ("agbn/lanes", "leaves")])
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [("mbs/speed", "anybatch"), ("agbn/lanes", "leaves"), ("agbn/lanes_parts", "all leaves")],
+)
 def test_a_benchmark_of_seconds_runs_in_both_malloc_modes(
     table: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

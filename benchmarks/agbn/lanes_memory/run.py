@@ -3,20 +3,21 @@
 Three networks with BatchNorm, float32: ResNet-18 of width 64 on 256 images of 32 pixels, a U-Net of
 width 32 on 128 images of 64 pixels, ResNet-50 on 256 images of 64 pixels. All that waits leaves for
 a file, as `micro_batch=` alone has it, but for what the next micro-batches need: as many bytes as
-one holds in a turn, twice. `plain` is a loop by hand over micro-batches of the same size, which are
-normalised by themselves.
+one holds in a turn, one and a half times. `plain` is a loop by hand over micro-batches of the same
+size, which are normalised by themselves.
 
 Live bytes are those of tensors at the peak of the second step: parameters, buffers, gradients and
 all that the step allocates, without the mini-batch. The goal is a tenth of the undivided batch's,
-plus a set of gradients. From outside: the most that the process has had in memory, as the system
-tells its parent when it ends, less the same of a process that built everything and trained nothing;
-in the malloc mode "tight", where blocks over 1 MiB return to the system when they are freed.
+plus a set of gradients. From outside: the most that the process has had in memory, as its parent
+reads it from the system, less what it had after a step of two samples; in the malloc mode "tight",
+where blocks over 1 MiB return to the system when they are freed.
 
 A scan over the number of micro-batches of a small ResNet shows both fall together.
 """
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,42 +34,50 @@ LANES = 16
 COUNTS = (2, 4, 8, 16, 32, 64, 128)
 SMALL = "small"
 SHARE = 0.10
-WAYS = ("idle", "undivided", "plain", "lanes")
+WAYS = ("undivided", "plain", "lanes")
 Results = dict[str, Any]
 
 
 def child(name: str, way: str, lanes: int) -> Results:
-    """Run one way in a new process; what it counted, and the most it has had in memory."""
+    """Run one way in a new process; what it counted, and by how much it has grown."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
     command = [sys.executable, "-m", "benchmarks.agbn.lanes_memory.one", name, way, str(lanes)]
-    reading, writing = os.pipe()
-    pid = os.posix_spawn(
-        sys.executable,
+    with subprocess.Popen(
         command,
-        {**ours, **settings_of("tight", glibc())},
-        file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1), (os.POSIX_SPAWN_CLOSE, reading)],
-    )
-    os.close(writing)
-    with open(reading) as pipe:  # noqa: PTH123
-        printed = pipe.read()
-    _, status, usage = os.wait4(pid, 0)
-    if status:
-        raise RuntimeError(f"{' '.join(command)} ended with {status}")
-    found: Results = json.loads(printed.splitlines()[-1])
-    return {**found, "resident": 1024 * usage.ru_maxrss}
+        env={**ours, **settings_of("tight", glibc())},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        before = resident(process.pid, "VmRSS")
+        print(file=process.stdin, flush=True)
+        said = process.stdout.readline()
+        most = resident(process.pid, "VmHWM")
+        print(file=process.stdin, flush=True)
+    found: Results = json.loads(said)
+    return {**found, "growth": most - before}
+
+
+def resident(pid: int, field: str) -> int:
+    """Bytes of a process in memory, now (VmRSS) or at most so far (VmHWM)."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def judged(cells: Results) -> Results:
-    """The cells of a network with growth beside `idle`, shares, and whether the goal is kept."""
-    idle, whole = cells["idle"]["resident"], cells["undivided"]
-    for cell in cells.values():
-        cell["growth"] = cell["resident"] - idle
-    lanes = cells["lanes"]
-    beyond = lanes["peak"] - lanes["gradients"]
+    """The cells of a network with the shares of the undivided batch, and whether the goal is kept.
+
+    Gradients are taken off the lanes'; parameters and buffers were there before the growth.
+    """
+    lanes, whole = cells["lanes"], cells["undivided"]
+    inside = (lanes["peak"] - lanes["gradients"]) / whole["peak"]
     grown = lanes["growth"] + lanes["states"] - lanes["gradients"]
-    of = whole["growth"] + whole["states"]
-    share = {"inside": round(beyond / whole["peak"], 4), "outside": round(grown / of, 4)}
-    return {"ways": cells, "share": share, "kept": share["inside"] <= SHARE}
+    outside = grown / (whole["growth"] + whole["states"])
+    share = {"inside": round(inside, 4), "outside": round(outside, 4)}
+    return {"ways": cells, "share": share, "kept": inside <= SHARE}
 
 
 def main(
@@ -88,7 +97,7 @@ def main(
             way: child(name, way, LANES)
             for way in track(WAYS, description=name, console=console, auto_refresh=False)
         }
-        results["environment"] = cells["idle"]["environment"]
+        results["environment"] = cells["lanes"]["environment"]
         results["nets"][name] = judged({w: _without(cell) for w, cell in cells.items()})
     if "scan" in chosen:
         counts = (2,) if quick else COUNTS

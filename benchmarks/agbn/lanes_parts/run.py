@@ -146,7 +146,7 @@ def main(
         return
     results = read(out / "results.json") or {}
     modes: Results = results.get("modes", {mode: {} for mode in MALLOC})
-    for name in (only,) if only else PARTS:
+    for name in (only,) if only else PARTS[:1] if quick else PARTS:
         for mode in MALLOC:
             modes[mode] |= child(mode, name, quick=quick)
     shown = {name: {k: str(v) for k, v in size.items()} for name, size in sizes.items()}
