@@ -189,8 +189,8 @@ def sum_apart(engine: Engine) -> None:
     """Sum as a plan would have it that finds room for an accumulator."""
     step = engine._runner.step
 
-    def with_room(*arguments: Any, apart: bool) -> Step:
-        return step(*arguments, apart=True)
+    def with_room(*arguments: Any, apart: bool, **others: Any) -> Step:
+        return step(*arguments, apart=True, **others)
 
     engine._runner.step = with_room  # type: ignore[method-assign]
 
@@ -718,7 +718,9 @@ model.zero_grad()
 engine = Engine(model, F.cross_entropy, micro_batch=int(sys.argv[1]))
 if sys.argv[2] == "apart":
     make = engine._runner.step
-    engine._runner.step = lambda *arguments, apart: make(*arguments, apart=True)
+    engine._runner.step = lambda *arguments, apart, **others: make(
+        *arguments, apart=True, **others
+    )
 limit = data_bytes() + 30 * 2**20  # one activation of the whole batch is 32 MiB
 resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 try:
