@@ -21,9 +21,9 @@ INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[None]:
-    """Turn an error of the person's into one line and an exit code."""
-    errors = Console(stderr=True)
+def ending(*, quiet: bool = False) -> Iterator[None]:
+    """Turn an error of the person's into one line and an exit code; `quiet`: another says it."""
+    errors = Console(stderr=True, quiet=quiet)
 
     def say(text: str) -> None:
         errors.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -61,6 +61,8 @@ def summary_table(summary: Summary) -> Table:
         "batch": str(summary.batch_size),
         "micro-batch": str(summary.micro_batch),
         name: percent(summary.last),
+        **({"ranks": str(summary.ranks)} if summary.ranks > 1 else {}),
+        **({"BatchNorm": f"exact from epoch {at}"} if (at := summary.exact_from) else {}),
         "seconds": f"{summary.seconds:.1f}",
         "images/s": f"{summary.images_per_second:,.0f}",
         "run folder": summary.run_folder or "-",
