@@ -73,12 +73,15 @@ def test_a_run_goes_on_bit_for_bit_on_either_side_of_the_change(
 ) -> None:
     settings = dataclasses.replace(ADAPTIVE, data=str(classes(count=8)), memory="200KiB", epochs=5)
     train(dataclasses.replace(settings, out=tmp_path / "whole"))
-    for at in (23, 25):  # of 24 micro-batches before the change
-        cut = tmp_path / str(at)
-        with pytest.raises(Interrupted):
-            train(dataclasses.replace(settings, out=cut), Stopped(at))
-        resume(cut)
-        assert same_end(tmp_path / "whole", cut), at
+    cut = tmp_path / "cut"
+    with pytest.raises(Interrupted):
+        train(dataclasses.replace(settings, out=cut), Stopped(23))
+    with pytest.raises(Interrupted):  # one step later, the first after the change
+        resume(cut, progress=Stopped(4))
+    assert checkpoint(cut)["step"] == 8
+    assert checkpoint(cut)["plan"] is not None
+    resume(cut)
+    assert same_end(tmp_path / "whole", cut)
 
 
 def test_after_the_change_the_budget_holds_and_the_plan_is_for_lanes(
@@ -101,7 +104,7 @@ def test_a_large_mini_batch_stays_local(
     tmp_path: Path, classes: Make, modes: list[tuple[int, str]]
 ) -> None:
     settings = dataclasses.replace(ADAPTIVE, data=str(classes(count=8)), out=tmp_path / "run")
-    settings = dataclasses.replace(settings, batch_size=7, max_batch=6, epochs=10, memory="1MiB")
+    settings = dataclasses.replace(settings, batch_size=7, max_batch=6, epochs=10)
     shown = Stopped()
     train(settings, shown)
     assert {mode for size, mode in modes if size == 7} == {"local"}

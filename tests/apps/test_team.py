@@ -31,7 +31,7 @@ SMALL = Settings(
     lr=0.05,
     epochs=2,
     batch_size=600,
-    micro_batch=250,
+    micro_batch=150,
     threads=1,
 )
 ROUNDING = 1e-9
@@ -183,6 +183,23 @@ def test_another_number_of_ranks_goes_on_up_to_rounding(
     assert "ranks" not in config["process"]
 
 
+def test_batchnorm_of_all_ranks_becomes_exact_in_the_same_epoch(
+    tmp_path: Path, two: Pool, classes: Make
+) -> None:
+    settings = dataclasses.replace(SMALL, data=str(classes(count=8)), batch_size=6, micro_batch=2)
+    settings = dataclasses.replace(settings, lr=1e-9, epochs=9, memory="200KiB")
+    settings = dataclasses.replace(settings, batchnorm="adaptive")
+    found = two.run(trained, dataclasses.replace(settings, out=tmp_path / "whole"), 0)
+    first, second = (summary.exact_from for summary, _ in found)
+    assert first == second
+    assert first is not None
+    before = 4 * (first - 1)  # micro-batches of a rank
+    two.each(trained, dataclasses.replace(settings, out=tmp_path / "cut"), before + 1)
+    assert checkpoint(tmp_path / "cut")["epoch"] == first - 1
+    two.run(resumed, tmp_path / "cut")
+    assert same_end(tmp_path / "whole", tmp_path / "cut")
+
+
 def interrupted(rank: int, size: int, settings: Settings, number: int) -> Any:
     """Train; a signal comes to the last rank only, in the first step."""
 
@@ -197,10 +214,17 @@ def interrupted(rank: int, size: int, settings: Settings, number: int) -> Any:
         hook.remove()
 
 
-def test_a_signal_to_one_rank_ends_all_between_two_steps(tmp_path: Path, two: Pool) -> None:
-    settings = dataclasses.replace(SMALL, out=tmp_path / "run")
-    found = two.each(interrupted, settings, signal.SIGINT)
-    assert all(isinstance(one, Interrupted) for one in found), found
+def test_a_signal_to_one_rank_ends_all_between_two_steps(
+    tmp_path: Path, two: Pool, classes: Make
+) -> None:
+    settings = dataclasses.replace(SMALL, data=str(classes(count=8)), batch_size=6, micro_batch=2)
+    settings = dataclasses.replace(settings, out=tmp_path / "run")
+    planned = dataclasses.replace(settings, memory="1MiB")
+    found = two.each(interrupted, planned, signal.SIGINT)  # while the step is planned
+    assert [type(one) for one in found] == [KeyboardInterrupt, KeyboardInterrupt]
+    assert not (tmp_path / "run").exists()
+    found = two.each(interrupted, settings, signal.SIGTERM)
+    assert all(isinstance(one, Interrupted) and one.terminated for one in found), found
     assert checkpoint(tmp_path / "run")["step"] == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
 

@@ -20,7 +20,7 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.train import resume, train
 
 ROOT = Path(__file__).parents[2]
-EPOCHS = 30
+EPOCHS = 20
 PATIENCE = 60.0
 """Seconds after which a run that does not end counts as hanging."""
 
