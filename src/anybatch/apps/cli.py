@@ -143,7 +143,7 @@ def train(
     """
     team = Team.here()
     console = Console(quiet=not team.leads)
-    with team, ending(quiet=not team.leads), terminable():
+    with team, ending(team), terminable():
         if compare:
             team.refuse("compare")
         _refuse_together(resume=resume is not None, replan=replan, compare=compare)

@@ -85,7 +85,7 @@ def plan(
     adaptive, that of the epochs before BatchNorm becomes exact.
     """
     team = Team.here()
-    with ending(quiet=not team.leads):
+    with ending(team):
         team.refuse("plan")
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
@@ -151,7 +151,7 @@ def check(
     Exit code 1 when they differ by more than rounding; the report says where, and why.
     """
     team = Team.here()
-    with ending(quiet=not team.leads):
+    with ending(team):
         team.refuse("check")
         settings = Settings(
             data=data,

@@ -16,17 +16,19 @@ from rich.table import Table
 from anybatch import AnybatchError
 from anybatch.apps.interrupts import Terminated
 from anybatch.apps.summary import Interrupted, Summary
+from anybatch.apps.team import ALONE, Team
 
 INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 
 
 @contextlib.contextmanager
-def ending(*, quiet: bool = False) -> Iterator[None]:
-    """Turn an error of the person's into one line and an exit code; `quiet`: another says it."""
-    errors = Console(stderr=True, quiet=quiet)
+def ending(team: Team = ALONE) -> Iterator[None]:
+    """Turn an error of the person's into one line, of all ranks, and an exit code."""
+    errors = Console(stderr=True)
 
-    def say(text: str) -> None:
-        errors.print(text, markup=False, highlight=False, soft_wrap=True)
+    def say(text: str, *, speaks: bool = team.leads) -> None:
+        if speaks:
+            errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
     try:
         yield
@@ -42,7 +44,7 @@ def ending(*, quiet: bool = False) -> Iterator[None]:
         terminated = isinstance(stop, Terminated)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except AnybatchError as error:
-        say(f"error: {error}")
+        say(f"error: {error}", speaks=team.speaks())
         raise typer.Exit(1) from None
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from anybatch import AnybatchError, StepReport
 from anybatch.apps import checkpoint
+from anybatch.apps.alike import refuse_unequal
 from anybatch.apps.build import Parts, circumstances
 from anybatch.apps.checkpoint import Counts, Part, State, Trained, WholeStep
 from anybatch.apps.faults import refuse_not_finite
@@ -127,7 +128,8 @@ class Run:
     def _begin(self) -> None:
         """Make the plan, and write it and the first checkpoint, before the first step."""
         self.begun = self.counts.resumed > 0
-        self.team.refuse_unequal(self.parts.model)
+        if self.team.several:
+            refuse_unequal(self.parts.model)
         planned = self._plan(self.counts.epoch + 1)
         with unbroken():
             if self.config is not None:

@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch import nn
 
 from anybatch import RankError
-from anybatch.apps.alike import checksum, same_buffers
+from anybatch.apps.alike import same_buffers
 from anybatch.apps.devices import find_device
-from anybatch.apps.faults import SettingsError, TrainingError
+from anybatch.apps.faults import SettingsError
 from anybatch.apps.interrupts import Terminated, noted
 from anybatch.apps.metrics import Metric
 from anybatch.ranks.group import group_of
@@ -45,6 +45,9 @@ from anybatch.ranks.group import group_of
 OVER = "anybatch/train/over"
 PATIENCE = 60
 """Seconds that the others wait for rank 0 to write down how the run ended."""
+
+EARLY = 5.0
+"""Seconds that torchrun has to end a rank that has the same fault as rank 0."""
 
 LOOK = 0.05
 """Seconds between two looks."""
@@ -85,6 +88,17 @@ class Team:
     def leads(self) -> bool:
         """Whether this process has the console and the run folder."""
         return self.rank == 0
+
+    def speaks(self) -> bool:
+        """Return whether this process says why it ends: rank 0 does, where it can know.
+
+        Before they know each other most faults are of all ranks; one that torchrun does not end,
+        as it does when rank 0 has ended, has a fault of its own.
+        """
+        if self.leads or self._made or dist.is_initialized():
+            return self.leads
+        time.sleep(EARLY)
+        return True
 
     def refuse(self, what: str) -> None:
         """Refuse what only one process can do.
@@ -277,23 +291,6 @@ class Team:
             one, other = (int(sum(column)) for column in zip(*rows, strict=True))
             was = total.counts()
             total.go_on_from((was[0] + one, was[1] + other))
-
-    def refuse_unequal(self, model: nn.Module) -> None:
-        """Refuse a model that is not the same on every rank.
-
-        Raises:
-            TrainingError: naming the ranks where it differs from that of rank 0.
-        """
-        if not self.several:
-            return
-        sums = [row[0] for row in self.gather(checksum(model))]
-        others = [f"rank {rank}" for rank, one in enumerate(sums) if one != sums[0]]
-        if others:
-            raise TrainingError(
-                f"every rank must begin with the same weights; those of {', '.join(others)} are "
-                "not those of rank 0. Let the model draw them from the generators of torch, "
-                "Python or numpy, which --seed sets alike."
-            )
 
 
 def _interrupt(signals: list[int]) -> KeyboardInterrupt:
