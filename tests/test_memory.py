@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch import Engine, memory
-from anybatch.memory import _host_limits, left
+from anybatch.memory import _host_limits, _shared, left
 
 GIB = 1 << 30
 
@@ -125,3 +125,12 @@ def test_with_nothing_given_what_is_left_is_planned_for_and_named(
     assert engine.plan.memory.source == "a limit, less 20 %"
     assert engine.plan.memory.budget == 80_000 + 4 * (15 + 3)
     assert "(a limit, less 20 %)" in str(engine.plan)
+
+
+def test_the_ranks_of_a_machine_share_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(9 * GIB, "memory available"), (GIB, "RLIMIT_AS")]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert list(_shared(limits)) == limits  # not of torchrun
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    shared = (3 * GIB, "memory available, for each of 3 ranks")
+    assert list(_shared(limits)) == [shared, limits[1]]

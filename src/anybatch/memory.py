@@ -6,13 +6,16 @@ can catch. A fifth of it is left alone. On CUDA it is what the driver says is fr
 twentieth: the allocator rounds up, and libraries take workspace.
 
     budget = what the tensors of the process hold now + share * what is left
+
+The processes that torchrun starts on one machine share what the machine has left, and what a
+control group has: each takes its part. A GPU is one rank's.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -34,7 +37,7 @@ def left(device: torch.device) -> tuple[int, str]:
         free, _ = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(SHARE_CUDA * (free + idle)), f"free on {device}, less 5 %"
-    limits = sorted(_host_limits(Path("/")))
+    limits = sorted(_shared(_host_limits(Path("/"))))
     if not limits:
         raise ValueError(
             "memory= must be given where the system does not tell what is left, such as "
@@ -42,6 +45,15 @@ def left(device: torch.device) -> tuple[int, str]:
         )
     free, words = limits[0]
     return int(SHARE_CPU * max(0, free)), f"{words}, less 20 %"
+
+
+def _shared(limits: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the part of one rank of those that torchrun has started on this machine."""
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else 1
+    for free, words in limits:
+        alone = ranks == 1 or words.startswith("RLIMIT")
+        yield (free, words) if alone else (free // ranks, f"{words}, for each of {ranks} ranks")
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:

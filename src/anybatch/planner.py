@@ -135,11 +135,8 @@ class Planner:
         optimizer: torch.optim.Optimizer | None,
         refuse_division: Callable[[], None],
     ) -> Allowed:
-        if self._settled is not None:
-            settled, self._settled = self._settled, None
-            self.decided += 1
-            self.budget, self.source = settled.memory.budget, settled.memory.source
-            self._best = settled.micro_batch, kind.elements
+        settled = self._of_plan(kind)
+        if settled is not None:
             return settled
         case = cache(make_case)
         if self.budget is None:
@@ -172,6 +169,22 @@ class Planner:
         if self._best is None and kind.trains:
             self._best = n, kind.elements
         return self._described(foreseen, kind, n, timed, fresh=fresh)
+
+    def _of_plan(self, kind: Kind) -> Allowed | None:
+        """Return what a plan that was given says of its first batch; None for other batches.
+
+        One without lanes is none for a batch that is divided where its samples meet.
+        """
+        settled = self._settled
+        if settled is None:
+            return None
+        self.budget, self.source = settled.memory.budget, settled.memory.source
+        self._best = settled.micro_batch, kind.elements
+        if settled.lanes != kind.lanes and settled.micro_batch < kind.size:
+            return None
+        self._settled = None
+        self.decided += 1
+        return settled
 
     def _described(
         self, foreseen: Forecast, kind: Kind, n: int, timed: dict[int, float], *, fresh: bool

@@ -149,7 +149,7 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
     )
     assert json.loads((out / "summary.json").read_text())["interrupted"] is True
 
-    def impatient(settings: Settings, progress: object) -> None:
+    def impatient(settings: Settings, progress: object, *, team: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "run_training", impatient)

@@ -13,7 +13,8 @@ from tests.apps.conftest import Make
 from torch import Tensor, nn
 
 from anybatch import NotExactError
-from anybatch.apps.build import build, find_device, seeded
+from anybatch.apps.build import build, seeded
+from anybatch.apps.devices import find_device
 from anybatch.apps.faults import DataError, RunFolderError, SettingsError, TrainingError
 from anybatch.apps.progress import Gauge, Silent
 from anybatch.apps.run_folder import RunFolder

@@ -111,4 +111,4 @@ def test_a_crop_larger_than_the_image_is_refused() -> None:
 
 
 def test_the_order_without_shuffling_is_the_order() -> None:
-    assert list(InEpochs(3, 7, shuffle=False)) == [(0, 0), (0, 1), (0, 2)]
+    assert list(InEpochs(3, 2, 7, shuffle=False)) == [[(0, 0), (0, 1)], [(0, 2)]]

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from anybatch import Loss
 from anybatch.apps import allocator
 from anybatch.apps.data import Data, open_data
-from anybatch.apps.faults import SettingsError
+from anybatch.apps.devices import find_device
 from anybatch.apps.losses import make_loss
 from anybatch.apps.models.find import find_model
 from anybatch.apps.recipes import Recipe, choose, chosen_image_size
 from anybatch.apps.settings import Settings
 from anybatch.apps.summary import versions
-from anybatch.apps.views import Loader, Views, make_views
+from anybatch.apps.team import ALONE, Team
+from anybatch.apps.views import Loader, Share, Views, make_views
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class Parts:
     loss: Callable[..., Tensor] | Loss
     device: torch.device
 
-    def loader(self, settings: Settings, *, shuffle: bool) -> Loader:
+    def loader(self, settings: Settings, *, shuffle: bool, team: Team = ALONE) -> Loader:
         """Return the mini-batches of the training views, shuffled, or of the test views."""
         return Loader(
             self.train if shuffle else self.test,
@@ -46,17 +47,18 @@ class Parts:
             seed=settings.seed,
             shuffle=shuffle,
             workers=settings.workers,
+            share=Share(team.rank, team.size),
         )
 
 
-def build(settings: Settings) -> Parts:
-    """Open the data and make everything that `settings` name.
+def build(settings: Settings, team: Team = ALONE) -> Parts:
+    """Open the data and make everything that `settings` name, for one rank of the `team`.
 
     Raises:
         AnybatchError: one of the command's errors, when something does not fit together.
     """
     settings.checked()
-    device = find_device(settings.device)
+    device = find_device(team.device(settings.device))
     data = open_data(settings, chosen_image_size(settings))
     recipe = choose(settings, data.task)
     loss = make_loss(recipe.loss, data.task)
@@ -82,7 +84,7 @@ def build(settings: Settings) -> Parts:
     )
 
 
-def describe(settings: Settings, parts: Parts) -> dict[str, Any]:
+def describe(settings: Settings, parts: Parts, team: Team = ALONE) -> dict[str, Any]:
     """Return what config.json holds: all that was said, and all that was decided from it."""
     data = parts.data
     return {
@@ -108,28 +110,28 @@ def describe(settings: Settings, parts: Parts) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "device": str(parts.device),
             "malloc": allocator.running(os.environ),
+            **({"ranks": team.size} if team.several else {}),
         },
         "versions": versions(),
     }
 
 
-def find_device(name: str | None) -> torch.device:
-    """Return the device called `name`; None is CUDA where there is one, else the CPU.
-
-    Raises:
-        SettingsError: when there is no such device here.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SettingsError(
-            f"device must be one that torch can use here; got {name!r} ({_first_line(error)}). "
-            "Leave --device out to have it chosen."
-        ) from error
-    return device
+def circumstances(settings: Settings, parts: Parts, team: Team) -> dict[str, Any]:
+    """Return what a run's summary says of what it was made of."""
+    return {
+        "batch_size": settings.batch_size,
+        "model": parts.recipe.model,
+        "parameters": sum(parameter.numel() for parameter in parts.model.parameters()),
+        "train_samples": len(parts.data.train),
+        "test_samples": len(parts.data.test),
+        "seed": settings.seed,
+        "threads": torch.get_num_threads(),
+        "device": str(parts.device),
+        "malloc": allocator.running(os.environ),
+        "versions": versions(),
+        "ranks": team.size,
+        "run_folder": None if settings.out is None else str(settings.out),
+    }
 
 
 @contextlib.contextmanager
@@ -153,7 +155,3 @@ def seeded(seed: int, threads: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

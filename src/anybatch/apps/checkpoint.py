@@ -47,6 +47,16 @@ class Part:
     loss: float = 0.0
     seconds: float = 0.0
 
+    def figures(self) -> dict[str, Any]:
+        """Return what the line of an epoch says of it."""
+        return {
+            "metric": self.metric.name,
+            "train_loss": self.loss / self.images,
+            f"train_{self.metric.name}": self.metric.value(),
+            "seconds": self.seconds,
+            "images_per_second": self.images / max(self.seconds, 1e-9),
+        }
+
     def state(self) -> State:
         """Return it as plain data."""
         numbers = {name: value for name, value in vars(self).items() if name != "metric"}
@@ -103,8 +113,8 @@ class Trained:
             ) from error
 
 
-def check_format(state: State) -> None:
-    """Refuse a checkpoint that does not hold what is needed to go on.
+def checked(state: State) -> State:
+    """Return a checkpoint that holds what is needed to go on.
 
     Raises:
         RunFolderError: when it was written by another version of the command.
@@ -115,6 +125,7 @@ def check_format(state: State) -> None:
             f"{state.get('format', 0)}, of another version of anybatch. Use that version, or start "
             "again with --overwrite."
         )
+    return state
 
 
 def dice() -> State:

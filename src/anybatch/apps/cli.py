@@ -34,6 +34,7 @@ from anybatch.apps.options import (
     LossOption,
     LrOption,
     MallocOption,
+    MaxBatchOption,
     MemoryOption,
     MicroBatchOption,
     MinutesOption,
@@ -60,6 +61,7 @@ from anybatch.apps.process import allocate
 from anybatch.apps.progress import make_progress
 from anybatch.apps.saved_run import SavedRun
 from anybatch.apps.settings import Settings, parse_image_size
+from anybatch.apps.team import Team
 from anybatch.apps.train import resume as resume_training
 from anybatch.apps.train import train as run_training
 
@@ -114,6 +116,7 @@ def train(
     loss: LossOption = None,
     norm: NormOption = "group",
     batchnorm: BatchNormOption = "exact",
+    max_batch: MaxBatchOption = None,
     image_size: SizeOption = None,
     crop: CropOption = None,
     crops: CropsOption = 1,
@@ -135,13 +138,19 @@ def train(
 
     Name the --memory that a step may hold, and the fastest micro-batch that fits is found. A run
     that was stopped, by Ctrl-C or by anything else, goes on with --resume RUN.
+
+    Several processes, started by torchrun as "-m anybatch train", share every mini-batch.
     """
-    console = Console()
-    with ending(), terminable():
+    team = Team.here()
+    console = Console(quiet=not team.leads)
+    with team, ending(team), terminable():
+        if compare:
+            team.refuse("compare")
         _refuse_together(resume=resume is not None, replan=replan, compare=compare)
         budgeted = memory is not None or (resume is not None and SavedRun.read(resume).budgeted)
         allocated = allocate(context, malloc, device, budgeted=budgeted)
         console.print(allocated, highlight=False, soft_wrap=True)
+        team.meet(device)
         settings = Settings(
             data=data,
             out=out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S"),
@@ -160,6 +169,7 @@ def train(
             loss=loss,
             norm=norm,
             batchnorm=batchnorm,
+            max_batch=max_batch,
             image_size=None if image_size is None else parse_image_size(image_size),
             crop=crop,
             crops=crops,
@@ -178,10 +188,10 @@ def train(
             return
         progress = make_progress(console)
         if resume is None:
-            summary = run_training(settings, progress)
+            summary = run_training(settings, progress, team=team)
         else:
             given = _given(context, settings)
-            summary = resume_training(resume, given, progress, replan=replan)
+            summary = resume_training(resume, given, progress, replan=replan, team=team)
         console.print(summary_table(summary))
         if summary.skipped:
             plural = ("file", "was") if summary.skipped == 1 else ("files", "were")

@@ -13,6 +13,7 @@ from anybatch import Plan
 from anybatch import check as check_gradients
 from anybatch import plan as foresee
 from anybatch.apps.build import Parts, build, seeded
+from anybatch.apps.norms import Norms
 from anybatch.apps.options import (
     BatchNormOption,
     BatchSizeOption,
@@ -22,6 +23,7 @@ from anybatch.apps.options import (
     JsonOption,
     LossOption,
     MallocOption,
+    MaxBatchOption,
     MeasureOption,
     MemoryOption,
     MicroBatchOption,
@@ -43,6 +45,7 @@ from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
 from anybatch.apps.recipes import make_optimizer
 from anybatch.apps.settings import Settings, parse_image_size
+from anybatch.apps.team import Team
 from anybatch.apps.views import Batch
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
@@ -67,6 +70,7 @@ def plan(
     loss: LossOption = None,
     norm: NormOption = "group",
     batchnorm: BatchNormOption = "exact",
+    max_batch: MaxBatchOption = None,
     image_size: SizeOption = None,
     crop: CropOption = None,
     seed: SeedOption = 0,
@@ -77,9 +81,12 @@ def plan(
 ) -> None:
     """Explain what a step would do, hold and take, as a database explains a query; train nothing.
 
-    The plan is that of `train` for the first mini-batch of the training data.
+    The plan is that of `train` for the first mini-batch of the training data; with --batchnorm
+    adaptive, that of the epochs before BatchNorm becomes exact.
     """
-    with ending():
+    team = Team.here()
+    with ending(team):
+        team.refuse("plan")
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
             data=data,
@@ -94,6 +101,7 @@ def plan(
             loss=loss,
             norm=norm,
             batchnorm=batchnorm,
+            max_batch=max_batch,
             image_size=None if image_size is None else parse_image_size(image_size),
             crop=crop,
             seed=seed,
@@ -111,7 +119,7 @@ def plan(
                 memory=memory,
                 optimizer=make_optimizer(parts.recipe, parts.model.parameters()),
                 micro_batch=micro_batch,
-                batchnorm=batchnorm,
+                batchnorm=Norms(settings, batch_size).given,
                 timed=measure,
             )
         lines = [
@@ -142,7 +150,9 @@ def check(
 
     Exit code 1 when they differ by more than rounding; the report says where, and why.
     """
-    with ending():
+    team = Team.here()
+    with ending(team):
+        team.refuse("check")
         settings = Settings(
             data=data,
             task=task,

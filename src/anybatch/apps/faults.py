@@ -7,6 +7,8 @@ so the command prints exactly the errors below (and the library's) and lets ever
 
 from __future__ import annotations
 
+import math
+
 from anybatch import AnybatchError
 
 
@@ -28,6 +30,19 @@ class RunFolderError(AnybatchError):
 
 class TrainingError(AnybatchError):
     """Training itself went wrong: its loss is no longer a number."""
+
+
+def refuse_not_finite(loss: float, step: int, epoch: int) -> None:
+    """Refuse to take a step whose loss is no number.
+
+    Raises:
+        TrainingError: naming the step.
+    """
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the loss must be a finite number; got {loss} in step {step} of epoch {epoch}. The "
+            "weights are those before that step; try a smaller --lr."
+        )
 
 
 class MissingExtraError(AnybatchError):

@@ -49,22 +49,36 @@ def unbroken() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    ours = [number for number, handler in before.items() if handler is not None]
-    for number in ours:
-        signal.signal(number, lambda number, _frame: came.append(number))
-    try:
+    with noted() as came:
         yield
-    finally:
-        for number in ours:
-            signal.signal(number, before[number])
     for late in came:
         handler = before[signal.Signals(late)]
         if callable(handler):
             handler(late, None)
         elif handler == signal.SIG_DFL:
             signal.raise_signal(late)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[list[int]]:
+    """Let neither Ctrl-C nor SIGTERM take effect in a block; yield the signals that have come.
+
+    In a thread other than the main one, where Python delivers no signal, it does nothing.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    ours = [number for number, handler in before.items() if handler is not None]
+    for number in ours:
+        signal.signal(number, lambda number, _frame: came.append(number))
+    try:
+        yield came
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
 
 
 def deaf() -> None:

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from anybatch import StepReport
+
 NAME = "metrics.jsonl"
 
 
@@ -89,10 +91,23 @@ class Log:
         self._waiting = b""
 
 
+def step_row(at: Mapping[str, Any], report: StepReport, seconds: float) -> dict[str, Any]:
+    """Return the line of a step; of several ranks, micro-batches and bytes are those of rank 0."""
+    return {
+        "kind": "step",
+        **at,
+        "samples": report.samples,
+        "micro_batches": report.micro_batches,
+        "peak_bytes": report.peak_bytes,
+        "seconds": seconds,
+        "images_per_second": report.samples / max(seconds, 1e-9),
+    }
+
+
 def lines_until(text: bytes, step: int, epoch: int) -> list[bytes]:
     """Return the whole lines of a log up to `step` and `epoch`, the last ones that are kept.
 
-    A line cut short by the end of a process is no line. The line of an epoch comes after those of
+    A line cut short by the end of a process is no line. The lines of an epoch come after those of
     its steps, and may be missing though they are there.
     """
     return [line for line in text.splitlines() if _counts(line, step, epoch)]
@@ -101,7 +116,7 @@ def lines_until(text: bytes, step: int, epoch: int) -> list[bytes]:
 def _counts(line: bytes, step: int, epoch: int) -> bool:
     try:
         record = json.loads(line)
-        last = epoch if record["kind"] == "epoch" else step
-        return bool(record[record["kind"]] <= last)
+        ends = record["kind"] == "step"
+        return bool(record["step"] <= step if ends else record["epoch"] <= epoch)
     except (ValueError, KeyError, TypeError):
         return False

@@ -53,7 +53,9 @@ DeviceOption = Annotated[
 SkipOption = Annotated[
     bool, typer.Option("--skip-corrupt", help="Train without the images that cannot be read.")
 ]
-BatchSizeOption = Annotated[int, typer.Option(help="Samples of a mini-batch: of one step.")]
+BatchSizeOption = Annotated[
+    int, typer.Option(help="Samples of a mini-batch: of one step, of all ranks.")
+]
 MicroBatchOption = Annotated[
     int | None,
     typer.Option(help="Samples on the device at once. Default: the fastest that fits."),
@@ -75,7 +77,14 @@ ScheduleOption = Annotated[
 ]
 BatchNormOption = Annotated[
     BatchNormMode,
-    typer.Option(help="exact: of the whole batch; local: of each micro-batch, inexact."),
+    typer.Option(
+        help="exact: of the whole batch; local: of each micro-batch, inexact; adaptive: local "
+        "until the training loss no longer falls, then exact."
+    ),
+]
+MaxBatchOption = Annotated[
+    int | None,
+    typer.Option(help="With --batchnorm adaptive: a mini-batch of so many samples stays local."),
 ]
 CropsOption = Annotated[int, typer.Option(help="Random crops of an image in an epoch.")]
 PadOption = Annotated[

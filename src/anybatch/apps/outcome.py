@@ -16,17 +16,19 @@ from rich.table import Table
 from anybatch import AnybatchError
 from anybatch.apps.interrupts import Terminated
 from anybatch.apps.summary import Interrupted, Summary
+from anybatch.apps.team import ALONE, Team
 
 INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 
 
 @contextlib.contextmanager
-def ending() -> Iterator[None]:
-    """Turn an error of the person's into one line and an exit code."""
+def ending(team: Team = ALONE) -> Iterator[None]:
+    """Turn an error of the person's into one line, of all ranks, and an exit code."""
     errors = Console(stderr=True)
 
-    def say(text: str) -> None:
-        errors.print(text, markup=False, highlight=False, soft_wrap=True)
+    def say(text: str, *, speaks: bool = team.leads) -> None:
+        if speaks:
+            errors.print(text, markup=False, highlight=False, soft_wrap=True)
 
     try:
         yield
@@ -42,7 +44,7 @@ def ending() -> Iterator[None]:
         terminated = isinstance(stop, Terminated)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except AnybatchError as error:
-        say(f"error: {error}")
+        say(f"error: {error}", speaks=team.speaks())
         raise typer.Exit(1) from None
 
 
@@ -61,6 +63,8 @@ def summary_table(summary: Summary) -> Table:
         "batch": str(summary.batch_size),
         "micro-batch": str(summary.micro_batch),
         name: percent(summary.last),
+        **({"ranks": str(summary.ranks)} if summary.ranks > 1 else {}),
+        **({"BatchNorm": f"exact from epoch {at}"} if (at := summary.exact_from) else {}),
         "seconds": f"{summary.seconds:.1f}",
         "images/s": f"{summary.images_per_second:,.0f}",
         "run folder": summary.run_folder or "-",

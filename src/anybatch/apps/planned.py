@@ -9,17 +9,25 @@ goes on with the run obeys it.
                   ^                                      │
                   └── memory ran out, or more was held ──┘
 
+Where BatchNorm becomes exact in the course of a run, what was planned is another training's: a new
+plan is made before the next step. Of several ranks each plans for its own device, and all keep to
+the smallest micro-batch; the plan of rank 0 is the run's.
+
 Source: design, section 4, "A run folder's plan is the run's plan".
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
 from anybatch import Engine, Plan
 from anybatch.apps.build import Parts
 from anybatch.apps.faults import RunFolderError, SettingsError
+from anybatch.apps.norms import Norms
 from anybatch.apps.settings import Settings
+from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Batch
 from anybatch.memory import left
 
@@ -33,18 +41,33 @@ class Planned:
         waits: the plan is still to be made, by `make`, before the first step.
     """
 
-    def __init__(self, settings: Settings, parts: Parts, optimizer: torch.optim.Optimizer) -> None:
-        self.plan: Plan | None = None
-        self.waits = settings.planned
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Parts,
+        optimizer: torch.optim.Optimizer,
+        norms: Norms,
+        team: Team = ALONE,
+    ) -> None:
         self._settings, self._parts, self._optimizer = settings, parts, optimizer
+        self._norms, self._team = norms, team
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin as if nothing had been planned."""
+        self.plan: Plan | None = None
+        self.waits = self._settings.planned
         self._made = False
-        self.engine = Engine(
-            parts.model,
-            parts.loss,
-            optimizer=optimizer,
-            memory=settings.memory,
-            micro_batch=settings.micro_batch,
-            batchnorm=settings.batchnorm,
+        self.engine = self._new(self._settings.micro_batch)
+
+    def _new(self, micro_batch: int | None) -> Engine:
+        return Engine(
+            self._parts.model,
+            self._parts.loss,
+            optimizer=self._optimizer,
+            memory=self._settings.memory,
+            micro_batch=micro_batch,
+            batchnorm=self._norms.given,
         )
 
     @property
@@ -84,7 +107,7 @@ class Planned:
                 self._parts.model,
                 self._parts.loss,
                 optimizer=self._optimizer,
-                batchnorm=self._settings.batchnorm,
+                batchnorm=self._norms.given,
                 plan=self.plan,
             )
 
@@ -96,8 +119,15 @@ class Planned:
         """
         refuse_unknown_memory(self._settings, self._parts.device)
         self._parts.model.train()
-        self.plan = self.engine.foresee(batch.inputs, batch.targets)
-        self.waits, self._made = False, True
+        self._optimizer.zero_grad()
+        self._norms.choose(sum(int(samples) for [samples] in self._team.gather(len(batch.inputs))))
+        plan = self._team.together(lambda: self.engine.foresee(*batch[:2]))
+        whole = plan.micro_batch >= len(batch.inputs)
+        least = min(n for [n] in self._team.gather(math.inf if whole else plan.micro_batch))
+        if least < plan.micro_batch:
+            self.engine = self._new(int(least))
+            plan = self.engine.foresee(*batch[:2])
+        self.plan, self.waits, self._made = plan, False, True
 
     def follow(self, batch: Batch) -> bool:
         """Take in what a step has shown, and say whether the plan is another one now.
@@ -109,10 +139,10 @@ class Planned:
         assert report is not None
         if before is None or report.retries:
             self.plan = self.engine.plan
-        elif self._made:
+        elif self._made and len(batch.inputs):
             self._optimizer.zero_grad()
             self.plan = self.engine.foresee(batch.inputs, batch.targets, timed=False)
-        self._made = False
+        self._made = self._made and not len(batch.inputs)
         return self.plan != before
 
 

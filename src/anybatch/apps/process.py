@@ -11,7 +11,7 @@ import os
 import typer
 
 from anybatch.apps import allocator
-from anybatch.apps.build import find_device
+from anybatch.apps.devices import find_device
 
 ENTRY = object()
 """Given to the command as its `obj` by the command's own process, and by nobody else."""

@@ -8,7 +8,8 @@
 
 A step is whole or has not happened; a checkpoint, whenever it is written, is of a whole step. There
 is one before the first step, one after every epoch, one when the last is some minutes old, and one
-when an interrupt or an error ends the run.
+when an interrupt or an error ends the run. Of several ranks all take the steps and only the first
+writes; it alone has a clock and a folder, so nobody else has to know (`team`).
 
 Source: MBS, Algorithm 1 and section 4.2.
 """
@@ -17,28 +18,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from anybatch import AnybatchError, StepReport
-from anybatch.apps import allocator, checkpoint
-from anybatch.apps.build import Parts
+from anybatch.apps import checkpoint
+from anybatch.apps.alike import refuse_unequal
+from anybatch.apps.build import Parts, circumstances
 from anybatch.apps.checkpoint import Counts, Part, State, Trained, WholeStep
-from anybatch.apps.faults import TrainingError
+from anybatch.apps.faults import refuse_not_finite
 from anybatch.apps.interrupts import Terminated, unbroken
+from anybatch.apps.log import step_row
 from anybatch.apps.metrics import make_metric
+from anybatch.apps.norms import Norms
 from anybatch.apps.planned import Planned
 from anybatch.apps.progress import Gauge, Progress
 from anybatch.apps.reading import Reading
 from anybatch.apps.recipes import make_optimizer, make_schedule
 from anybatch.apps.run_folder import RunFolder
 from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted, Summary, epoch_line, figures, versions
+from anybatch.apps.summary import Interrupted, Summary, epoch_line, figures
+from anybatch.apps.team import ALONE, Team
+from anybatch.apps.testing import tested
 from anybatch.apps.views import Batch
 
 Clock = Callable[[], float]
@@ -55,22 +59,24 @@ class Run:
         progress: Progress,
         clock: Clock,
         started: float,
+        team: Team = ALONE,
     ) -> None:
         self.settings, self.parts, self.folder = settings, parts, folder
-        self.progress, self.clock = progress, clock
-        self.train_loader = parts.loader(settings, shuffle=True)
-        self.test_loader = parts.loader(settings, shuffle=False)
+        self.progress, self.clock, self.team = progress, clock, team
+        self.train_loader = parts.loader(settings, shuffle=True, team=team)
+        self.test_loader = parts.loader(settings, shuffle=False, team=team)
         optimizer = make_optimizer(parts.recipe, parts.model.parameters())
         steps = parts.recipe.epochs * len(self.train_loader)
         self.trained = Trained(
             parts.model, optimizer, make_schedule(parts.recipe, optimizer, steps)
         )
-        self.planned = Planned(settings, parts, optimizer)
+        self.norms = Norms(settings, min(settings.batch_size, len(parts.train)))
+        self.planned = Planned(settings, parts, optimizer, self.norms, team)
         self.counts = Counts()
         self.part: Part | None = None
         self.config: Mapping[str, Any] | None = None
         self.begun = False
-        self.reading = Reading(progress, skip_corrupt=settings.skip_corrupt)
+        self.reading = Reading(progress, skip_corrupt=settings.skip_corrupt, team=team)
         self.rows: list[dict[str, Any]] = []
         self.started = self.saved = self.mark = started
 
@@ -82,6 +88,7 @@ class Run:
         Raises:
             RunFolderError: when the checkpoint is of another model.
         """
+        self.norms.put_back(state.get("norms"))
         self.planned.put_back(state["plan"], obeyed=replan is None)
         self.config = replan
         self.trained.put_back(state)
@@ -94,41 +101,50 @@ class Run:
         self.rows = self.folder.reopen(self.counts.step, self.counts.epoch)
         if self.planned.plan is not None:
             self._write_plan()
-        checkpoint.put_dice_back(state["dice"])
+        checkpoint.put_dice_back(state["dice"])  # of rank 0; the others draw anew in every step
 
     def to_its_end(self) -> Summary:
         """Train every epoch that is left; whatever ends it, write checkpoint and summary first."""
-        try:
-            self._begin()
-            self.all_epochs()
-        except KeyboardInterrupt as stop:
-            if self.folder.replaces():
+        with contextlib.ExitStack() as stack:
+            try:
+                self._begin()
+                stack.enter_context(self.team.calm())
+                self.all_epochs()
+            except KeyboardInterrupt as stop:
+                if self.folder.replaces():
+                    raise
+                if not self.begun:
+                    self.folder.discard()
+                    raise
+                summary = self.end(interrupted=True)
+                raise Interrupted(summary, terminated=isinstance(stop, Terminated)) from None
+            except Exception as error:
+                known = isinstance(error, AnybatchError)
+                with contextlib.suppress(Exception):  # the first error is the one to tell
+                    self.fail(str(error) if known else f"{type(error).__name__}: {error}")
                 raise
-            if not self.begun:
-                self.folder.discard()
-                raise
-            summary = self.end(interrupted=True)
-            raise Interrupted(summary, terminated=isinstance(stop, Terminated)) from None
-        except Exception as error:
-            known = isinstance(error, AnybatchError)
-            with contextlib.suppress(Exception):  # the first error is the one to tell
-                self.fail(str(error) if known else f"{type(error).__name__}: {error}")
-            raise
-        return self.end()
+            return self.end()
 
     def _begin(self) -> None:
         """Make the plan, and write it and the first checkpoint, before the first step."""
         self.begun = self.counts.resumed > 0
-        if self.planned.waits:
-            _, batch = next(self.reading.epoch(self.train_loader, self.counts.epoch + 1))
-            self.planned.make(batch)
-            self._tell_plan()
+        if self.team.several:
+            refuse_unequal(self.parts.model)
+        planned = self._plan(self.counts.epoch + 1)
         with unbroken():
             if self.config is not None:
                 self.folder.write_json("config.json", self.config)
-            if self.config is not None or not self.begun:
+            if self.config is not None or planned or not self.begun:
                 self._save()
             self.begun = True
+
+    def _plan(self, epoch: int) -> bool:
+        """Plan with a mini-batch of `epoch`, if there is a plan to be made; say whether."""
+        if not self.planned.waits:
+            return False
+        self.planned.make(self.reading.first(self.train_loader, epoch))
+        self._tell_plan()
+        return True
 
     def _tell_plan(self) -> None:
         self.progress.say(str(self.planned.plan))
@@ -141,19 +157,38 @@ class Run:
 
     def all_epochs(self) -> None:
         """Train and test every epoch that is left, with a checkpoint after each."""
-        for epoch in range(self.counts.epoch + 1, self.parts.recipe.epochs + 1):
-            row = {"kind": "epoch", "epoch": epoch, **self._train_epoch(epoch)}
-            with WholeStep(self.parts.model) as tested:
-                row |= self._test(epoch)
+        epochs, model, task = self.parts.recipe.epochs, self.parts.model, self.parts.data.task
+        for epoch in range(self.counts.epoch + 1, epochs + 1):
+            if self._plan(epoch):
                 with unbroken():
-                    tested.done()
-                    self.counts.epoch = epoch
-                    self.counts.train_seconds += row["seconds"]
-                    self.part = None
-                    self.rows.append({**row, "step": self.counts.step})
-                    self.folder.log(self.rows[-1])
                     self._save()
-            self.progress.say(epoch_line(self.rows[-1], self.parts.recipe.epochs))
+            row = {"kind": "epoch", "epoch": epoch, **self._train_epoch(epoch)}
+            self.team.begin(self.parts.model, self.settings.seed, self.counts.step)
+            with WholeStep(model) as step:
+                engine = self.planned.engine
+                row |= tested(self.reading, self.test_loader, engine, task, epoch)
+                with unbroken():
+                    step.done()
+                    change = self._end_epoch(row)
+            self.progress.say(epoch_line(row, epochs))
+            if change is not None:
+                self.progress.say(change)
+
+    def _end_epoch(self, row: dict[str, Any]) -> str | None:
+        """Write down an epoch; say what changes with the next, if anything."""
+        self.counts.epoch = epoch = row["epoch"]
+        self.counts.train_seconds += row["seconds"]
+        self.part, change = None, None
+        self.rows.append({**row, "step": self.counts.step})
+        self.folder.log(self.rows[-1])
+        if epoch < self.parts.recipe.epochs:
+            change = self.norms.measured(epoch, row["train_loss"])
+        if change is not None:
+            at = {"epoch": epoch, "step": self.counts.step}
+            self.folder.log({"kind": "batchnorm", **at, "change": change})
+            self.planned.forget()
+        self._save()
+        return change
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self.parts.model.train()
@@ -167,87 +202,52 @@ class Run:
                 with unbroken():
                     self._save()
                 self.mark = self.clock()
-        return {
-            "metric": part.metric.name,
-            "train_loss": part.loss / part.images,
-            f"train_{part.metric.name}": part.metric.value(),
-            "seconds": part.seconds,
-            "images_per_second": part.images / max(part.seconds, 1e-9),
-        }
+        return part.figures()
 
     def _step(self, epoch: int, part: Part, batch: Batch, batches: int) -> None:
         """Take one optimizer step with the gradient of the whole mini-batch."""
+        seen = self.team.apart(part.metric, partial(make_metric, self.parts.data.task))
 
         def observe(outputs: Tensor, targets: Tensor) -> None:
-            part.metric.update(outputs, targets)
-            self.progress.micro_batch(len(targets))
+            seen.update(outputs, targets)
+            self.progress.micro_batch(len(targets) * self.team.size)  # each rank does as many
+            self.team.heed()
 
         started = self.clock()
         optimizer = self.trained.optimizer
         lr = optimizer.param_groups[0]["lr"]
+        self.team.begin(self.parts.model, self.settings.seed, self.counts.step)
         with WholeStep(self.parts.model, part.metric) as step:
             optimizer.zero_grad()
             loss = float(self.planned.engine.backward(batch.inputs, batch.targets, observe=observe))
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss must be a finite number; got {loss} in step {self.counts.step + 1} "
-                    f"of epoch {epoch}. The weights are those before that step; try a smaller --lr."
-                )
+            refuse_not_finite(loss, self.counts.step + 1, epoch)
+            self.team.add(part.metric, seen)
             with unbroken():
                 optimizer.step()
                 self.trained.schedule.step()
                 step.done()
-                self._count(part, len(batch.inputs), batches, loss)
-                report = self._log_step(epoch, loss, lr, self.clock() - started)
+                report = self._count(part, batches, loss)
+                at = {"epoch": epoch, "step": self.counts.step, "loss": loss, "lr": lr}
+                self.folder.log(step_row(at, report, self.clock() - started))
+                if self.counts.step == 1:
+                    self.folder.keep()
                 if self.planned.follow(batch):
                     self._tell_plan()
         held = Gauge.of(report.peak_bytes, report.predicted_bytes, self.planned.budget)
         self.progress.step(loss, held)
 
-    def _count(self, part: Part, images: int, batches: int, loss: float) -> None:
+    def _count(self, part: Part, batches: int, loss: float) -> StepReport:
+        report = self.planned.engine.last
+        assert report is not None
         now = self.clock()
         part.seconds += now - self.mark
         self.mark = now
         part.batches = batches
-        part.images += images
-        part.loss += loss * images
-        self.counts.images += images
+        part.images += report.samples
+        part.loss += loss * report.samples
+        self.counts.images += report.samples
         self.counts.step += 1
-
-    def _log_step(self, epoch: int, loss: float, lr: float, seconds: float) -> StepReport:
-        report = self.planned.engine.last
-        assert report is not None
-        self.folder.log(
-            {
-                "kind": "step",
-                "epoch": epoch,
-                "step": self.counts.step,
-                "loss": loss,
-                "lr": lr,
-                "samples": report.samples,
-                "micro_batches": report.micro_batches,
-                "peak_bytes": report.peak_bytes,
-                "seconds": seconds,
-                "images_per_second": report.samples / max(seconds, 1e-9),
-            }
-        )
-        if self.counts.step == 1:
-            self.folder.keep()
         return report
-
-    def _test(self, epoch: int) -> dict[str, Any]:
-        """Return the metric over the whole test set, and its loss averaged over mini-batches.
-
-        A coupled loss, such as BCE + Dice, has no exact value that does not hold all outputs.
-        """
-        self.parts.model.eval()
-        metric = make_metric(self.parts.data.task)
-        total, images = 0.0, 0
-        for _, batch in self.reading.epoch(self.test_loader, epoch):
-            loss = self.planned.engine.evaluate(batch.inputs, batch.targets, observe=metric.update)
-            total += float(loss) * len(batch.inputs)
-            images += len(batch.inputs)
-        return {"test_loss": total / images, f"test_{metric.name}": metric.value()}
 
     def _save(self) -> None:
         self.saved = self.clock()
@@ -263,6 +263,7 @@ class Run:
                 "part": part.state() if part is not None else None,
                 "dice": checkpoint.dice(),
                 "plan": self.planned.text(),
+                "norms": self.norms.state(),
                 "unreadable": sorted(self.reading.unreadable),
                 "seed": self.settings.seed,
             }
@@ -293,27 +294,18 @@ class Run:
         parts, settings, counts = self.parts, self.settings, self.counts
         train_seconds = counts.train_seconds + (self.part.seconds if self.part is not None else 0)
         return Summary(
+            **circumstances(settings, parts, self.team),
             **figures(self.rows, make_metric(parts.data.task).name),
             epochs=counts.epoch,
             steps=counts.step,
-            batch_size=settings.batch_size,
             micro_batch=self.planned.micro_batch,
             images=counts.images,
             seconds=counts.seconds + self.clock() - self.started,
             train_seconds=train_seconds,
             images_per_second=counts.images / max(train_seconds, 1e-9),
-            model=parts.recipe.model,
-            parameters=sum(parameter.numel() for parameter in parts.model.parameters()),
-            train_samples=len(parts.data.train),
-            test_samples=len(parts.data.test),
+            exact_from=self.norms.exact_from,
             skipped=len(self.reading.unreadable),
-            seed=settings.seed,
-            threads=torch.get_num_threads(),
-            device=str(parts.device),
-            malloc=allocator.running(os.environ),
-            versions=versions(),
             resumed=counts.resumed,
             interrupted=interrupted,
             stopped=stopped,
-            run_folder=None if settings.out is None else str(settings.out),
         )

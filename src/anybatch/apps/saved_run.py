@@ -55,6 +55,11 @@ class SavedRun:
         told = self.config.get("settings") if isinstance(self.config, dict) else None
         return isinstance(told, dict) and told.get("memory") is not None
 
+    @property
+    def ranks(self) -> int:
+        """How many processes trained it."""
+        return int(self.config.get("process", {}).get("ranks", 1))
+
     def settings(self, given: Mapping[str, Any], *, replan: bool = False) -> Settings:
         """Return the run's settings, with those of `given` that may differ.
 
@@ -92,8 +97,8 @@ class SavedRun:
         try:
             found = json.loads((self.path / "summary.json").read_text())
             names = [field.name for field in dataclasses.fields(Summary)]
-            summary = Summary(**{name: found[name] for name in names})
-        except (OSError, ValueError, KeyError):
+            summary = Summary(**{name: found[name] for name in names if name in found})
+        except (OSError, ValueError, TypeError):
             return None
         whole = summary.epochs == self.config["recipe"]["epochs"]
         return summary if whole and not summary.interrupted and not summary.stopped else None

@@ -19,7 +19,7 @@ from anybatch.units import parse_bytes
 Task = Literal["classification", "segmentation"]
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
-BatchNormMode = Literal["exact", "local"]
+BatchNormMode = Literal["exact", "local", "adaptive"]
 LossName = Literal["cross-entropy", "bce", "bce+dice", "bce+dice-per-image"]
 RecipeName = Literal["mbs-resnet", "mbs-amoebanet", "mbs-unet"]
 
@@ -36,7 +36,10 @@ class Settings:
 
     `memory` is what a step may hold, in bytes or as "64MiB"; None is what the device has left. With
     `micro_batch=None` the size is planned. Both: the size is kept to, and checked against memory.
-    A `micro_batch` alone plans nothing.
+    A `micro_batch` alone plans nothing. Where several ranks train, `batch_size` is that of all of
+    them, and `memory` that of each.
+
+    `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples stays local.
 
     Raises:
         SettingsError: by `checked()`, naming every field that makes no sense.
@@ -59,6 +62,7 @@ class Settings:
     loss: LossName | None = None
     norm: NormName = "group"
     batchnorm: BatchNormMode = "exact"
+    max_batch: int | None = None
     image_size: tuple[int, int] | None = None
     crop: int | None = None
     crops: int = 1
@@ -113,7 +117,7 @@ class Settings:
         at_least_1 = [
             *(("batch-size", self.batch_size), ("micro-batch", self.micro_batch)),
             *(("epochs", self.epochs), ("threads", self.threads), ("crop", self.crop)),
-            ("crops", self.crops),
+            *(("crops", self.crops), ("max-batch", self.max_batch)),
             *(("image-size", height), ("image-size", width)),
         ]
         not_negative = [
@@ -133,6 +137,8 @@ class Settings:
         ]
         if self.momentum is not None and self.momentum >= 1:
             faults.append(f"momentum must be below 1; got {self.momentum}")
+        if self.max_batch is not None and self.batchnorm != "adaptive":
+            faults.append(f"max-batch is for batchnorm adaptive; batchnorm is {self.batchnorm}")
         return faults
 
 

@@ -20,6 +20,8 @@ class Summary:
     `train_seconds` that of the training steps and their data; `images_per_second` is training
     images over the latter. All three count every part of a run that was `resumed` so many times.
     `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
+    `ranks` is how many processes shared each mini-batch; but for `micro_batch`, figures are those
+    of all of them. `exact_from` is the epoch from which on an adaptive BatchNorm was exact.
     """
 
     metric: str
@@ -46,6 +48,8 @@ class Summary:
     device: str
     malloc: str
     versions: dict[str, str]
+    ranks: int = 1
+    exact_from: int | None = None
     resumed: int
     interrupted: bool
     stopped: str | None

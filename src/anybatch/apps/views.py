@@ -12,8 +12,10 @@ A batch carries the files that could not be read beside the samples that could.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -33,6 +35,25 @@ View = tuple[Tensor, Tensor]
 A = TypeVar("A", bound=np.generic)
 
 
+class Share(NamedTuple):
+    """Which part of a mini-batch is a rank's: the `rank`-th of `size`, as equal as they can be."""
+
+    rank: int
+    size: int
+
+    def of(self, samples: int) -> slice:
+        """Return the rank's rows of so many samples."""
+        return slice(self.rank * samples // self.size, (self.rank + 1) * samples // self.size)
+
+    def count(self, samples: int) -> int:
+        """Return how many they are."""
+        rows = self.of(samples)
+        return int(rows.stop - rows.start)
+
+
+WHOLE = Share(0, 1)
+
+
 class Batch(NamedTuple):
     """A mini-batch on the host: inputs [N, C, H, W], targets [N] or [N, 1, H, W], bad files."""
 
@@ -41,24 +62,30 @@ class Batch(NamedTuple):
     unreadable: tuple[Unreadable, ...]
 
 
-class InEpochs(Sampler[Key]):
-    """Hands out (epoch, index) for `size` indices: shuffled anew each epoch, or in order.
+class InEpochs(Sampler[list[Key]]):
+    """Hands out mini-batches of (epoch, index): shuffled anew each epoch, or in order.
 
-    The order is a function of seed and epoch, so an epoch can begin at its `start`-th index.
+    The order is a function of seed and epoch, so an epoch can begin at its `start`-th mini-batch.
+    Of several ranks each gets its share of every mini-batch, which may be empty.
     """
 
-    def __init__(self, size: int, seed: int, *, shuffle: bool) -> None:
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+    def __init__(
+        self, size: int, batch_size: int, seed: int, *, shuffle: bool, share: Share = WHOLE
+    ) -> None:
+        self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
+        self.share = share
         self.epoch = self.start = 0
 
     def __len__(self) -> int:
-        return self.size
+        return math.ceil(self.size / self.batch_size)
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[list[Key]]:
         order = np.arange(self.size)
         if self.shuffle:
             order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
-        return iter([(self.epoch, int(index)) for index in order[self.start :]])
+        for begin in range(self.start * self.batch_size, self.size, self.batch_size):
+            rows = order[begin : begin + self.batch_size]
+            yield [(self.epoch, int(index)) for index in rows[self.share.of(len(rows))]]
 
 
 @dataclass
@@ -66,6 +93,7 @@ class Views(Dataset[View | Unreadable]):
     """The views of a source: random ones of each sample, or all its fixed ones.
 
     `offsets` are the (top, left) corners of the fixed views; None means `crops` random ones.
+    `masks` says that targets are masks, not classes.
     """
 
     source: Source
@@ -78,6 +106,7 @@ class Views(Dataset[View | Unreadable]):
     flip: bool = False
     seed: int = 0
     sample_bytes: int = 1
+    masks: bool = False
     _read: Callable[[int], Sample | Unreadable] | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
@@ -104,6 +133,11 @@ class Views(Dataset[View | Unreadable]):
             return torch.from_numpy(image), torch.tensor(target)
         mask = self._cut(target, corner, mirrored=mirrored)
         return torch.from_numpy(image), torch.from_numpy(mask).float()
+
+    def none(self) -> View:
+        """Return no sample at all: inputs and targets as they are stacked, with 0 rows."""
+        targets = torch.empty(0, 1, *self.crop) if self.masks else torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, len(self.mean), *self.crop), targets
 
     def _each(self) -> int:
         return len(self.offsets) if self.offsets else self.crops
@@ -152,59 +186,68 @@ def make_views(
             f"crop must be at most the image's {min(data.size)} pixels; got {crop}. "
             "Use a larger --image-size or a smaller --crop."
         )
-    offsets = fixed_offsets(data.size, window, tiles=data.task == "segmentation")
+    masks = data.task == "segmentation"
+    offsets = fixed_offsets(data.size, window, tiles=masks)
     sample_bytes = data.size[0] * data.size[1] * (data.in_channels + 1)
     common = (data.mean, data.std, window)
     return (
-        Views(data.train, *common, None, crops, pad, flip, seed, sample_bytes),
-        Views(data.test, *common, offsets, sample_bytes=sample_bytes),
+        Views(data.train, *common, None, crops, pad, flip, seed, sample_bytes, masks),
+        Views(data.test, *common, offsets, sample_bytes=sample_bytes, masks=masks),
     )
 
 
 class Loader:
-    """Mini-batches of views, epoch by epoch; the last one of an epoch may be smaller."""
+    """Mini-batches of views, epoch by epoch; the last one of an epoch may be smaller.
+
+    Of several ranks each reads only its `share`. `batch_size` is that of all.
+    """
 
     def __init__(
-        self, views: Views, batch_size: int, *, seed: int, shuffle: bool, workers: int
+        self,
+        views: Views,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        workers: int,
+        share: Share = WHOLE,
     ) -> None:
-        self.order = InEpochs(len(views), seed, shuffle=shuffle)
-        self.batch_size = batch_size
+        self.order = InEpochs(len(views), batch_size, seed, shuffle=shuffle, share=share)
         self._loader: DataLoader[View | Unreadable] = DataLoader(
             views,
-            batch_size,
-            sampler=self.order,
+            batch_sampler=self.order,
             num_workers=workers,
             persistent_workers=workers > 0,
-            collate_fn=collate,
+            collate_fn=partial(collate, none=views.none()),
             worker_init_fn=_begin_worker,
             generator=torch.Generator().manual_seed(seed),
         )
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.order)
 
     def epoch(self, number: int, skip: int = 0) -> Iterator[Batch]:
         """Yield the mini-batches of epoch `number` but the first `skip`, which are not read."""
-        self.order.epoch, self.order.start = number, skip * self.batch_size
+        self.order.epoch, self.order.start = number, skip
         return iter(self._loader)
 
     def micro_batches(self, micro_batch: int, skip: int = 0) -> int:
         """Return the micro-batches of an epoch, less `skip` mini-batches, if all can be read."""
-        left = max(0, len(self.order) - skip * self.batch_size)
-        whole, rest = divmod(left, self.batch_size)
-        return whole * -(-self.batch_size // micro_batch) + -(-rest // micro_batch)
+        size, share = self.order.batch_size, self.order.share
+        whole, rest = divmod(max(0, self.order.size - skip * size), size)
+        return whole * -(-share.count(size) // micro_batch) + -(-share.count(rest) // micro_batch)
 
 
 def _begin_worker(_number: int) -> None:
     deaf()
 
 
-def collate(items: Sequence[View | Unreadable]) -> Batch:
-    """Stack the views that could be read; keep the files that could not."""
+def collate(items: Sequence[View | Unreadable], none: View) -> Batch:
+    """Stack the views that could be read, `none` if there are none; keep the bad files."""
     broken = tuple(item for item in items if isinstance(item, Unreadable))
     views = [item for item in items if not isinstance(item, Unreadable)]
     if not views:
-        return Batch(torch.empty(0), torch.empty(0), broken)
+        return Batch(*none, broken)
     return Batch(
         torch.stack([image for image, _ in views]), torch.stack([t for _, t in views]), broken
     )
