@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.agbn.accuracy import rows as agbn_accuracy
 from benchmarks.agbn.lanes import rows as agbn_lanes
+from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -48,6 +50,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
     "lanes": ("agbn/lanes", agbn_lanes.lanes),
+    "learns": ("agbn/learns", agbn_learns.learns),
+    "learns_summary": ("agbn/learns", agbn_learns.summary),
+    "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -65,6 +70,8 @@ TITLES = {
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
+    "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
+    "accuracy": "AGBN, Figure 4: accuracy that global BatchNorm gains over local",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -79,6 +86,8 @@ OPTIONS = {
     "mbs/tables": " --images DIR --membrane DIR",
     "mbs/cifar": " --data DIR",
     "mbs/membrane": " --data DIR",
+    "agbn/learns": " --images DIR",
+    "agbn/accuracy": " --images DIR",
 }
 
 

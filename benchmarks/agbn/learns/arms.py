@@ -1,0 +1,94 @@
+"""The three ways to the gradient of a mini-batch, and whether two of them are the same training.
+
+The question is the design's (7.10), and "the curves look alike" is no answer to it. In float64 the
+first 20 steps leave every parameter and running statistic within 1e-9. In float32 rounding alone
+carries trainings apart, so there the measure is how far apart two undivided trainings are that
+differ only in the order of the rows of each mini-batch.
+"""
+
+from itertools import combinations
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+from benchmarks.agbn.images import Images, mini_batches
+from benchmarks.agbn.training import Backward, Observe, Recipe, alone, initial
+from benchmarks.mbs.real_limit.compare import DOUBLE
+
+Arm = Literal["undivided", "exact", "local"]
+ARMS: tuple[Arm, ...] = ("undivided", "exact", "local")
+ORDERS = (1, 2, 3, 4)  # seeds of other orders of the rows of a mini-batch
+Weights = dict[str, Tensor]
+
+
+def backward_of(arm: Arm, model: nn.Module, micro_batch: int) -> Backward:
+    """Return the step of an arm: torch alone, or the engine's with the BatchNorm of its name."""
+    if arm == "undivided":
+        return alone(model)
+    engine = Engine(model, F.cross_entropy, micro_batch=micro_batch, batchnorm=arm)
+
+    def backward(inputs: Tensor, targets: Tensor, observe: Observe) -> Tensor:
+        return engine.backward(inputs, targets, observe=observe)
+
+    return backward
+
+
+def first_steps(
+    arm: Arm,
+    recipe: Recipe,
+    micro_batch: int,
+    images: Images,
+    steps: int,
+    *,
+    dtype: torch.dtype,
+    order: int = 0,
+) -> Weights:
+    """Return parameters and running statistics after the first steps of seed 0.
+
+    `order` above 0 is the seed of a shuffle of the rows inside each mini-batch.
+    """
+    model = initial(0).to(dtype)
+    backward, optimizer = backward_of(arm, model, micro_batch), recipe.optimizer(model)
+    shuffle, done = torch.Generator().manual_seed(order), 0
+    for epoch in range(recipe.epochs):
+        for inputs, targets in mini_batches(images, recipe.batch, 0, epoch):
+            if done == steps:
+                break
+            rows = torch.randperm(len(targets), generator=shuffle)
+            rows = rows if order else torch.arange(len(targets))
+            optimizer.param_groups[0]["lr"] = recipe.rate(done)
+            optimizer.zero_grad()
+            backward(inputs[rows].to(dtype), targets[rows], lambda *_: None)
+            optimizer.step()
+            done += 1
+    assert done == steps, "a recipe has the steps that are compared"
+    found = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+    return {name: value.clone() for name, value in found.items()}
+
+
+def apart(a: Weights, b: Weights) -> float:
+    """Return the largest ||a - b|| / ||b|| over the tensors, in float64."""
+    gaps = [(a[name].double() - b[name].double()).norm() / b[name].double().norm() for name in b]
+    return float(torch.stack(gaps).max())  # a NaN stays one
+
+
+def agreement(recipe: Recipe, micro_batch: int, images: Images, steps: int) -> dict[str, Any]:
+    """Return, in float64 and in float32, how far exact and local are from undivided, and may be."""
+
+    def after(arm: Arm, dtype: torch.dtype, order: int = 0) -> Weights:
+        return first_steps(arm, recipe, micro_batch, images, steps, dtype=dtype, order=order)
+
+    found: dict[str, Any] = {"steps": steps, "batch": recipe.batch}
+    for dtype in (torch.float64, torch.float32):
+        whole = after("undivided", dtype)
+        row: dict[str, float] = {arm: apart(after(arm, dtype), whole) for arm in ARMS[1:]}
+        if dtype == torch.float64:
+            row["allowed"] = DOUBLE
+        else:
+            others = [after("undivided", dtype, order) for order in ORDERS]
+            row["allowed"] = max(apart(*pair) for pair in combinations([whole, *others], 2))
+        found[str(dtype).removeprefix("torch.")] = row
+    return found
