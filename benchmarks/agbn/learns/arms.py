@@ -3,7 +3,9 @@
 The question is the design's (7.10), and "the curves look alike" is no answer to it. In float64 the
 first 20 steps leave every parameter and running statistic within 1e-9. In float32 rounding alone
 carries trainings apart, so there the measure is how far apart two undivided trainings are that
-differ only in the order of the rows of each mini-batch.
+differ only in the order of the rows of each mini-batch. Both are asked of the tensor that is
+furthest away and of all tensors as one vector: the first is strict, and in float32 it hangs on a
+single small tensor, so that one draw more or less may decide it; the second does not.
 """
 
 from itertools import combinations
@@ -20,7 +22,8 @@ from benchmarks.mbs.real_limit.compare import DOUBLE
 
 Arm = Literal["undivided", "exact", "local"]
 ARMS: tuple[Arm, ...] = ("undivided", "exact", "local")
-ORDERS = (1, 2, 3, 4)  # seeds of other orders of the rows of a mini-batch
+ORDERS = tuple(range(1, 9))  # seeds of other orders of the rows of a mini-batch
+MEASURES = ("worst", "all")
 Weights = dict[str, Tensor]
 
 
@@ -69,10 +72,11 @@ def first_steps(
     return {name: value.clone() for name, value in found.items()}
 
 
-def apart(a: Weights, b: Weights) -> float:
-    """Return the largest ||a - b|| / ||b|| over the tensors, in float64."""
-    gaps = [(a[name].double() - b[name].double()).norm() / b[name].double().norm() for name in b]
-    return float(torch.stack(gaps).max())  # a NaN stays one
+def apart(a: Weights, b: Weights) -> dict[str, float]:
+    """Return ||a - b|| / ||b|| of the tensor where it is largest, and of all as one vector."""
+    gaps = torch.stack([(a[name].double() - b[name].double()).norm() for name in b])
+    sizes = torch.stack([b[name].double().norm() for name in b])
+    return {"worst": float((gaps / sizes).max()), "all": float(gaps.norm() / sizes.norm())}
 
 
 def agreement(recipe: Recipe, micro_batch: int, images: Images, steps: int) -> dict[str, Any]:
@@ -84,11 +88,11 @@ def agreement(recipe: Recipe, micro_batch: int, images: Images, steps: int) -> d
     found: dict[str, Any] = {"steps": steps, "batch": recipe.batch}
     for dtype in (torch.float64, torch.float32):
         whole = after("undivided", dtype)
-        row: dict[str, float] = {arm: apart(after(arm, dtype), whole) for arm in ARMS[1:]}
-        if dtype == torch.float64:
-            row["allowed"] = DOUBLE
-        else:
+        row: dict[str, Any] = {arm: apart(after(arm, dtype), whole) for arm in ARMS[1:]}
+        row["allowed"] = dict.fromkeys(MEASURES, DOUBLE)
+        if dtype == torch.float32:
             others = [after("undivided", dtype, order) for order in ORDERS]
-            row["allowed"] = max(apart(*pair) for pair in combinations([whole, *others], 2))
+            pairs = [apart(*pair) for pair in combinations([whole, *others], 2)]
+            row["allowed"] = {name: max(pair[name] for pair in pairs) for name in MEASURES}
         found[str(dtype).removeprefix("torch.")] = row
     return found

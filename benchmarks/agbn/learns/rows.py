@@ -13,6 +13,7 @@ ARMS = {
     "local": 'anybatch, `batchnorm="local"`',
 }
 
+MEASURES = {"worst": "the furthest tensor", "all": "all tensors together"}
 CURVES = {"test_accuracy": "test accuracy", "train_accuracy": "training accuracy"}
 
 
@@ -65,16 +66,14 @@ def same(results: Results) -> str:
     for dtype in ("float64", "float32"):
         row = found[dtype]
         for arm in ("exact", "local"):
-            verdict = "the same" if row[arm] <= row["allowed"] else "another training"
-            cells = [figure(row[arm]), figure(row["allowed"]), verdict]
+            cells = []
+            for measure in MEASURES:
+                apart, allowed = row[arm][measure], row["allowed"][measure]
+                verdict = "the same" if apart <= allowed else "another"
+                cells.append(f"{figure(apart)} of {figure(allowed)}: {verdict}")
             rows.append([f"{ARMS[arm]}, {dtype}", *cells])
-    head = [
-        f"after {found['steps']} steps at batch {found['batch']}",
-        "from undivided",
-        "allowed",
-        "verdict",
-    ]
-    return markdown(head, rows)
+    first = f"distance after {found['steps']} steps at batch {found['batch']}, of what is allowed"
+    return markdown([first, *MEASURES.values()], rows)
 
 
 def ends(results: Results) -> str:
