@@ -33,7 +33,7 @@ from benchmarks.mbs.trainings import RUNS
 from benchmarks.results import console, write
 
 HERE = Path(__file__).parent
-FULL = Table(batches=(8, 16, 32, 64), devices=(4, 8), seeds=(0, 1, 2, 3), epochs=10, rise=1)
+FULL = Table(batches=(8, 16, 32, 64), devices=(4, 8), seeds=(0, 1, 2, 3), epochs=6, rise=1)
 QUICK = Table((8, 16), (4, 8), (0,), epochs=2, rise=1, samples=64, tests=16)
 
 

@@ -72,8 +72,19 @@ def same(results: Results) -> str:
                 verdict = "the same" if apart <= allowed else "another"
                 cells.append(f"{figure(apart)} of {figure(allowed)}: {verdict}")
             rows.append([f"{ARMS[arm]}, {dtype}", *cells])
+        if dtype == "float32":
+            rows.append(_to_float64(found))
     first = f"distance after {found['steps']} steps at batch {found['batch']}, of what is allowed"
     return markdown([first, *MEASURES.values()], rows)
+
+
+def _to_float64(found: Results) -> list[str]:
+    there, cells = found["to_float64"], []
+    for measure in MEASURES:
+        low, high = figure(there["least"][measure]), figure(there["most"][measure])
+        ours = figure(there["exact"][measure])
+        cells.append(f"{ours}; undivided in {found['orders']} orders {low} to {high}")
+    return [f"{ARMS['exact']}, float32, from undivided in float64", *cells]
 
 
 def ends(results: Results) -> str:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.agbn.images import Images, mini_batches, read
 from benchmarks.agbn.lanes.run import peak
-from benchmarks.agbn.learns.arms import ARMS, Arm, agreement, backward_of
+from benchmarks.agbn.learns.arms import ARMS, ORDERS, Arm, agreement, backward_of
 from benchmarks.agbn.learns.curves import draw
 from benchmarks.agbn.training import Outcome, Recipe, initial, train
 from benchmarks.environment import environment
@@ -59,6 +59,7 @@ class Agreement:
 
     steps: int
     micro_batch: int
+    orders: int
     recipe: Recipe
 
 
@@ -110,7 +111,7 @@ def run(size: Size, data: Data, working: Working) -> dict[str, Any]:
         return found
 
     recipe, micro_batch = size.recipe, size.micro_batch
-    first = Agreement(size.steps, micro_batch, size.compared)
+    first = Agreement(size.steps, micro_batch, len(ORDERS), size.compared)
     compare = partial(agreement, size.compared, micro_batch, data[0], size.steps)
     found: dict[str, Any] = {
         "agreement": kept(first, compare),
