@@ -219,14 +219,15 @@ def test_what_reproduces_is_computed_from_the_gains() -> None:
 
 def test_the_ends_of_arms_are_compared_by_seed_and_with_the_seeds_range() -> None:
     at = {"undivided": (0.50, 0.54), "exact": (0.51, 0.53), "local": (0.40, 0.41)}
-    curves = ("test_accuracy", "train_accuracy")
     runs = [
-        {"arm": arm, "seed": seed} | {curve: [value] for curve in curves}
+        {"arm": arm, "seed": seed} | {curve: [value] for curve in learns_rows.CURVES}
         for arm, values in at.items()
         for seed, value in reversed(list(enumerate(values)))
     ]
     said = learns_rows.ends({"runs": runs}).splitlines()
-    assert "0.00 ± 1.41 points" in said[0]
-    assert "within the undivided seeds' 50.0 to 54.0 %" in said[0]
-    assert "-11.50 ± 2.12 points" in said[1]
+    assert "test accuracy (%): 0.0 ± 1.4 from undivided" in said[0]
+    assert "within the undivided seeds' 50.0 to 54.0." in said[0]
+    assert "-11.5 ± 2.1 from undivided" in said[1]
     assert "outside" in said[1]
+    assert "test loss: -0.115 ± 0.021" in said[3]
+    assert len(said) == 8

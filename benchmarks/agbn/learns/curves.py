@@ -27,7 +27,8 @@ def draw(results: Results, path: Path) -> None:
     """Draw the two pictures to the PNG file `path`."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
-    for axis, (part, label, scale) in zip(figure.subplots(1, 2), PARTS, strict=True):
+    axes = figure.subplots(1, 2)
+    for axis, (part, label, scale) in zip(axes, PARTS, strict=True):
         for arm, style in STYLES.items():
             runs = [run for run in results["runs"] if run["arm"] == arm]
             by_epoch = [
@@ -44,6 +45,6 @@ def draw(results: Results, path: Path) -> None:
             axis.plot(epochs, means, label=name, **style)
         axis.set(xlabel="epoch", ylabel=label)
         axis.grid(visible=True, alpha=0.3)
-        axis.legend(fontsize="small")
+    axes[0].legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)

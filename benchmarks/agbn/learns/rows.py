@@ -14,7 +14,12 @@ ARMS = {
 }
 
 MEASURES = {"worst": "the furthest tensor", "all": "all tensors together"}
-CURVES = {"test_accuracy": "test accuracy", "train_accuracy": "training accuracy"}
+CURVES = {  # in words, scale, digits
+    "test_accuracy": ("test accuracy (%)", 100, 1),
+    "test_loss": ("test loss", 1, 3),
+    "train_accuracy": ("training accuracy (%)", 100, 1),
+    "train_loss": ("training loss", 1, 3),
+}
 
 
 def of(results: Results, arm: str) -> list[Run]:
@@ -90,19 +95,17 @@ def _to_float64(found: Results) -> list[str]:
 def ends(results: Results) -> str:
     """Whether each arm's mean at the end lies within the undivided seeds, in words."""
     lines = []
-    for curve, what in (
-        ("test_accuracy", "test accuracy"),
-        ("train_accuracy", "training accuracy"),
-    ):
-        whole = [100 * value for value in last(results, "undivided", curve)]
+    for curve, (what, scale, digits) in CURVES.items():
+        whole = last(results, "undivided", curve)
         low, high = min(whole), max(whole)
         for arm in ("exact", "local"):
-            values = [100 * value for value in last(results, arm, curve)]
+            values = last(results, arm, curve)
             gaps = [value - other for value, other in zip(values, whole, strict=True)]
             within = "within" if low <= fmean(values) <= high else "outside"
             lines.append(
-                f"- {ARMS[arm]}, {what}: {spread(gaps, 1)} points from undivided, paired by seed; "
-                f"its mean is {within} the undivided seeds' {low:.1f} to {high:.1f} %."
+                f"- {ARMS[arm]}, {what}: {spread(gaps, scale, digits)} from undivided, paired by "
+                f"seed; its mean is {within} the undivided seeds' {scale * low:.{digits}f} to "
+                f"{scale * high:.{digits}f}."
             )
     return "\n".join(lines)
 
