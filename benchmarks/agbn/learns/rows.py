@@ -74,7 +74,7 @@ def same(results: Results) -> str:
             cells = []
             for measure in MEASURES:
                 apart, allowed = row[arm][measure], row["allowed"][measure]
-                verdict = "the same" if apart <= allowed else "another"
+                verdict = "within" if apart <= allowed else "beyond"
                 cells.append(f"{figure(apart)} of {figure(allowed)}: {verdict}")
             rows.append([f"{ARMS[arm]}, {dtype}", *cells])
         if dtype == "float32":
