@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from functools import partial
 
+from benchmarks.agbn.accuracy import rows as agbn_accuracy
 from benchmarks.agbn.global_bn import rows as global_rows
 from benchmarks.agbn.lanes import rows as agbn_lanes
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
+from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -59,6 +61,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "lanes_parts": ("agbn/lanes_parts", agbn_parts.lanes_parts),
     "lanes_parts_shares": ("agbn/lanes_parts", agbn_parts.lanes_parts_shares),
     "lanes_parts_scans": ("agbn/lanes_parts", agbn_parts.lanes_parts_scans),
+    "learns": ("agbn/learns", agbn_learns.learns),
+    "learns_summary": ("agbn/learns", agbn_learns.summary),
+    "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -79,6 +84,8 @@ TITLES = {
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
     "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
+    "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
+    "accuracy": "AGBN, Figure 4: accuracy that global BatchNorm gains over local",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -96,6 +103,8 @@ OPTIONS = {
     "mbs/tables": " --images DIR --membrane DIR",
     "mbs/cifar": " --data DIR",
     "mbs/membrane": " --data DIR",
+    "agbn/learns": " --images DIR",
+    "agbn/accuracy": " --images DIR",
 }
 
 

@@ -1,9 +1,11 @@
 """The working file: one line of JSON for each finished training, so that a table can be stopped.
 
 A results file written at the end is lost with the run that was to write it. Here each outcome is
-appended and forced to the disk as soon as it is there, keyed by its whole job; what is read back
-is what need not be run again. A line that was cut off in the middle counts as not there.
+appended and forced to the disk as soon as it is there, keyed by its whole job, a dataclass; what is
+read back is what need not be run again. A line that was cut off in the middle counts as not there.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -11,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.mbs.tables.jobs import Job
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance as Job
 
 Outcome = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""AGBN's Figure 4: what global BatchNorm gains over local BatchNorm, by batch size and devices."""

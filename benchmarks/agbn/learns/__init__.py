@@ -1,0 +1,1 @@
+"""What a training gains from BatchNorm of the whole batch, with its curves."""
