@@ -33,7 +33,7 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
-from anybatch.pager import SMALL, Pager
+from anybatch.pager import Pager
 from anybatch.paging import Paging, keep
 from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
@@ -93,11 +93,10 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
     if step.room is None or step.count < 2:
         return None
-    small = step.count * 2 * SMALL  # what stays of every lane, and its share of the meetings
     ragged = step.batch.size % step.micro_batch != 0
     return Pager(
         *(step.room, store_on(step.device), step.device, meters),
-        lane=None if step.held is None else max(0, step.held - small),
+        lane=None if step.held is None else 0,  # nothing is lent: see docs/decisions.md
         turns=AHEAD,
         odd=step.count - 1 if ragged else None,
     )

@@ -14,6 +14,7 @@ Ring all-reduce and all-gather are those of gloo and NCCL (AGBN, Algorithm 6).
 from __future__ import annotations
 
 import contextlib
+import pickle
 import weakref
 from datetime import timedelta
 from functools import partial
@@ -95,12 +96,15 @@ class Group:
 
     def objects(self, one: Any) -> list[Any]:
         """Return one picklable object of each rank, in order."""
-        found: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(found, one, group=self.handle)
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return found
+        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = data
+        rows = self.gather(padded)
+        return [
+            pickle.loads(row[:size].cpu().numpy().tobytes())
+            for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def wait(self, work: Any) -> None:
         """Wait for a collective.

@@ -90,7 +90,7 @@ class Ranks:
         self.lanes = any(one.lanes for one in every)
         self.coupled = any(one.coupled for one in every)
         self._counted: list[list[Total] | None] = []
-        self._shared = False
+        self._shared = self._ending = False
 
     @property
     def script(self) -> tuple[Together, ...]:
@@ -111,6 +111,7 @@ class Ranks:
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
         self._shared = True
+        self._ending = self._ending or what == "the loss"
         number = torch.as_tensor(value, dtype=torch.float64).reshape(1)
         total = self._unison.sum(what, number)[0]
         if isinstance(value, Tensor):
@@ -187,7 +188,7 @@ class Ranks:
 
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; None where no rank has one."""
-        self._shared = True
+        self._shared = self._ending = True
         return summed(self._unison, sums)
 
     def again(self, *, coupled: bool) -> None:
@@ -195,13 +196,20 @@ class Ranks:
 
         Raises:
             RanksAgainError: they run it again, too.
+            RankError: they are about to end it.
         """
+        if self._ending:
+            raise RankError(
+                "memory must last until a step has ended on all ranks, and it ran out on this one "
+                "after the gradients had been summed: give less memory= or a smaller micro_batch"
+            )
         if self._shared or coupled:
             self._unison.fail("coupled" if coupled else "smaller")
 
     def anew(self) -> None:
         """Forget what was counted: all ranks run the step again."""
-        self._counted, self._shared = [], False
+        self._counted = []
+        self._shared = self._ending = False
 
     def end(self) -> None:
         """Wait until all have come to the end of the step."""
