@@ -206,13 +206,14 @@ def figures(gain: dict[tuple[int, int], float]) -> dict[str, Any]:
 
 
 def test_what_reproduces_is_computed_from_the_gains() -> None:
-    results = figures({(8, 4): 2.1, (16, 4): 1, (8, 8): 1, (16, 8): 3})
+    results = figures({(8, 4): 2.1, (16, 4): 1.5, (8, 8): 1.5, (16, 8): 3})
     said = "\n".join(rows.verdicts(results))
     assert "4 devices, batch 8, test accuracy: +2.1 points" in said
-    assert said.count("+2.1 reproduces here") == said.count("+4.4 does not reproduce here") == 2
+    assert said.count("interval of ± 1.3 over 2 seeds; the paper's +2.1 lies in it.") == 2
+    assert said.count("+4.4 lies outside: it does not reproduce here.") == 2
     assert "4 devices, test accuracy: the mean gain falls at every doubling" in said
     assert "8 devices, training accuracy: the mean gain does not fall from 8 to 16" in said
-    assert said.count("from 0 at batch 8, 16.") == 4
+    assert said.count("leaves out 0 at batch 8, 16.") == 4
     assert "| 8 | 16 | 2 | 60.5 ± 0.7 | 57.5 ± 0.6 | +3.0 ± 0.1 |" in rows.accuracy(results)
     assert "the lowest accuracy of any training is 57.1 % (test)" in rows.size_of(results)
 

@@ -9,6 +9,7 @@ from benchmarks.mbs.rows import markdown
 
 Results = dict[str, Any]
 PAPER = {(8, 4): 2.1, (8, 8): 4.4}  # (batch, devices): gain in training accuracy, points
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # 97.5 %, by degrees of freedom
 CURVES = {"test_accuracy": "test", "train_accuracy": "training"}
 
 
@@ -75,12 +76,12 @@ def verdicts(results: Results) -> list[str]:
 
 def _figure(results: Results, batch: int, devices: int, curve: str, what: str) -> str:
     found, theirs = gains(results, batch, devices, curve), PAPER[batch, devices]
-    wide = 2 * _error(found)
+    wide = _interval(found)
     borne = abs(fmean(found) - theirs) <= wide
     return (
-        f"{devices} devices, batch {batch}, {what} accuracy: {fmean(found):+.1f} points, two "
-        f"standard errors are {wide:.1f}; the paper's {theirs:+.1f} "
-        f"{'reproduces' if borne else 'does not reproduce'} here."
+        f"{devices} devices, batch {batch}, {what} accuracy: {fmean(found):+.1f} points, in a 95 % "
+        f"interval of ± {wide:.1f} over {len(found)} seeds; the paper's {theirs:+.1f} "
+        f"{'lies in it' if borne else 'lies outside: it does not reproduce here'}."
     )
 
 
@@ -95,15 +96,18 @@ def _fall(results: Results, devices: int, curve: str, what: str) -> str:
     clear = [
         str(batch)
         for batch in batches
-        if abs(fmean(found := gains(results, batch, devices, curve))) > 2 * _error(found)
+        if abs(fmean(found := gains(results, batch, devices, curve))) > _interval(found)
     ]
     fall = "falls at every doubling" if not rises else f"does not fall from {', '.join(rises)}"
     apart = f"at batch {', '.join(clear)}" if clear else "at no batch size"
     return (
         f"{devices} devices, {what} accuracy: the mean gain {fall} of the batch (the paper: "
-        f"monotonously); it is more than two standard errors from 0 {apart}."
+        f"monotonously); its 95 % interval leaves out 0 {apart}."
     )
 
 
-def _error(values: list[float]) -> float:
-    return stdev(values) / sqrt(len(values)) if len(values) > 1 else float("inf")
+def _interval(values: list[float]) -> float:
+    if len(values) < 2:
+        return float("inf")
+    student = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    return student * stdev(values) / sqrt(len(values))

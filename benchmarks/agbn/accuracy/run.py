@@ -18,7 +18,7 @@ the paper trained 50 epochs on 50,000 images, so its figures are not those of th
 the run folders: a table that was stopped goes on where it stopped.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +58,7 @@ def main(
     images: Annotated[Path | None, typer.Option(help="folder of train/CLASS, test/CLASS")] = None,
     quick: bool = False,
     processes: Annotated[int, typer.Option(help="trainings at a time")] = 2,
+    seeds: Annotated[int | None, typer.Option(help="train with fewer seeds")] = None,
     out: Path = HERE,
     folder: Annotated[Path, typer.Option("--runs", help="where trainings are kept")] = RUNS,
 ) -> None:
@@ -67,6 +68,7 @@ def main(
         return
     torch.set_num_threads(1)
     table = QUICK if quick else FULL
+    table = replace(table, seeds=table.seeds[:seeds])
     working = Working(folder / "agbn" / "accuracy.jsonl")
     left = [job for job in table.jobs() if working.get(job) is None]
     console.print(f"{len(table.jobs())} trainings, {len(left)} of them to be run")
