@@ -1,0 +1,78 @@
+"""BatchNorm of the whole batch on a CUDA device, in lanes and over ranks on NCCL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.claims.test_lanes import ROWS, N
+from tests.oracle import assert_exact, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import Engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def on_device(row: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
+    torch.manual_seed(0)
+    make, rows, loss = ROWS[row]
+    model, x, y = make().double().cuda(), rows().double(), torch.randint(3, (N,))
+    return model, x, y, loss
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8])
+@pytest.mark.parametrize("row", ["1d", "2d", "3d", "vectors", "shared", "checkpoint", "dice"])
+def test_lanes_are_exact_with_everything_parked_in_host_memory(row: str, micro_batch: int) -> None:
+    model, x, y, loss = on_device(row)
+    want = undivided(model, loss, x.cuda(), y.cuda())
+    engine = Engine(model, loss, micro_batch=micro_batch)
+    found = engine.backward(x, y)
+    got = {"loss": found} | {f"{n}.grad": p.grad for n, p in model.named_parameters()}
+    assert_exact(got, {name: value for name, value in want.items() if "buffer" not in name})
+    assert engine.last is not None
+    assert engine.last.moved_bytes > 0
+
+
+def test_a_budget_holds_with_lanes() -> None:
+    model, _, y, loss = on_device("2d")
+    x = torch.randn(N, 2, 64, 64).double()
+    memory = anybatch.plan(model, loss, (x, y), memory="4GiB", timed=False).memory
+    assert memory is not None
+    budget = (memory.floor + memory.whole) // 2
+    engine = Engine(model, loss, memory=budget)
+    for _ in range(3):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        engine.backward(x, y)
+        assert torch.cuda.max_memory_allocated() <= budget
+
+
+@pytest.mark.parametrize("micro_batch", [4, 22])
+def test_draws_are_those_of_the_whole_batch(micro_batch: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double().cuda()
+    x, y = torch.randn(N, 6).double().cuda(), torch.randint(3, (N,)).cuda()
+    torch.manual_seed(1)
+    want = undivided(model, F.cross_entropy, x, y)
+    torch.manual_seed(1)
+    found = Engine(model, F.cross_entropy, micro_batch=micro_batch, rng="batch").backward(x, y)
+    got = {"loss": found} | {f"{n}.grad": p.grad for n, p in model.named_parameters()}
+    assert_exact(got, want)
+
+
+def test_one_rank_on_nccl_is_one_process(tmp_path: Any) -> None:
+    """Several need several devices; the collectives of one run all the same."""
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        model, x, y, loss = on_device("2d")
+        want = undivided(model, loss, x.cuda(), y.cuda())
+        found = Engine(model, loss, micro_batch=8).backward(x, y)
+        got = {"loss": found} | {f"{n}.grad": p.grad for n, p in model.named_parameters()}
+        assert_exact(got, {name: value for name, value in want.items() if "buffer" not in name})
+    finally:
+        torch.distributed.destroy_process_group()
