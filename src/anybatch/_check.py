@@ -21,10 +21,11 @@ from anybatch.batch import TensorBatch
 from anybatch.batchnorm import training_batchnorms
 from anybatch.diagnose import Finding, Report, Split
 from anybatch.engine import Engine
-from anybatch.errors import AnybatchError, BatchError
+from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
 from anybatch.modules import walk
+from anybatch.ranks.crew import several
 from anybatch.rng import Dice
 
 __all__ = ["Finding", "Report", "Split", "check"]
@@ -58,6 +59,7 @@ def check(
     Raises:
         BatchError: the batch holds one sample, or cannot be split.
         LossError: the loss is not declared.
+        NotYetError: there are several ranks.
         AnybatchError: the model or the loss cannot be copied.
 
     Example:
@@ -80,6 +82,11 @@ class _Check:
     """The copies, and the runs on them."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, batch: TensorBatch) -> None:
+        if several():
+            raise NotYetError(
+                "a check compares with the whole batch in one process, and there are several: run "
+                "it before init_process_group, or in a process of its own"
+            )
         if batch.size < 2:
             raise BatchError("a check must split the batch, and it holds one sample: give two")
         self.size = batch.size

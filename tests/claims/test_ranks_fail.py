@@ -14,6 +14,7 @@ from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import Engine, RankError
 
 N = 12
@@ -196,3 +197,16 @@ def test_ranks_that_do_not_do_the_same_are_told(
     for one in found:
         assert pytest.RaisesExc(Exception, match=said).matches(Exception(one)), one
     assert workers.run(well, "lanes", "parts", False)
+
+
+def checked(rank: int, _size: int) -> str:
+    model, batch = model_of("lanes"), rows(rank)
+    with pytest.raises(anybatch.NotYetError) as caught:
+        anybatch.check(model, F.cross_entropy, batch)
+    return str(caught.value)
+
+
+def test_a_check_is_for_one_process(pool: tuple[int, Pool]) -> None:
+    _, workers = pool
+    for said in workers.run(checked):
+        assert "in one process, and there are several" in said
