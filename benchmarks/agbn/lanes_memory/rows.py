@@ -48,7 +48,7 @@ def lanes_memory_scan(results: Results) -> str:
             f"{ways['plain']['peak'] / whole:.3f}",
             f"{ways['lanes']['peak'] / whole:.3f}",
         ]
-        for count, ways in scan.items()
+        for count, ways in sorted(scan.items(), key=lambda item: int(item[0]))
         if "lanes" in ways
     ]
     head = ["micro-batches", "plain, MB", "lanes, MB", "plain / undivided", "lanes / undivided"]
