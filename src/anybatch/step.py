@@ -150,8 +150,11 @@ class Step:
 
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""
-        like = next((p for p in self.model.parameters() if p.is_floating_point()), None)
-        return torch.zeros(()) if like is None else like.detach().new_zeros(())
+        known = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
+        like = next(known, None)
+        if like is None:
+            return torch.zeros(())
+        return torch.zeros((), dtype=like.dtype.to_real(), device=like.device)
 
     @property
     def count(self) -> int:
