@@ -11,29 +11,15 @@ def test_the_first_lane_of_a_turn_shows_it_to_the_others() -> None:
     numbers = book.used(1)
     book.uses(2, 1, 7, 30)
     assert list(numbers) == [4, 7]  # more come while it is shown
-    book.holds(2, 1, 500)
+    book.holds(500)
+    book.holds(20)
     book.begin(1, 1)
     assert book.shown(1, 1)
     book.uses(1, 1, 9, 1)
     assert list(book.used(1)) == [4, 7]
-    assert (book.brings(1), book.most(1), book.top) == (130, 500, 500)
+    assert (book.brings(1), book.top) == (130, 500)
 
 
 def test_what_nobody_has_done_is_not_known() -> None:
     book = Book()
-    assert (list(book.used(3)), book.brings(3), book.most(3), book.shown(3, 0)) == (
-        [],
-        0,
-        None,
-        False,
-    )
-
-
-def test_a_lane_with_fewer_samples_is_no_measure_of_the_others() -> None:
-    book = Book(odd=2)
-    book.begin(2, 1)
-    book.holds(2, 1, 10)
-    assert book.most(1) is None
-    book.begin(1, 1)
-    book.holds(1, 1, 25)
-    assert book.most(1) == 25
+    assert (list(book.used(3)), book.brings(3), book.shown(3, 0)) == ([], 0, False)

@@ -56,11 +56,6 @@ class Memory:
     candidates: tuple[Candidate, ...] = ()
     room: int | None = 0
 
-    @property
-    def lane(self) -> int:
-        """Bytes that one micro-batch holds at the peak, beside what is there all the time."""
-        return dict(self.owners).get("activations", 0)
-
 
 @dataclass(frozen=True)
 class Facts:

@@ -90,7 +90,7 @@ class Arranger:
         allowed = replace(allowed, micro_batch=everyone.micro_batch)
         room = allowed.memory.room
         step = make(allowed.micro_batch, apart=allowed.apart, room=room, everyone=everyone)
-        step.held = allowed.memory.lane
+        step.budgeted = True
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return Arranged(step, kind, allowed)

@@ -5,7 +5,7 @@ to it what the 17th of another is to that one, and what the first lane to come t
 needed of what was there before, the next one will need too: it can be brought in ahead of its turn,
 and what will not be needed can leave first.
 
-    turn 3 of lane 7:   uses its 4th, 17th, 18th;  holds 21 MB at most
+    turn 3 of lane 7:   uses its 4th, 17th, 18th
     turn 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
 """
 
@@ -20,22 +20,18 @@ class Turn:
     def __init__(self, lane: int) -> None:
         self.lane = lane
         self.numbers: list[int] = []
-        self.bytes = self.most = 0
+        self.bytes = 0
 
 
 class Book:
     """Notes every turn of the first lane that takes it.
 
-    Args:
-        odd: a lane with fewer samples than the others, or None; how much it holds is no measure.
-
     Attributes:
         top: the most bytes that a lane has held in one turn so far.
     """
 
-    def __init__(self, odd: int | None = None) -> None:
+    def __init__(self) -> None:
         self.top = 0
-        self._odd = odd
         self._turns: dict[int, Turn] = {}
 
     def begin(self, lane: int, turn: int) -> None:
@@ -50,12 +46,9 @@ class Book:
             shown.numbers.append(number)
             shown.bytes += size
 
-    def holds(self, lane: int, turn: int, size: int) -> None:
-        """A lane holds so many bytes of what it has used or made in this turn."""
+    def holds(self, size: int) -> None:
+        """A lane holds so many bytes of what it has used or made in a turn."""
         self.top = max(self.top, size)
-        shown = self._turns.get(turn)
-        if shown is not None and lane != self._odd and size > shown.most:
-            shown.most = size
 
     def shown(self, turn: int, lane: int) -> bool:
         """Say whether another lane has been through this turn before this one."""
@@ -71,8 +64,3 @@ class Book:
         """Return the bytes of that."""
         found = self._turns.get(turn)
         return 0 if found is None else found.bytes
-
-    def most(self, turn: int) -> int | None:
-        """Return the bytes that a lane holds in a turn, where one has been through it."""
-        found = self._turns.get(turn)
-        return None if found is None or found.most == 0 else found.most

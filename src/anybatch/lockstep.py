@@ -93,13 +93,8 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
     if step.room is None or step.count < 2:
         return None
-    ragged = step.batch.size % step.micro_batch != 0
-    return Pager(
-        *(step.room, store_on(step.device), step.device, meters),
-        lane=None if step.held is None else 0,  # nothing is lent: see docs/decisions.md
-        turns=AHEAD,
-        odd=step.count - 1 if ragged else None,
-    )
+    turns = 0 if step.budgeted else AHEAD
+    return Pager(step.room, store_on(step.device), step.device, meters, turns=turns)
 
 
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:

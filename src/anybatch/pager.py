@@ -36,10 +36,8 @@ class Pager:
         store: where the rest goes.
         device: of the storages; others stay.
         meters: count what is here. Default none.
-        lane: bytes that the budget has for the lane that runs; where a turn is known to need fewer,
-            waiting lanes may have the rest. Default None: nobody has foreseen it.
-        turns: where nobody has, they may hold what a lane has held in a turn, so many times.
-        odd: a lane with fewer samples than the others. Default None.
+        turns: waiting lanes may hold, beside that, what a lane has held in a turn, so many times.
+            Default 0.
     """
 
     def __init__(
@@ -49,13 +47,11 @@ class Pager:
         device: torch.device,
         meters: Sequence[Meter] = (),
         *,
-        lane: int | None = None,
         turns: float = 0,
-        odd: int | None = None,
     ) -> None:
         self.room, self._device = room, device.type
-        self._most, self._turns = lane, turns
-        self._hold, self._book = Hold(store, device, meters), Book(odd)
+        self._turns = turns
+        self._hold, self._book = Hold(store, device, meters), Book()
         self._turn = self._lane = 0
         self._number: dict[int, int] = {}
         self._made = 0
@@ -80,7 +76,7 @@ class Pager:
         self._lane = lane
         turn = self._number[lane] = self._number.get(lane, 0) + 1
         self._book.begin(lane, turn)
-        allowed = self._allowed(lane, turn)
+        allowed = self._allowed()
         self._send_others(allowed, allowed, {})
         self._called = self._noted = self._made = 0
         self._call_next()
@@ -97,7 +93,7 @@ class Pager:
         self._untouched()
         order = list(waiting)
         self._next = order[1] if len(order) > 1 else None
-        allowed = self._allowed(order[0], self._coming(order[0]))
+        allowed = self._allowed()
         ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
         distance = {other: place for place, other in enumerate(order)}
         self._send_others(max(self.room, allowed - ahead), allowed, distance)
@@ -158,18 +154,15 @@ class Pager:
     def _note(self) -> None:
         if self._hold.touched > self._noted:
             self._noted = self._hold.touched
-            self._book.holds(self._lane, self._number.get(self._lane, 0), self._noted)
+            self._book.holds(self._noted)
 
     def _settle(self) -> None:
         self._hold.settle()
         self._call_next()
 
-    def _allowed(self, lane: int, turn: int) -> int:
-        """Return the bytes that others may hold during a lane's turn of this number."""
-        if self._most is None:
-            return self.room + int(self._turns * self._book.top)
-        need = self._book.most(turn) if self._book.shown(turn, lane) else None
-        return self.room + (0 if need is None else max(0, self._most - need))
+    def _allowed(self) -> int:
+        """Return the bytes that others may hold during a lane's turn."""
+        return self.room + int(self._turns * self._book.top)
 
     def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:
         """Send away what has not been touched.
@@ -205,7 +198,7 @@ class Pager:
         if self._next is None or self._next == self._lane:
             return
         numbers = self._book.used(self._coming(self._next))
-        allowed = self._allowed(self._lane, self._number.get(self._lane, 0))
+        allowed = self._allowed()
         while self._called < len(numbers):
             found = self._hold.find(self._next, numbers[self._called])
             if found is not None and found[1].state == AWAY:

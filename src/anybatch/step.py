@@ -91,7 +91,7 @@ class Step:
         slots: attributes and containers that every lane has of its own.
         coupled: in lanes, the loss is known to need all outputs at once.
         room: bytes that waiting lanes may hold on the device; None sends nothing away.
-        held: bytes that the one that runs may hold beside that; None where nobody has foreseen it.
+        budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
         moved: bytes that left the device and returned.
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
@@ -131,7 +131,7 @@ class Step:
     slots: list[Any] = field(default_factory=list)
     coupled: bool = False
     room: int | None = None
-    held: int | None = None
+    budgeted: bool = False
     moved: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     shown: Shown = field(default_factory=Shown)

@@ -23,11 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from anybatch.meeting import meeting_in
 from anybatch.norm.batchnorm import BatchPlace, batch_norm
 from anybatch.norm.moments import Moments, merged_in_order
-from anybatch.ranks.group import Group, group_of
+from anybatch.ranks.group import FEW, Group, group_of
 from anybatch.undo import uninterrupted
-
-FEW = 2**15
-"""Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
 
 
 class GroupMeeting:

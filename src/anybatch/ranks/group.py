@@ -32,6 +32,9 @@ LOOK_UP = timedelta(seconds=1)
 ROLL = timedelta(seconds=5)
 """How long the others have to say that they are there, once a collective has broken."""
 
+FEW = 2**15
+"""Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
+
 LATER = timedelta(milliseconds=100)
 """How long each has when that time is over."""
 

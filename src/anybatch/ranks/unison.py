@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from anybatch.errors import LaneMismatchError, RankError
-from anybatch.ranks.group import Group
+from anybatch.ranks.group import FEW, Group
 from anybatch.reach import AgainError
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
@@ -43,9 +43,6 @@ class Together(NamedTuple):
 
 HEADER = Together("header", 1)
 SIZES, BEGIN = Together("gather", 1), Together("gather", 6)
-FEW = 2**15
-"""Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
-
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
