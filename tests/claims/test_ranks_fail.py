@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, RankError
+from anybatch.gradients import Gradients
+from anybatch.ranks import gradients as ranks_gradients
 
 N = 12
 
@@ -210,3 +212,47 @@ def test_a_check_is_for_one_process(pool: tuple[int, Pool]) -> None:
     _, workers = pool
     for said in workers.run(checked):
         assert "in one process, and there are several" in said
+
+
+def late(rank: int, size: int, where: str) -> Any:
+    """Fail on the last rank once gradients are being summed, or have been."""
+    model, (x, y) = model_of("lanes"), rows(rank)
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    owner: Any = Gradients if where == "_prepare" else ranks_gradients
+    real = getattr(owner, where)
+
+    def fails(*_: Any) -> Any:
+        raise ERRORS["memory"]
+
+    before = snapshot(model)
+    if rank == size - 1:
+        setattr(owner, where, fails)
+    try:
+        with pytest.raises((RankError, RuntimeError)) as caught:
+            engine.backward(x, y)
+    finally:
+        setattr(owner, where, real)
+    assert same(snapshot(model)["gradients"], before["gradients"])
+    assert same(snapshot(model)["buffers"], before["buffers"])
+    if where == "_prepare":
+        engine.backward(x, y)
+    return str(caught.value), [p.grad for p in model.parameters()]
+
+
+def test_memory_that_runs_out_at_the_end_of_a_step_ends_it_on_all_ranks(
+    pool: tuple[int, Pool],
+) -> None:
+    size, workers = pool
+    want = workers.run(well, "lanes", "parts", False)
+    for rank, (said, got) in enumerate(workers.run(late, "_prepare")):
+        assert "after the gradients had been summed" in said
+        assert rank == size - 1 or f"rank {size - 1}: RankError" in said
+        assert all(map(torch.equal, got, want[rank]))
+
+
+def test_a_rank_that_leaves_in_the_middle_of_a_sum_ends_the_others_wait() -> None:
+    with ranks(2) as workers:
+        (said, got), (own, _) = workers.run(late, "_dense")
+    assert "all ranks must stay until the step ends" in said
+    assert "memory" in own
+    assert got == [None] * len(got)
