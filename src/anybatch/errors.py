@@ -40,6 +40,10 @@ class BudgetError(AnybatchError, RuntimeError):
         self.needed, self.given = needed, given
 
 
+class ScheduleError(AnybatchError, ValueError):
+    """A schedule of what leaves the device does not do what its step needs."""
+
+
 class RankError(AnybatchError, RuntimeError):
     """Another rank has failed or is gone, so no rank has made the step."""
 

@@ -22,9 +22,10 @@ FRONT = "anybatch"
 TIERS = {
     "base": "errors units",
     "pure": "_plan timeline choice",
+    "outofcore": "outofcore",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
-    "meter fakes case given discover memory kinds kept reach updates measure "
+    "meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
     "dice gathered",
     "mechanisms": "undivided stream gather",
@@ -42,9 +43,9 @@ TIERS = {
     "front": "",
     "apps": "apps __main__",
 }
-LAYERED_INSIDE = {"ground", "apps"}
+LAYERED_INSIDE = {"outofcore", "ground", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "pure"}
+WITHOUT_TORCH = {"base", "pure", "outofcore"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 

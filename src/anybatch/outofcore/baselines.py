@@ -1,0 +1,139 @@
+"""What others do: everything moves, nothing moves ahead, or it moves at a fixed distance.
+
+    naive           all of a function's variables return before it, and leave after it
+    on demand       the least recently used leaves when bytes are needed; a return begins when needed
+    prefetch k      what backward needs leaves after its last forward use, returns k functions ahead
+    fixed distance  what is not used for `threshold` functions leaves, and returns `ahead` of its use
+
+Sources: Hayakawa and Narihira, section 1 (naive) and 2; Rhu et al. 2016, "vDNN" (prefetch, k = 1);
+Le et al. 2019, "Large Model Support": swapout_threshold and swapin_ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+from anybatch.outofcore.draft import Draft
+from anybatch.outofcore.schedule import Schedule
+from anybatch.outofcore.trace import Trace
+
+
+def naive(trace: Trace, budget: int) -> Schedule:
+    """Let everything leave after every function, and wait for it.
+
+    Raises:
+        BudgetError: one function alone needs more.
+    """
+    draft = Draft(trace, budget)
+    for function in trace.functions:
+        draft.run()
+        draft.leave((*function.uses, *sorted(draft.here)))
+        draft.await_all()
+    return draft.schedule("naive")
+
+
+def on_demand(trace: Trace, budget: int) -> Schedule:
+    """Let the least recently used leave when bytes are needed, and bring back what is missing.
+
+    Raises:
+        BudgetError: one function alone needs more.
+    """
+    draft, recent = Draft(trace, budget), dict.fromkeys(trace.before)
+    for i, function in enumerate(trace.functions):
+        if i:
+            draft.leave(_oldest(draft, recent, function.uses))
+        draft.run()
+        for v in function.uses:
+            recent.pop(v, None)
+            recent[v] = None
+        for v in trace.dies[i]:
+            del recent[v]
+    ends = [v for v, variable in enumerate(trace.variables) if variable.after]
+    draft.leave(_oldest(draft, recent, ends))
+    return draft.schedule("on demand")
+
+
+def _oldest(draft: Draft, recent: Iterable[int], uses: Iterable[int]) -> Iterator[int]:
+    """Yield what must leave for the next function, the least recently used first."""
+    needed = set(uses)
+    waiting = sum(draft.trace.size(v) for v in draft.leaving if v not in needed)
+    short = draft.held - waiting - draft.budget
+    short += draft.trace.bytes_of(needed - draft.here)
+    for v in recent:
+        if short <= 0:
+            return
+        one = draft.trace.variables[v]
+        if v in draft.here and v not in draft.leaving and v not in needed and not one.stays:
+            short -= one.size
+            yield v
+
+
+def prefetch(trace: Trace, budget: int, k: int = 1) -> Schedule:
+    """Let what is needed in backward leave after its last forward use, and return `k` ahead.
+
+    A variable's longest time without a use is the one from forward to backward.
+
+    Args:
+        trace: the step.
+        budget: bytes.
+        k: functions that a return is ahead of its use.
+
+    Raises:
+        BudgetError: what comes back ahead, or is not needed in backward, does not fit.
+    """
+    gaps = [max(_unused(trace, v), key=_length, default=(0, 0)) for v in _moving(trace)]
+    pairs = zip(_moving(trace), gaps, strict=True)
+    away = [(v, last, following) for v, (last, following) in pairs if following - last > k + 1]
+    return _at_distance(trace, budget, away, k, f"prefetch {k} ahead")
+
+
+def fixed_distance(trace: Trace, budget: int, threshold: int, ahead: int) -> Schedule:
+    """Let what is not used for `threshold` functions leave, and return `ahead` of its use.
+
+    Args:
+        trace: the step.
+        budget: bytes.
+        threshold: functions between two uses, from which on a variable leaves.
+        ahead: functions that a return is ahead of its use.
+
+    Raises:
+        BudgetError: these two do not fit; others may.
+    """
+    away = [
+        (v, last, following)
+        for v in _moving(trace)
+        for last, following in _unused(trace, v)
+        if following - last > max(threshold, ahead + 1)
+    ]
+    return _at_distance(trace, budget, away, ahead, f"distance {threshold}, {ahead} ahead")
+
+
+def _moving(trace: Trace) -> list[int]:
+    return [v for v, variable in enumerate(trace.variables) if not variable.stays]
+
+
+def _unused(trace: Trace, v: int) -> Iterator[tuple[int, int]]:
+    ends = [len(trace.functions)] if trace.variables[v].after else []
+    return pairwise([*trace.uses[v], *ends])
+
+
+def _length(gap: tuple[int, int]) -> int:
+    return gap[1] - gap[0]
+
+
+def _at_distance(
+    trace: Trace, budget: int, away: list[tuple[int, int, int]], ahead: int, policy: str
+) -> Schedule:
+    """Return the schedule in which variables leave after a use and return `ahead` of the next."""
+    leaves: dict[int, list[int]] = {}
+    returns: dict[int, list[int]] = {}
+    for v, last, following in away:
+        leaves.setdefault(last, []).append(v)
+        returns.setdefault(following - ahead, []).append(v)
+    draft = Draft(trace, budget)
+    for i in range(len(trace.functions)):
+        draft.bring(returns.get(i, ()))
+        draft.run()
+        draft.leave(leaves.get(i, ()))
+    return draft.schedule(policy)

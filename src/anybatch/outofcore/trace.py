@@ -1,0 +1,185 @@
+"""A training step as the out-of-core paper sees it: a row of functions, and the variables they use.
+
+    functions   f0          f1          f2  ...            forward, loss, backward, update
+    variables   x w a       a w b       b ...              read, written in place, or made
+                                ^ a's last use: its bytes are free after f1, or at the next one
+
+A trace is data. It says nothing about where a variable is; that is what a schedule decides.
+
+Source: Hayakawa and Narihira, "Out-of-core training", sections 2 and 3, Figure 1: function-sequence
+and variable-sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+NEVER = 1 << 60
+"""What `Trace.next_use` returns for a variable that no later function uses."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Bytes that live and die together, such as a tensor's storage.
+
+    Attributes:
+        name: what a person calls it.
+        size: bytes.
+        before: it is on the device when the step begins.
+        after: it must be there when the step ends, so it never dies.
+        stays: it never leaves; a copy of a few bytes costs more than it frees.
+    """
+
+    name: str
+    size: int
+    before: bool = False
+    after: bool = False
+    stays: bool = False
+
+
+@dataclass(frozen=True)
+class Function:
+    """One kernel of the step.
+
+    Attributes:
+        name: what a person calls it.
+        reads: variables it needs, by their place in `Trace.variables`; also those it writes to.
+        makes: variables that begin with it.
+        writes: those of `reads` that it changes in place.
+        flops: floating-point operations.
+        touched: bytes it reads and writes.
+        seconds: how long it takes once its variables are there.
+        again: it has run before, and what it made then was dropped.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    flops: float = 0.0
+    touched: int = 0
+    seconds: float = 0.0
+    again: bool = False
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """What has to be on the device while it runs."""
+        return self.reads + self.makes
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """A step: its variables, and its functions in order.
+
+    Raises:
+        ValueError: a variable is used before it is made, made twice, or written but not read.
+    """
+
+    variables: tuple[Variable, ...]
+    functions: tuple[Function, ...]
+
+    def __post_init__(self) -> None:
+        made = {v for v, variable in enumerate(self.variables) if variable.before}
+        for i, function in enumerate(self.functions):
+            for v in function.reads:
+                self._require(v in made, v, i, "made before it is used")
+            for v in function.makes:
+                self._require(v not in made, v, i, "made once")
+            self._require(set(function.writes) <= set(function.reads), 0, i, "read where written")
+            made.update(function.makes)
+
+    def _require(self, holds: bool, v: int, i: int, what: str) -> None:  # noqa: FBT001
+        if not holds:
+            raise ValueError(
+                f"a variable must be {what}, and function {i}, {self.functions[i].name}, does not "
+                f"keep to it for {self.variables[v].name}: give the functions in their order"
+            )
+
+    @cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """Variable -> the functions that use it, in order."""
+        found: list[list[int]] = [[] for _ in self.variables]
+        for i, function in enumerate(self.functions):
+            for v in dict.fromkeys(function.uses):
+                found[v].append(i)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def dies(self) -> tuple[tuple[int, ...], ...]:
+        """Function -> the variables that nobody uses after it."""
+        found: list[list[int]] = [[] for _ in self.functions]
+        for v, uses in enumerate(self.uses):
+            if uses and not self.variables[v].after:
+                found[uses[-1]].append(v)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Return the variables that are there when the step begins, but for those of no use."""
+        return tuple(
+            v
+            for v, variable in enumerate(self.variables)
+            if variable.before and (variable.after or self.uses[v])
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of all functions."""
+        return sum(function.seconds for function in self.functions)
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        """Bytes live during each function where nothing ever leaves."""
+        held, found = self.bytes_of(self.before), []
+        for function, dead in zip(self.functions, self.dies, strict=True):
+            held += self.bytes_of(function.makes)
+            found.append(held)
+            held -= self.bytes_of(dead)
+        return tuple(found)
+
+    @property
+    def peak(self) -> int:
+        """The most of them: what the step needs without a schedule."""
+        return max(self.live, default=0)
+
+    @cached_property
+    def floor(self) -> int:
+        """Bytes below which no schedule exists: of one function, and what never leaves."""
+        held = self.bytes_of(v for v in self.before if self.variables[v].stays)
+        first = self.bytes_of(self.before) + self.bytes_of(self.functions[0].makes)
+        most = max(held, first)  # nothing has left yet when the first function runs
+        for function, dead in zip(self.functions, self.dies, strict=True):
+            held += self.bytes_of(v for v in function.makes if self.variables[v].stays)
+            moving = (v for v in set(function.uses) if not self.variables[v].stays)
+            most = max(most, held + self.bytes_of(moving))
+            held -= self.bytes_of(v for v in dead if self.variables[v].stays)
+        return max(most, self.bytes_of(v for v, one in enumerate(self.variables) if one.after))
+
+    def size(self, v: int) -> int:
+        """Return the bytes of a variable."""
+        return self.variables[v].size
+
+    def bytes_of(self, variables: Iterable[int]) -> int:
+        """Return the bytes of variables together."""
+        return sum(self.variables[v].size for v in variables)
+
+    def next_use(self, v: int, i: int) -> int:
+        """Return the first function after `i` that uses `v`.
+
+        Returns:
+            The number of functions where none does and `v` must be there at the end; `NEVER`
+            where `v` is dead.
+        """
+        uses = self.uses[v]
+        place = bisect_right(uses, i)
+        if place < len(uses):
+            return uses[place]
+        return len(self.functions) if self.variables[v].after else NEVER
+
+    def with_seconds(self, seconds: Sequence[float]) -> Trace:
+        """Return the same step with other seconds for its functions."""
+        pairs = zip(self.functions, seconds, strict=True)
+        return Trace(self.variables, tuple(replace(f, seconds=s) for f, s in pairs))

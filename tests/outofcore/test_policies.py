@@ -1,0 +1,148 @@
+"""What every policy keeps to, on random traces, and how near the default comes to the best.
+
+The oracles: the simulator, which refuses a schedule that does not do; a linear program that no
+schedule can beat; and all schedules there are, of tiny traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+from random import Random
+from statistics import median
+
+import pytest
+from benchmarks.outofcore.lp_bound import lower_bound
+
+from anybatch.errors import BudgetError
+from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
+from anybatch.outofcore.belady import Gap, as_schedule, belady
+from anybatch.outofcore.schedule import Schedule
+from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.trace import Trace
+from anybatch.outofcore.window import window
+from tests.outofcore.traces import anything, network
+
+Policy = Callable[[Trace, int], Schedule]
+ALWAYS: dict[str, Policy] = {"belady": belady, "naive": naive, "on demand": on_demand}
+SOMETIMES: dict[str, Policy] = {
+    "window": lambda trace, budget: window(trace, budget, budget // 2),
+    "window of all": lambda trace, budget: window(trace, budget, budget),
+    "prefetch": lambda trace, budget: prefetch(trace, budget, 1),
+    "prefetch 4": lambda trace, budget: prefetch(trace, budget, 4),
+    "distance": lambda trace, budget: fixed_distance(trace, budget, 3, 2),
+    "distance 1": lambda trace, budget: fixed_distance(trace, budget, 1, 1),
+}
+LINKS = (Link(4, 4), Link(50, 20), Link(4, 4, duplex=False))
+
+
+def some_traces() -> Iterator[tuple[Trace, Random]]:
+    for seed in range(30):
+        rng = Random(seed)
+        yield anything(rng), rng
+        yield network(rng.randint(1, 12), rng, weights=rng.random() < 0.7), rng
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_from_the_floor_on_there_is_a_schedule_and_it_does(name: str) -> None:
+    for trace, rng in some_traces():
+        for budget in {trace.floor, rng.randint(trace.floor, trace.peak), trace.peak}:
+            schedule = ALWAYS[name](trace, budget)
+            for link in LINKS:
+                found = simulate(trace, schedule, link)
+                assert found.peak <= budget
+                assert found.seconds == pytest.approx(trace.seconds + found.stall)
+        if trace.floor:
+            with pytest.raises(BudgetError, match="even if everything else is away") as caught:
+                ALWAYS[name](trace, trace.floor - 1)
+            assert caught.value.needed == trace.floor
+
+
+@pytest.mark.parametrize("name", SOMETIMES)
+def test_other_policies_do_or_say_that_they_cannot(name: str) -> None:
+    did = 0
+    for trace, _ in some_traces():
+        try:
+            schedule = SOMETIMES[name](trace, (trace.floor + trace.peak) // 2)
+        except BudgetError as error:
+            assert "let more leave, or bring less back ahead" in str(error)
+            continue
+        did += 1
+        assert simulate(trace, schedule, LINKS[0]).peak <= schedule.budget
+    assert did > 5
+
+
+def test_where_all_fits_nothing_moves() -> None:
+    for trace, _ in some_traces():
+        assert belady(trace, trace.peak).moved(trace) == (0, 0)
+
+
+@pytest.mark.parametrize("duplex", [True, False])
+def test_no_policy_beats_the_linear_program(duplex: bool) -> None:
+    link = Link(6, 9, duplex)
+    for seed in range(12):
+        rng = Random(seed)
+        trace = network(rng.randint(2, 8), rng) if seed % 2 else anything(rng)
+        budget = rng.randint(trace.floor, trace.peak)
+        bounds = [lower_bound(trace, budget, link, looks=looks) for looks in (3, None)]
+        assert trace.seconds <= bounds[0] * (1 + 1e-9)
+        assert bounds[0] <= bounds[1] * (1 + 1e-9)
+        for policy in (ALWAYS | SOMETIMES).values():
+            try:
+                schedule = policy(trace, budget)
+            except BudgetError:
+                continue
+            assert simulate(trace, schedule, link).seconds >= bounds[1] * (1 - 1e-9)
+
+
+def every_schedule(trace: Trace, budget: int) -> Iterator[Schedule]:
+    """All choices of which gaps are taken, when they begin and when they end."""
+    choices: list[list[Gap | None]] = []
+    for v, uses in enumerate(trace.uses):
+        first = [-1] if trace.variables[v].before else []
+        ends = [len(trace.functions)] if trace.variables[v].after else []
+        for last, following in pairwise([*first, *uses, *ends]):
+            low = max(last, 0) + 1
+            spans = [(a, b) for a in range(low, following) for b in range(a + 1, following + 1)]
+            choices.append([None, *(Gap(v, last, a, b, following, True) for a, b in spans)])
+    for chosen in product(*choices):
+        yield as_schedule("one of all", trace, budget, [gap for gap in chosen if gap])
+
+
+def fastest(trace: Trace, budget: int, link: Link) -> float:
+    found = []
+    for schedule in every_schedule(trace, budget):
+        try:
+            found.append(simulate(trace, schedule, link).seconds)
+        except ValueError:
+            continue
+    return min(found)
+
+
+def test_the_bound_is_below_the_best_of_all_schedules_and_the_default_near_it() -> None:
+    ratios = []
+    for seed in range(14):
+        rng = Random(seed)
+        trace = network(3, rng, skips=False, weights=False)
+        budget, link = (trace.floor + trace.peak) // 2, Link(8, 8)
+        best = fastest(trace, budget, link)
+        assert lower_bound(trace, budget, link) <= best * (1 + 1e-9)
+        ratios.append(simulate(trace, belady(trace, budget), link).seconds / best)
+    assert min(ratios) >= 1 - 1e-9
+    assert median(ratios) <= 1.05
+
+
+def test_the_default_is_at_least_as_fast_as_the_papers_best_window() -> None:
+    """Chains with skips, as networks are, at every tenth of the way from floor to peak."""
+    for seed in range(10):
+        trace = network(30, Random(seed))
+        for tenth in range(0, 10, 3):
+            budget = trace.floor + tenth * (trace.peak - trace.floor) // 10
+            link = Link(10, 10)
+            ours = simulate(trace, belady(trace, budget), link).seconds
+            for part in range(9):
+                try:
+                    theirs = window(trace, budget, part * budget // 8)
+                except BudgetError:
+                    continue
+                assert ours <= simulate(trace, theirs, link).seconds
