@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import linprog
@@ -173,7 +174,7 @@ def _chosen(trace: Trace, looks: int) -> list[int]:
     used = [trace.bytes_of(function.uses) for function in trace.functions]
     edges = np.linspace(0, count, max(looks // 2, 1) + 1).astype(int)
     chosen = {0}
-    for a, b in zip(edges, edges[1:], strict=False):
+    for a, b in pairwise(edges):
         for most in (used, trace.live):
             chosen.add(max(range(a, b), key=most.__getitem__))
     return sorted(chosen)

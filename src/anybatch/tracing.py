@@ -10,7 +10,7 @@ Source: design 5.5 and 5.7; Hayakawa and Narihira, Figure 1.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -141,7 +141,8 @@ def trace_step(
             loss = loss_fn(torch.func.functional_call(model, fakes, (x,)), y)
             gradients = torch.autograd.grad(loss, list(parameters.values()))
             _update(list(parameters.values()), list(gradients), list(state.values()))
-    return tracing.trace()
+    found: Trace = tracing.trace()
+    return found
 
 
 @torch.no_grad()
@@ -181,8 +182,3 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[i
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     formula = flop_registry.get(func._overloadpacket)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
-
-
-def _storages(value: Any) -> Iterator[Any]:
-    for tensor in tensors_in(value):
-        yield tensor.untyped_storage()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
+from tests.outofcore.traces import network
+
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.schedule import Schedule
-from tests.outofcore.traces import network
 
 
 def test_a_schedule_is_data() -> None:

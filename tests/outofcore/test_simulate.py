@@ -87,11 +87,14 @@ def test_a_schedule_that_does_not_do_is_refused(
         simulate(TRACE, Schedule("", budget, stages), LINK)
 
 
+def with_a(**what: bool) -> Trace:
+    first, _, *others = TRACE.variables
+    return replace(TRACE, variables=(first, Variable("a", 6, **what), *others))
+
+
 def test_what_must_be_there_at_the_end_or_stay_is_asked_for() -> None:
-    ends = replace(TRACE, variables=(*TRACE.variables[:1], Variable("a", 6, after=True), *TRACE.variables[2:]))
-    gone = (*AWAY.stages[:4], Stage(frees=(1,)))
+    gone = Schedule("", 20, (Stage(), Stage(), Stage(), Stage(outs=(1,)), Stage(frees=(1,))))
     with pytest.raises(ScheduleError, match="must be here at the end, and at stage 4 a is away"):
-        simulate(ends, Schedule("", 10, gone), LINK)
-    stays = replace(TRACE, variables=(*TRACE.variables[:1], Variable("a", 6, stays=True), *TRACE.variables[2:]))
+        simulate(with_a(after=True), gone, LINK)
     with pytest.raises(ScheduleError, match="must be left alone, and at stage 1 a is freed"):
-        simulate(stays, AWAY, LINK)
+        simulate(with_a(stays=True), AWAY, LINK)

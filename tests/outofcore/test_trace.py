@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from tests.outofcore.traces import anything
 
 from anybatch.outofcore.trace import NEVER, Function, Trace, Variable
-from tests.outofcore.traces import anything
 
 
 @pytest.mark.parametrize("seed", range(20))

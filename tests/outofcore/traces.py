@@ -32,8 +32,8 @@ def network(
         if skips and k > 1 and rng.random() < 0.5:
             read.append(rng.choice(outputs[:-1]))
         made = new(f"a{k}")
-        functions.append(Function(f"f{k}", tuple(dict.fromkeys(read)), (made,), (), 0, 0, seconds()))
         reads.append(tuple(dict.fromkeys(read)))
+        functions.append(Function(f"f{k}", reads[-1], (made,), (), 0, 0, seconds()))
         outputs.append(made)
     gradient = new("g")
     functions.append(Function("loss", (outputs[-1],), (gradient,), (), 0, 0, seconds()))

@@ -1,9 +1,9 @@
 """What others do: everything moves, nothing moves ahead, or it moves at a fixed distance.
 
     naive           all of a function's variables return before it, and leave after it
-    on demand       the least recently used leaves when bytes are needed; a return begins when needed
+    on demand       the least recently used leaves when bytes are needed, and returns when used
     prefetch k      what backward needs leaves after its last forward use, returns k functions ahead
-    fixed distance  what is not used for `threshold` functions leaves, and returns `ahead` of its use
+    fixed distance  what is not used for `threshold` functions leaves, returns `ahead` of its use
 
 Sources: Hayakawa and Narihira, section 1 (naive) and 2; Rhu et al. 2016, "vDNN" (prefetch, k = 1);
 Le et al. 2019, "Large Model Support": swapout_threshold and swapin_ahead.

@@ -7,9 +7,9 @@ one queue for both ways.
     out           |   x    |  y   |
     in                        |    z    |
 
-A function begins when the one before it has ended, the copies of what is freed before it and of what
-it writes to have, and all that it reads has returned. A return begins when the function before its stage has ended: until
-then its bytes may be somebody else's.
+A function begins when the one before it has ended, the copies of what is freed before it and of
+what it writes to have, and all that it reads has returned. A return begins when the function before
+its stage has ended: until then its bytes may be somebody else's.
 """
 
 from __future__ import annotations

@@ -108,6 +108,15 @@ class Trace:
         return tuple(map(tuple, found))
 
     @cached_property
+    def written(self) -> tuple[tuple[int, ...], ...]:
+        """Variable -> the functions that make it or write to it, in order."""
+        found: list[list[int]] = [[] for _ in self.variables]
+        for i, function in enumerate(self.functions):
+            for v in dict.fromkeys(function.makes + function.writes):
+                found[v].append(i)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def dies(self) -> tuple[tuple[int, ...], ...]:
         """Function -> the variables that nobody uses after it."""
         found: list[list[int]] = [[] for _ in self.functions]

@@ -6,8 +6,8 @@
     (b) where that does not fit, the oldest copy    (d) unless it is never used again, or is in the
         to the host is awaited before f_i               window already
 
-Two kindnesses to it: a variable is not copied again if nothing has written to it since, and one that
-comes into the window before its copy was awaited does not travel.
+Two kindnesses to it: a variable is not copied again if nothing has written to it since, and one
+that comes into the window before its copy was awaited does not travel.
 
 Source: Hayakawa and Narihira, section 3, Figure 2.
 """
