@@ -180,5 +180,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[i
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    formula = flop_registry.get(func._overloadpacket)
+    """Return torch's count; its one for the weight gradient of grouped convolutions is too high."""
+    packet = func._overloadpacket
+    if packet is torch.ops.aten.convolution_backward:
+        out, x, weight, _, stride, padding, dilation, transposed, *_, wanted = args
+        forward = flop_registry[torch.ops.aten.convolution]
+        once = forward(x, weight, None, stride, padding, dilation, transposed, out_val=out)
+        return float(once * (wanted[0] + wanted[1]))
+    formula = flop_registry.get(packet)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
