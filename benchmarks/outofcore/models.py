@@ -152,7 +152,7 @@ class Reflected(nn.Module):
 
 
 def pix2pixhd(labels: int = 36, width: int = 64, halvings: int = 4, blocks: int = 9) -> nn.Module:
-    """Pix2PixHD's global generator: [n, 36, 512, 1024] labels and edges -> images [n, 3, 512, 1024].
+    """Pix2PixHD's global generator: labels [n, 36, 512, 1024] -> images [n, 3, 512, 1024].
 
     Four times down, nine residual blocks, four times up.
     """

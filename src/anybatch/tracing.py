@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ SMALL = 1 << 16
 """Bytes below which a variable stays: moving it costs more than it frees."""
 
 
+STATISTICS = ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default")
+"""Kernels that write to their arguments 3 and 4 in training, of which their schema says nothing."""
+
+
 class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Write down every kernel inside ``with tracing:``, and the storages it uses.
 
@@ -33,7 +38,12 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         states: name -> tensor that is there before and after the step.
         inputs: name -> tensor that is there before it.
         small: bytes below which a variable stays on the device.
+
+    Attributes:
+        backward: what comes from now on comes after the forward pass.
     """
+
+    backward = False
 
     def __init__(
         self,
@@ -92,6 +102,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 writes=tuple(self._place[key] for key in written if key in self._place),
                 flops=_flops(func, args, kwargs, result),
                 touched=sum(t.numel() * t.element_size() for t in tensors),
+                backward=self.backward,
+                draws=torch.Tag.nondeterministic_seeded in func.tags,
             )
         )
         return result
@@ -117,6 +129,7 @@ def trace_step(
     *,
     target_dtype: torch.dtype = torch.long,
     momentum: bool = True,
+    small: int = SMALL,
 ) -> Trace:
     """Return the trace of forward, loss, backward and an SGD update of a model on shapes alone.
 
@@ -127,6 +140,10 @@ def trace_step(
         targets: shape of the targets.
         target_dtype: theirs.
         momentum: the update has one more state for each parameter.
+        small: bytes below which a variable stays on the device.
+
+    Raises:
+        Exception: whatever the model raises on tensors without data, such as for ``.item()``.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = {
@@ -137,8 +154,9 @@ def trace_step(
         state = {name: torch.empty_like(t) for name, t in parameters.items()} if momentum else {}
         x, y = torch.empty(inputs), torch.empty(targets, dtype=target_dtype)
         states = [*fakes.items(), *((f"momentum {name}", t) for name, t in state.items())]
-        with Tracing(states, [("inputs", x), ("targets", y)]) as tracing:
+        with Tracing(states, [("inputs", x), ("targets", y)], small) as tracing:
             loss = loss_fn(torch.func.functional_call(model, fakes, (x,)), y)
+            tracing.backward = True
             gradients = torch.autograd.grad(loss, list(parameters.values()))
             _update(list(parameters.values()), list(gradients), list(state.values()))
     found: Trace = tracing.trace()
@@ -159,14 +177,8 @@ def _renumbered(function: Function, place: dict[int, int]) -> Function:
     def moved(variables: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(place[v] for v in variables)
 
-    return Function(
-        name=function.name,
-        reads=moved(function.reads),
-        makes=moved(function.makes),
-        writes=moved(function.writes),
-        flops=function.flops,
-        touched=function.touched,
-    )
+    reads, makes, writes = map(moved, (function.reads, function.makes, function.writes))
+    return replace(function, reads=reads, makes=makes, writes=writes)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
@@ -176,6 +188,8 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[i
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [t.untyped_storage()._cdata for t in tensors_in(value)]
+    if str(func) in STATISTICS and args[5]:
+        found += [t.untyped_storage()._cdata for t in tensors_in(args[3:5])]
     return found
 
 

@@ -52,6 +52,8 @@ class Function:
         flops: floating-point operations.
         touched: bytes it reads and writes.
         seconds: how long it takes once its variables are there.
+        backward: it comes after the forward pass.
+        draws: it takes random numbers, so that it gives something else the second time.
         again: it has run before, and what it made then was dropped.
     """
 
@@ -62,6 +64,8 @@ class Function:
     flops: float = 0.0
     touched: int = 0
     seconds: float = 0.0
+    backward: bool = False
+    draws: bool = False
     again: bool = False
 
     @property

@@ -1,0 +1,95 @@
+"""Checkpointing every so often: of a stretch of layers only what enters it is kept.
+
+    forward    | stretch 0 | stretch 1 | stretch 2 |
+    backward                             2  │ 1 again, 1 │ 0 again, 0
+
+With n layers in sqrt(n) stretches about 2 sqrt(n) layers' results are there at a time, for one more
+forward pass. It is what ``torch.utils.checkpoint`` on equal blocks gives.
+
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost", section 4.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+
+from anybatch.outofcore.recompute import first_in_backward
+from anybatch.outofcore.rewrite import Recipe, Rewriter, rewrite
+from anybatch.outofcore.trace import Trace
+
+
+def sublinear(trace: Trace, stretches: int) -> Trace:
+    """Return the step in which all but the last of some stretches is computed again.
+
+    Args:
+        trace: the step.
+        stretches: how many, of about as many bytes each; 1 changes nothing.
+    """
+    cuts = _cuts(trace, stretches)
+    recipes: dict[int, Recipe] = {}
+    inside: dict[int, list[int]] = {}
+    for v in _saved(trace):
+        stretch = bisect_right(cuts, trace.uses[v][0])
+        forward = [i for i in trace.uses[v] if not trace.functions[i].backward]
+        if stretch < len(cuts) and forward[-1] < cuts[stretch]:
+            inside.setdefault(stretch, []).append(v)
+    of = {v: stretch for stretch, variables in inside.items() for v in variables}
+    for stretch, variables in inside.items():
+        begin = cuts[stretch - 1] if stretch else 0
+        needed = _slice(trace, range(begin, cuts[stretch]), set(variables))
+        recipes |= dict.fromkeys(variables, needed)
+
+    def remake(rewriter: Rewriter, v: int) -> None:
+        made = dict(rewriter.now)
+        results = {w for k in recipes[v] for w in trace.functions[k].makes}
+        for k in recipes[v]:
+            rewriter.again(k, results, made)
+        rewriter.now |= {w: made[w] for w in inside[of[v]]}
+
+    return rewrite(trace, recipes, remake)
+
+
+def _saved(trace: Trace) -> list[int]:
+    """Return what forward makes and backward uses."""
+    return [
+        v
+        for v, variable in enumerate(trace.variables)
+        if not (variable.before or variable.after or variable.stays)
+        and not trace.functions[trace.uses[v][0]].backward
+        and first_in_backward(trace, v) is not None
+    ]
+
+
+def _cuts(trace: Trace, stretches: int) -> list[int]:
+    """Return the functions before which one stretch ends, so that nobody writes across a cut."""
+    turn = next((i for i, f in enumerate(trace.functions) if f.backward), len(trace.functions))
+    made = [0] * turn
+    for v in _saved(trace):
+        made[trace.uses[v][0]] += trace.size(v)
+    crossed: set[int] = set()
+    for v, variable in enumerate(trace.variables):
+        writes = [i for i in trace.written[v] if i < turn]
+        if writes and not variable.before:
+            crossed.update(range(writes[0] + 1, writes[-1] + 1))
+    so_far = list(accumulate(made))
+    wanted = [so_far[-1] * k // stretches for k in range(1, stretches)] if so_far else []
+    found: list[int] = []
+    for count in wanted:
+        cut = bisect_right(so_far, count)
+        while cut in crossed and cut < turn:
+            cut += 1
+        if 0 < cut < turn and cut not in found:
+            found.append(cut)
+    return sorted(found)
+
+
+def _slice(trace: Trace, stretch: range, wanted: set[int]) -> Recipe:
+    """Return the functions of a stretch on which what is wanted rests."""
+    found, needed = [], set(wanted)
+    for k in reversed(stretch):
+        function = trace.functions[k]
+        if needed.intersection(function.makes + function.writes):
+            found.append(k)
+            needed.update(function.reads)
+    return tuple(reversed(found))
