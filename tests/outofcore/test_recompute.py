@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from anybatch.outofcore.best import plan
+import pytest
+
+from anybatch.errors import BudgetError
+from anybatch.outofcore.best import plan, plan_with_recomputation
 from anybatch.outofcore.recompute import cheap, cheap_recipes
 from anybatch.outofcore.rewrite import Rewriter, rewrite
 from anybatch.outofcore.simulate import Link, simulate
@@ -152,6 +155,21 @@ def test_a_rewritten_trace_is_planned_like_any_other() -> None:
             budget = (again.floor + again.peak) // 2
             found = simulate(again, plan(again, budget, link), link)
             assert found.peak <= budget
+
+
+def test_with_recomputation_a_step_is_never_slower() -> None:
+    faster = 0
+    for trace in nets()[:8]:
+        budget, link = (trace.floor + trace.peak) // 2, Link(3, 3)
+        step, schedule = plan_with_recomputation(trace, budget, link)
+        ours = simulate(trace, plan(trace, budget, link), link).seconds
+        again = simulate(step, schedule, link)
+        assert again.peak <= budget
+        assert again.seconds <= ours
+        faster += again.seconds < ours
+    assert faster > 2
+    with pytest.raises(BudgetError, match="even if everything else is away"):
+        plan_with_recomputation(trace, 1, link)
 
 
 def test_a_source_that_was_written_to_since_is_no_source() -> None:

@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from anybatch.outofcore.belady import belady
+from anybatch.outofcore.draft import too_small
 from anybatch.outofcore.hiding import hiding
+from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of cheap results, how many are computed again."""
+
+STRETCHES = (2, 3, 4, 6, 8, 12)
+"""Into how many a forward pass is cut."""
 
 
 def plan(trace: Trace, budget: int, link: Link) -> Schedule:
@@ -31,6 +40,28 @@ def plan(trace: Trace, budget: int, link: Link) -> Schedule:
         >>> simulate(trace, schedule, link).seconds
     """
     return fastest(trace, link, (belady(trace, budget), hiding(trace, budget)))
+
+
+def plan_with_recomputation(trace: Trace, budget: int, link: Link) -> tuple[Trace, Schedule]:
+    """Return the step as it should be run, and its schedule, if results may be computed again.
+
+    The candidates are the step as it is, with cheap results computed again, or some of them, and
+    with stretches of layers computed again.
+
+    Args:
+        trace: the step, with seconds.
+        budget: bytes that it never exceeds.
+        link: between device and host.
+
+    Raises:
+        BudgetError: one function alone needs more.
+    """
+    steps = [trace, *(cheap(trace, share) for share in SHARES)]
+    steps += [sublinear(trace, stretches) for stretches in STRETCHES]
+    found = [(step, plan(step, budget, link)) for step in steps if step.floor <= budget]
+    if not found:
+        raise too_small(trace, budget)
+    return min(found, key=lambda pair: simulate(pair[0], pair[1], link).seconds)
 
 
 def fastest(trace: Trace, link: Link, schedules: Iterable[Schedule]) -> Schedule:

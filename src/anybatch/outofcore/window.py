@@ -6,8 +6,9 @@
     (b) where that does not fit, the oldest copy    (d) unless it is never used again, or is in the
         to the host is awaited before f_i               window already
 
-Two kindnesses to it: a variable is not copied again if nothing has written to it since, and one
-that comes into the window before its copy was awaited does not travel.
+Kindnesses to it: a variable is not copied again if nothing has written to it since; one that comes
+into the window before its copy was awaited does not travel; and what is there when the step begins,
+outside of the window, leaves after the first function.
 
 Source: Hayakawa and Narihira, section 3, Figure 2.
 """
@@ -37,7 +38,8 @@ def window(trace: Trace, budget: int, size: int) -> Schedule:
         draft.bring(v for v in new if v in sequence.made)  # (a), and in it (b)
         draft.run()
         sequence.made.update(function.makes)
-        draft.leave(v for v in function.uses if v not in inside)  # (c), (d)
+        used = function.uses if i else (*function.uses, *trace.before)
+        draft.leave(v for v in used if v not in inside)  # (c), (d)
     return draft.schedule(f"window of {show_bytes(size)}")
 
 
