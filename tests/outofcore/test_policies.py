@@ -7,7 +7,7 @@ schedule can beat; and all schedules there are, of tiny traces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from random import Random
 from statistics import median
 
@@ -64,6 +64,48 @@ def test_from_the_floor_on_there_is_a_schedule_and_it_does(name: str) -> None:
             with pytest.raises(BudgetError, match="even if everything else is away") as caught:
                 ALWAYS[name](trace, trace.floor - 1)
             assert caught.value.needed == trace.floor
+
+
+def most_at_any_time(trace: Trace, schedule: Schedule, link: Link) -> int:
+    """The most bytes there at one time, by the clock: an account of its own, from the intervals."""
+    run = simulate(trace, schedule, link)
+    outs, ins = iter(run.outs), iter(run.ins)
+    since = dict.fromkeys(trace.before, 0.0)
+    copied: dict[int, float] = {}
+    used = dict.fromkeys(trace.before, 0.0)
+    changes: list[tuple[float, int]] = []
+
+    def gone(v: int, when: float) -> None:
+        begin = since.pop(v)
+        if when > begin:
+            changes.extend([(begin, trace.size(v)), (when, -trace.size(v))])
+
+    for i, stage in enumerate(schedule.stages):
+        for v in stage.frees:
+            gone(v, max(copied[v], used[v]))
+        for v in stage.ins:
+            _, interval = next(ins)
+            since[v], used[v] = interval.begin, interval.end
+        if i == len(trace.functions):
+            break
+        since |= dict.fromkeys(trace.functions[i].makes, run.runs[i].begin)
+        used |= dict.fromkeys(trace.functions[i].uses, run.runs[i].end)
+        for v in trace.dies[i]:
+            gone(v, run.runs[i].end)
+        for v in stage.outs:
+            copied[v] = next(outs)[1].end
+    for v in list(since):
+        gone(v, run.seconds + 1)
+    return max(accumulate(change for _, change in sorted(changes)))
+
+
+@pytest.mark.parametrize("name", ALWAYS)
+def test_a_schedule_fits_by_the_clock_of_any_link(name: str) -> None:
+    for trace, _ in islice(some_traces(), 24):
+        budget = (trace.floor + trace.peak) // 2
+        schedule = ALWAYS[name](trace, budget)
+        for link in (*LINKS, Link(0.1, 100), Link(100, 0.1)):
+            assert most_at_any_time(trace, schedule, link) <= budget
 
 
 @pytest.mark.parametrize("name", SOMETIMES)

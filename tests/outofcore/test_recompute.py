@@ -120,6 +120,7 @@ def test_stretches_computed_again_have_the_same_values() -> None:
     counts = set()
     for trace in nets():
         for stretches in (1, 2, 3, 5, 50):
+            assert values(sublinear(trace, stretches, 0.5)) == values(trace)
             again = sublinear(trace, stretches)
             assert values(again) == values(trace)
             counts.add(sum(function.again for function in again.functions))

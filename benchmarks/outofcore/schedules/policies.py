@@ -66,12 +66,18 @@ def on_machine(
 ) -> Found:
     """Return seconds and bytes of the best setting of every policy, and the bound."""
     timed = machine.timed(trace)
-    found: Found = {"memory": timed.seconds}
+    found = on_link(timed, made, budget, machine)
     for name, each in made.items():
         found[name] = _best(timed, machine, each)
+    return found | recomputing(timed, budget, machine)
+
+
+def on_link(timed: Trace, made: dict[str, list[Schedule]], budget: int, machine: Machine) -> Found:
+    """Return what is told of every link: in memory, the paper's policy, the default, the bound."""
+    found: Found = {"memory": timed.seconds, "window": _best(timed, machine, made["window"])}
     found["default"] = _best(timed, machine, [plan(timed, budget, machine.link)])
     found["bound"] = lower_bound(timed, budget, machine.link, looks=LOOKS, least=budget >> LEAST)
-    return found | recomputing(timed, budget, machine)
+    return found
 
 
 def recomputing(timed: Trace, budget: int, machine: Machine) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from anybatch.errors import BudgetError
@@ -60,9 +61,11 @@ def largest_budgets(trace: Trace, machine: Machine, memory: int) -> dict[str, An
     """
     timed = machine.timed(trace)
 
+    @cache
     def ours(budget: int) -> Schedule:
         return plan(timed, budget, machine.link)
 
+    @cache
     def papers(budget: int) -> Schedule:
         found = []
         for k in WINDOWS:

@@ -1,11 +1,13 @@
 """The tables of the schedules, from their results file to markdown."""
 
 from collections.abc import Iterator
+from itertools import product
 from statistics import median
 from typing import Any
 
 from benchmarks.mbs.rows import markdown
-from benchmarks.outofcore.schedules.cases import MEASURED, NETWORKS
+from benchmarks.outofcore.schedules.cases import MACHINES, MEASURED, NETWORKS
+from benchmarks.outofcore.schedules.reserved import ALLOCATORS, LIMITED
 
 Results = dict[str, Any]
 Row = list[str]
@@ -19,6 +21,7 @@ POLICIES = {
     "on demand": "on demand",
     "naive": "naive",
 }
+PLANNED = ("window", "default")
 AGAIN = {
     "with cheap": "default, cheap results again",
     "with recomputation": "default, any recomputation",
@@ -28,10 +31,22 @@ AGAIN = {
 
 def _cells(results: Results) -> Iterator[tuple[str, str, Results]]:
     """Yield network, batch and what was found, of those of which a function fits."""
-    for name, sizes in results["networks"].items():
+    for name, sizes in _networks(results):
         for n, found in sizes.items():
             if "machines" in found:
                 yield name, n, found
+
+
+def _networks(results: Results) -> Iterator[tuple[str, Results]]:
+    """Yield the networks and their batches in the order in which they are planned."""
+    for name in NETWORKS:
+        if name in results["networks"]:
+            sizes = results["networks"][name]
+            yield name, {n: sizes[n] for n in sorted(sizes, key=int)}
+
+
+def _machines(results: Results) -> list[str]:
+    return [machine.name for machine in MACHINES if machine.name in results["machines"]]
 
 
 def _relative(one: Results, key: str) -> str:
@@ -54,7 +69,7 @@ def _against(one: Results, key: str) -> float | None:
 def schedules_summary(results: Results) -> str:
     """A row for each machine: the default beside the bound, the others, and recomputation."""
     rows = []
-    for machine in results["machines"]:
+    for machine in _machines(results):
         ones = [found["machines"][machine] for _, _, found in _cells(results)]
         above = [_over_bound(one) - 1 for one in ones]
         row = [machine, str(len(ones)), f"{median(above):.1%}", f"{max(above):.1%}"]
@@ -71,7 +86,7 @@ def schedules_summary(results: Results) -> str:
 
 def schedules(results: Results) -> str:
     """Everything else: speeds on each machine, Table 1, and what allocators reserve."""
-    parts = [_speeds(results, machine) for machine in results["machines"]]
+    parts = [_speeds(results, machine) for machine in _machines(results)]
     if MEASURED[0] in results["networks"]:
         parts.append(_table_1(results))
     return "\n\n".join([*parts, _sizes(results), _figure_3(results), _wastes(results)])
@@ -98,23 +113,27 @@ def _speeds(results: Results, machine: str) -> str:
 def _table_1(results: Results) -> str:
     """The paper's images a second, beside those that its link allows in the simulator."""
     name, at, rate = MEASURED
-    machine = next(iter(results["machines"]))
+    machine = _machines(results)[0]
     paper, rows = results["table_1"], []
-    for n, found in results["networks"][name].items():
+    for n, found in dict(_networks(results))[name].items():
         if "machines" not in found:
             continue
         one = found["machines"][machine]
-        printed = [paper[key].get(n) for key in list(paper)[1:]]
+        printed = [paper[key].get(n) for key in ("schedule", "schedule + virtual addressing")]
         row = [n, *(f"{ips} ({ips / rate:.2f})" if ips else "x" for ips in printed)]
-        times = [one["window"]["seconds"], one["default"]["seconds"], one["bound"]]
-        times += [found["wide bound"], one["with recomputation"]["seconds"]]
+        times = [one["with recomputation"]["seconds"]]
+        for each in (one, found["wide"]):
+            times += [each["window"]["seconds"], each["default"]["seconds"], each["bound"]]
         rows.append(row + [_images(int(n), seconds, rate) for seconds in times])
-    head = ["paper: schedule", "schedule + VA", "its window, simulated", "default", "bound"]
-    head += ["bound, 100 GB/s each way", "default with recomputation"]
+    head = ["paper: schedule", "schedule + VA", "default with recomputation"]
+    head += [
+        f"{key}{wide}" for wide in ("", ", 100 GB/s") for key in ("its window", "default", "bound")
+    ]
     text = (
         f"### ResNet-50 beside the paper's Table 1\n\nImages a second on {machine}, and as a "
         f"share of the {rate:g} that the paper measured in memory at {at}, to which the simulated "
-        "V100 is scaled. The simulated schedules have all of the 16 GiB."
+        "V100 is scaled. The simulated schedules have all of the 16 GiB, and a link of 50 GB/s "
+        'each way, or of 100: the paper has two NVLinks that "can transfer memory at 50GB/s" each.'
     )
     return f"{text}\n\n{markdown(['batch', *head], rows)}"
 
@@ -126,7 +145,7 @@ def _images(n: int, seconds: float, rate: float) -> str:
 def _sizes(results: Results) -> str:
     """The largest batches in memory and out of it, beside the paper's."""
     rows = []
-    for name, sizes in results["networks"].items():
+    for name, sizes in _networks(results):
         fits = ["none", *(n for n, found in sizes.items() if found["peak"] <= results["budget"])]
         planned = ["none", *(n for n, found in sizes.items() if "machines" in found)]
         n = list(sizes)[-1]
@@ -148,11 +167,11 @@ def _figure_3(results: Results) -> str:
     for name, n, found in _cells(results):
         budgets = found["budgets"]
         row = [f"{NETWORKS[name].title}, {n}"]
-        for policy in budgets.values():
-            row += [f"{one['budget'] / GIB:.1f}" if one else "none" for one in policy.values()]
+        for policy, kind in product(PLANNED, LIMITED):
+            one = budgets[policy][kind]
+            row.append(f"{one['budget'] / GIB:.1f}" if one else "none")
         rows.append(row)
-    kinds = list(next(found["budgets"] for _, _, found in _cells(results))["window"])
-    head = [f"{policy}: {kind}" for policy in ("window", "default") for kind in kinds]
+    head = [f"{policy}: {kind}" for policy, kind in product(PLANNED, LIMITED)]
     text = (
         "### Budgets that fit in 16 GiB (Figure 3)\n\nThe largest budget, in GiB and in steps of "
         "half a GiB, whose schedule the allocator serves in 16 GiB of memory."
@@ -162,14 +181,13 @@ def _figure_3(results: Results) -> str:
 
 def _wastes(results: Results) -> str:
     """What every allocator reserves beside what is held."""
-    kinds = list(next(found["waste"] for _, _, found in _cells(results))["default"])
     rows = []
     for name, n, found in _cells(results):
-        for policy, wastes in found["waste"].items():
-            what = f"{NETWORKS[name].title}, {n}, {policy}"
-            rows.append([what, *(f"{wastes[kind]:.1%}" for kind in kinds)])
+        for policy in PLANNED:
+            what, wastes = f"{NETWORKS[name].title}, {n}, {policy}", found["waste"][policy]
+            rows.append([what, *(f"{wastes[kind]:.1%}" for kind in ALLOCATORS)])
     text = (
         "### Fragmentation\n\nBytes reserved beside those held at most, at a budget of 14 GiB. "
         "Nothing is given back to the device here; the pool is for requests below 1 MiB."
     )
-    return f"{text}\n\n{markdown(['network, batch, policy', *kinds], rows)}"
+    return f"{text}\n\n{markdown(['network, batch, policy', *ALLOCATORS], rows)}"

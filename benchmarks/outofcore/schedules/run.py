@@ -11,6 +11,7 @@ linear program gives seconds below which no schedule can be. Recomputation is pl
 default on rewritten steps.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -22,7 +23,6 @@ from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window
 from benchmarks.environment import environment
-from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.schedules.cases import (
     BUDGET,
     MACHINES,
@@ -32,7 +32,7 @@ from benchmarks.outofcore.schedules.cases import (
     TABLE_1,
     WIDE,
 )
-from benchmarks.outofcore.schedules.policies import LEAST, LOOKS, on_machine, schedules
+from benchmarks.outofcore.schedules.policies import on_link, on_machine, schedules
 from benchmarks.outofcore.schedules.reserved import largest_budgets, wastes
 from benchmarks.results import console, write
 
@@ -59,7 +59,7 @@ def one_size(trace: Trace, there: tuple[Machine, ...], *, wide: bool) -> dict[st
     found["machines"] = {m.name: on_machine(trace, made, BUDGET, m) for m in there}
     timed = there[0].timed(trace)
     if wide:
-        found["wide bound"] = lower_bound(timed, BUDGET, WIDE, looks=LOOKS, least=BUDGET >> LEAST)
+        found["wide"] = on_link(timed, made, BUDGET, replace(there[0], link=WIDE))
     less = max(BUDGET * 7 // 8, trace.floor)
     found["waste"] = {
         "window": wastes(timed, window(timed, less, 0)),

@@ -20,8 +20,8 @@ from anybatch.outofcore.trace import Trace
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of cheap results, how many are computed again."""
 
-STRETCHES = (2, 3, 4, 6, 8, 12)
-"""Into how many a forward pass is cut."""
+STRETCHES = tuple((count, share) for count in (2, 4, 8, 12) for share in (0.5, 0.7, 0.85, 1.0))
+"""Into how many a forward pass is cut, and how many of those are computed again."""
 
 
 def plan(trace: Trace, budget: int, link: Link) -> Schedule:
@@ -57,7 +57,7 @@ def plan_with_recomputation(trace: Trace, budget: int, link: Link) -> tuple[Trac
         BudgetError: one function alone needs more.
     """
     steps = [trace, *(cheap(trace, share) for share in SHARES)]
-    steps += [sublinear(trace, stretches) for stretches in STRETCHES]
+    steps += [sublinear(trace, stretches, share) for stretches, share in STRETCHES]
     found = [(step, plan(step, budget, link)) for step in steps if step.floor <= budget]
     if not found:
         raise too_small(trace, budget)

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate
+from math import ceil
 
 from anybatch.outofcore.recompute import first_in_backward
 from anybatch.outofcore.rewrite import Recipe, Rewriter, rewrite
 from anybatch.outofcore.trace import Trace
 
 
-def sublinear(trace: Trace, stretches: int) -> Trace:
-    """Return the step in which all but the last of some stretches is computed again.
+def sublinear(trace: Trace, stretches: int, share: float = 1.0) -> Trace:
+    """Return the step in which stretches of layers are computed again, all but the last.
 
     Args:
         trace: the step.
         stretches: how many, of about as many bytes each; 1 changes nothing.
+        share: of those that can be, how many are computed again: the first of the forward pass,
+            whose results would be kept for the longest time.
     """
     cuts = _cuts(trace, stretches)
+    cuts = cuts[: ceil(share * len(cuts))]
     recipes: dict[int, Recipe] = {}
     inside: dict[int, list[int]] = {}
     for v in _saved(trace):
