@@ -163,14 +163,14 @@ def trace_step(
     return found
 
 
-@torch.no_grad()
 def _update(parameters: list[Tensor], gradients: list[Tensor], momentum: list[Tensor]) -> None:
-    """Take a step of SGD, as torch's own does it over lists."""
-    if momentum:
-        torch._foreach_mul_(momentum, 0.9)
-        torch._foreach_add_(momentum, gradients)
-        gradients = momentum
-    torch._foreach_add_(parameters, gradients, alpha=-1e-3)
+    """Take a step of SGD over lists, with momentum where it has some."""
+    sgd = torch.optim.SGD(parameters, 1e-3, momentum=0.9 if momentum else 0.0, foreach=True)
+    for parameter, buffer in zip(parameters, momentum, strict=False):
+        sgd.state[parameter]["momentum_buffer"] = buffer
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    sgd.step()
 
 
 def _renumbered(function: Function, place: dict[int, int]) -> Function:

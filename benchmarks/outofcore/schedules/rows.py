@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.mbs.rows import markdown
 from benchmarks.outofcore.schedules.cases import MACHINES, MEASURED, NETWORKS
+from benchmarks.outofcore.schedules.differences import differences
 from benchmarks.outofcore.schedules.reserved import ALLOCATORS, LIMITED
 
 Results = dict[str, Any]
@@ -89,7 +90,8 @@ def schedules(results: Results) -> str:
     parts = [_speeds(results, machine) for machine in _machines(results)]
     if MEASURED[0] in results["networks"]:
         parts.append(_table_1(results))
-    return "\n\n".join([*parts, _sizes(results), _figure_3(results), _wastes(results)])
+    parts += [_sizes(results), _figure_3(results), _wastes(results)]
+    return "\n\n".join([*parts, f"### What does not reproduce\n\n{differences(results)}"])
 
 
 def _speeds(results: Results, machine: str) -> str:
