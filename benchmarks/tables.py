@@ -58,6 +58,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
     "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
     "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
+    "lanes_memory_thresholds": ("agbn/lanes_memory", agbn_memory.lanes_memory_thresholds),
     "lanes_parts": ("agbn/lanes_parts", agbn_parts.lanes_parts),
     "lanes_parts_shares": ("agbn/lanes_parts", agbn_parts.lanes_parts_shares),
     "lanes_parts_scans": ("agbn/lanes_parts", agbn_parts.lanes_parts_scans),
@@ -93,7 +94,7 @@ TITLES = {
 MORE = {
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
     "choice": ("choice_sweep",),
-    "lanes_memory": ("lanes_memory_scan",),
+    "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
 }
