@@ -5,7 +5,6 @@ from functools import partial
 
 from benchmarks.agbn.accuracy import rows as agbn_accuracy
 from benchmarks.agbn.global_bn import rows as global_rows
-from benchmarks.agbn.lanes import rows as agbn_lanes
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
@@ -52,7 +51,6 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "tables_summary": ("mbs/tables", paper.tables_summary),
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
-    "lanes": ("agbn/lanes", agbn_lanes.lanes),
     "global_bn": ("agbn/global_bn", global_rows.global_bn),
     "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
@@ -81,7 +79,6 @@ TITLES = {
     "choice": "The choice of a micro-batch, beside five finders and a full sweep",
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
-    "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
     "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
