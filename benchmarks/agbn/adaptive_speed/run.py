@@ -69,7 +69,7 @@ class Size:
         ]
 
 
-FULL = Size((2, 4, 8), (0, 1, 2, 3), Steady(batch=128, epochs=8, rise=1))
+FULL = Size((2, 4, 8), (0, 1, 2, 3), Steady(batch=64, epochs=6, rise=1))
 QUICK = Size((2,), (0,), Steady(batch=16, epochs=2, rise=1, samples=40, tests=10))
 
 
