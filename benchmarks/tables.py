@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.agbn.accuracy import rows as agbn_accuracy
+from benchmarks.agbn.adaptive_speed import rows as agbn_speed
 from benchmarks.agbn.global_bn import rows as global_rows
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
@@ -63,6 +64,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "learns": ("agbn/learns", agbn_learns.learns),
     "learns_summary": ("agbn/learns", agbn_learns.summary),
     "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
+    "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
+    "adaptive_speed_accuracy": ("agbn/adaptive_speed", agbn_speed.adaptive_speed_accuracy),
+    "adaptive_speed_patience": ("agbn/adaptive_speed", agbn_speed.adaptive_speed_patience),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -84,12 +88,14 @@ TITLES = {
     "lanes_parts": "Where the time of a step in lanes goes",
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
     "accuracy": "AGBN, Figure 4: accuracy that global BatchNorm gains over local",
+    "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
+    "adaptive_speed": ("adaptive_speed_accuracy", "adaptive_speed_patience"),
     "choice": ("choice_sweep",),
     "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
@@ -103,6 +109,7 @@ OPTIONS = {
     "mbs/membrane": " --data DIR",
     "agbn/learns": " --images DIR",
     "agbn/accuracy": " --images DIR",
+    "agbn/adaptive_speed": " --images DIR",
 }
 
 
