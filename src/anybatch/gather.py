@@ -50,6 +50,7 @@ def gather(step: Step) -> Tensor:
     first = FirstPass(step)
     first.run()
     rows = step.everyone.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
+    step.agree()  # a rank without samples has drawn nothing, and takes the same loss
     whole = MicroBatch(None, rows.targets, rows.size)
     if step.gradients is None or not step.batch.size:
         loss = step.loss.whole(rows.outputs, whole).detach()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Together(NamedTuple):
 
 
 HEADER = Together("header", 1)
-SIZES, BEGIN = Together("gather", 1), Together("gather", 6)
+SIZES, DICE, BEGIN = Together("gather", 1), HEADER, Together("gather", 6)
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -64,16 +64,16 @@ class Unison:
 
     Args:
         group: the ranks.
-        sizes: `sizes` is asked for before all else. Default False.
+        before: the collectives that come before `begin`. Default none.
 
     Attributes:
         script: the collectives of this step so far, without the first.
     """
 
-    def __init__(self, group: Group, *, sizes: bool = False) -> None:
+    def __init__(self, group: Group, *, before: tuple[Together, ...] = ()) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (SIZES, BEGIN) if sizes else (BEGIN,)
+        self._known: tuple[Together, ...] | None = (*before, BEGIN)
         self._over = False
         self._raw = False
         group.begin()
@@ -81,6 +81,16 @@ class Unison:
     def sizes(self, here: int) -> int:
         """Return the samples of all ranks."""
         return int(torch.stack(self.gather("sizes", torch.tensor([float(here)]))).sum())
+
+    def told(self, key: str, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter.
+
+        Raises:
+            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+        """
+        self.call(key)
+        with self.raw():
+            return self.group.told(one, source)
 
     def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
