@@ -59,9 +59,10 @@ def gather(step: Step) -> Tensor:
         end, statistics = Dice.now(), step.buffers.statistics()
         backwards = Backwards(step, first, gradients, rows.begin, end)
         stop = backwards.last()
-        step.put_back(start)
         step.buffers.restart()
-        backwards.second_pass(stop)
+        if stop:
+            step.put_back(start)
+            backwards.second_pass(stop)
         check_trains(backwards.trained)
         if step.draws is None:
             step.put_back(end)
