@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LazyBatch
+from anybatch import Engine, LaneMismatchError, LazyBatch
 from anybatch.rng import Dice
 
 LOSSES = {"one pass": F.cross_entropy, "coupled": coupled}
@@ -62,22 +62,43 @@ def other_dice(rank: int) -> None:
         torch.randn(1)
 
 
-def of_row(rank: int, size: int, kind: str, loss: str, row: str, form: str, micro: int) -> Any:
+class Short:
+    """A hook that runs out of memory at its second call, where it is to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.calls = fails, 0
+
+    def __call__(self, _: Tensor) -> None:
+        self.calls += 1
+        if self.fails and self.calls == 2:
+            raise RuntimeError("can't allocate memory")
+
+
+def of_row(
+    rank: int, size: int, kind: str, loss: str, row: str, form: str, micro: int, short: bool
+) -> Any:
     """Train a row of the table for two steps, the second without the first three samples."""
     torch.set_default_dtype(torch.float64)
     model, x, y = problem(kind, row)
     sizes = SHARDS[size][form]
+    left = max(range(size), key=lambda r: sizes[r])
     engines: dict[int, Engine] = {}
+    retries: list[int] = []
 
     def step(copied: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         made = Engine(copied, LOSSES[loss], micro_batch=micro, rng="batch")
         engine = engines.setdefault(id(copied), made)
-        left = max(range(size), key=lambda r: sizes[r])
         now = tuple(n - (N - len(x)) * (r == left) for r, n in enumerate(sizes))
         other_dice(rank)
-        return engine.backward(shard(x, now, rank), shard(y, now, rank))
+        hook = copied.get_parameter("head.weight").register_hook(Short(short and rank == left))
+        found = engine.backward(shard(x, now, rank), shard(y, now, rank))
+        hook.remove()
+        retries.append(engine.last.retries if engine.last else 0)
+        return found
 
-    return trained(step)(model, x, y)
+    result = trained(step)(model, x, y)
+    assert retries == [short and rank == left] * 2
+    return result
 
 
 WAYS = [
@@ -88,7 +109,9 @@ WAYS = [
 ]
 
 
-def assert_is_of_all(workers: Pool, row: str, kind: str, loss: str, form: str, micro: int) -> None:
+def assert_is_of_all(
+    workers: Pool, row: str, kind: str, loss: str, form: str, micro: int, *, short: bool = False
+) -> None:
     """Compare each rank with one process that has the whole batch."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -96,7 +119,7 @@ def assert_is_of_all(workers: Pool, row: str, kind: str, loss: str, form: str, m
         want = by_torch(model, LOSSES[loss], x, y)
     finally:
         torch.set_default_dtype(torch.float32)
-    found = workers.run(of_row, kind, loss, row, form, micro)
+    found = workers.run(of_row, kind, loss, row, form, micro, short)
     for got in found:
         assert_same(got, want)
         assert all(torch.equal(got[0][name], found[0][0][name]) for name in got[0])
@@ -115,6 +138,31 @@ def test_whatever_is_drawn(pool: tuple[int, Pool], counted: Callable[[int], int]
     every = list(product(NOISE, WAYS))
     for row, way in random.Random(pool[0]).sample(every, counted(len(every))):
         assert_is_of_all(pool[1], row, *way)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way[:3])))
+def test_memory_that_runs_out_on_one_rank_changes_no_draw(
+    pool: tuple[int, Pool], way: tuple[str, str, str, int]
+) -> None:
+    kind, loss, _, _ = way
+    assert_is_of_all(pool[1], "checkpoint", kind, loss, "uneven", 3, short=True)
+
+
+def test_all_engines_must_be_told_the_same(pool: tuple[int, Pool]) -> None:
+    for said in pool[1].run(unlike):
+        assert "rank 0 is at begin; rank 1 is at sizes" in said
+
+
+def unlike(rank: int, size: int) -> str:
+    """Draw otherwise than rank 0."""
+    engine = Engine(
+        nn.Linear(2, 3), F.cross_entropy, micro_batch=2, rng="batch" if rank else "lane"
+    )
+    try:
+        engine.backward(torch.randn(4, 2), torch.randint(3, (4,)))
+    except LaneMismatchError as error:
+        return str(error)
+    return ""
 
 
 class Odd(nn.Module):

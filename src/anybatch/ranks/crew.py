@@ -22,7 +22,7 @@ from anybatch.ranks.dice import devices_of, same_dice
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.group import group_of
 from anybatch.ranks.ranks import Here, Ranks
-from anybatch.ranks.unison import DICE, SIZES, Together, Unison, guarded
+from anybatch.ranks.unison import Together, Unison, guarded
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class Crew:
 
     def size(self, here: int) -> int:
         """Return the samples of all ranks, where every step asks for them."""
-        return here if self._unison is None else self._unison.sizes(here)
+        return here if self._unison is None else int(sum(self._unison.fact("sizes", here)))
 
     def join(self, here: Here, kind: Any) -> Everyone:
         """Return the batch over all ranks; the dice may be others then.
@@ -108,8 +108,7 @@ class Crew:
     def _begun(self) -> Unison | None:
         if not several(self._handle):
             return None
-        before = (SIZES,) * self._sizes + (DICE,) * self._dice
-        return Unison(group_of(self._handle), before=before)
+        return Unison(group_of(self._handle), facts=self._sizes + self._dice)
 
 
 def _is_all(handle: Any) -> bool:

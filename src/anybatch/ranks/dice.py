@@ -42,7 +42,9 @@ def same_dice(unison: Unison, devices: Sequence[torch.device]) -> None:
     Raises:
         RankError: rank 0's model is on another number of CUDA devices.
     """
-    dice: Dice = unison.told("the dice", Dice.on(devices), LEADER)
+    own = Dice.on(devices)
+    unison.fact("dice")
+    dice: Dice = unison.told(own, LEADER)
     if len(dice.cuda) != len(devices):
         raise RankError(
             'with rng="batch" all ranks must draw on devices of one kind, and the model of rank '

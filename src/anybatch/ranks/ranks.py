@@ -206,7 +206,7 @@ class Ranks:
         if other:
             raise drawn_apart(self._first, other)
         if not all(self._sizes):
-            dice = self._unison.told("the dice of the others", own, self._first)
+            dice: Dice = self._unison.told(own, self._first)
             if not self._here.size:
                 dice.put_on(devices)
 

@@ -42,7 +42,9 @@ class Together(NamedTuple):
 
 
 HEADER = Together("header", 1)
-SIZES, DICE, BEGIN = Together("gather", 1), HEADER, Together("gather", 6)
+FACTS = Together("gather", 6)
+"""What a step begins with, all of one shape: ranks whose engines differ hear of it by the key."""
+
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -64,31 +66,31 @@ class Unison:
 
     Args:
         group: the ranks.
-        before: the collectives that come before `begin`. Default none.
+        facts: how often `fact` is asked before `begin`. Default 0.
 
     Attributes:
         script: the collectives of this step so far, without the first.
     """
 
-    def __init__(self, group: Group, *, before: tuple[Together, ...] = ()) -> None:
+    def __init__(self, group: Group, *, facts: int = 0) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (*before, BEGIN)
+        self._known: tuple[Together, ...] | None = (FACTS,) * (facts + 1)
         self._over = False
         self._raw = False
         group.begin()
 
-    def sizes(self, here: int) -> int:
-        """Return the samples of all ranks."""
-        return int(torch.stack(self.gather("sizes", torch.tensor([float(here)]))).sum())
+    def fact(self, key: str, here: float = 0.0) -> list[float]:
+        """Return a number of each rank, in order; only before `begin`."""
+        part = torch.zeros(FACTS.numbers, dtype=torch.float64)
+        part[0] = here
+        return [float(row[0]) for row in self.gather(key, part)]
 
-    def told(self, key: str, one: Any, source: int) -> Any:
+    def told(self, one: Any, source: int) -> Any:
         """Return the picklable object of the rank `source`; the others' does not matter.
 
-        Raises:
-            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+        All ranks must be known to come here.
         """
-        self.call(key)
         with self.raw():
             return self.group.told(one, source)
 
@@ -215,7 +217,7 @@ class Unison:
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
             f"of values, and {said}: the model takes another path for other samples. Use "
-            'batchnorm="local", or give every rank the same model, loss and parameters'
+            'batchnorm="local", or give every rank the same model, loss, parameters and engine'
         )
 
     def _hear(self, status: Status, message: str) -> None:
