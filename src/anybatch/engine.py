@@ -76,7 +76,8 @@ class Engine:
         rng: "lane" (default): each micro-batch draws its own random numbers, in order. "batch":
             each draws what the undivided batch would for its rows, so the gradient is that of the
             batch with dropout, too; while a draw is made, there is one for all samples in memory,
-            and the plan counts it. What cannot be drawn so is refused.
+            and the plan counts it. What cannot be drawn so is refused. Over ranks every step begins
+            with the random state of rank 0, and leaves all of them with that of the whole batch.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
     Raises:

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LaneMismatchError, LazyBatch
+from anybatch import BudgetError, Engine, LaneMismatchError, LazyBatch
+from anybatch.forecast import DRAW
 from anybatch.rng import Dice
 
 LOSSES = {"one pass": F.cross_entropy, "coupled": coupled}
@@ -280,3 +281,29 @@ def _spread(total: int, size: int, first: int) -> Iterator[int]:
         total -= part
         yield part
     yield total
+
+
+def budgeted(rank: int, size: int) -> Any:
+    """Train on 4 samples, or on many, with a budget; return what was held, and what said."""
+    n = 4 if rank else 400
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    x, y = torch.randn(n, 8), torch.randint(3, (n,))
+    engine = Engine(model, F.cross_entropy, memory="512KiB", rng="batch")
+    engine.backward(x, y)
+    assert engine.last is not None
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    owners = dict(engine.plan.memory.owners)
+    whole = 4 * 64 * (400 + 4 * (size - 1))
+    try:
+        Engine(model, F.cross_entropy, memory=whole, rng="batch").backward(x, y)
+    except BudgetError as error:
+        return engine.last, owners[DRAW] >= whole, str(error)
+    return engine.last, owners[DRAW] >= whole, ""
+
+
+def test_a_plan_counts_the_draw_of_all_ranks(pool: tuple[int, Pool]) -> None:
+    for last, counted, said in pool[1].run(budgeted):
+        assert last.peak_bytes <= last.predicted_bytes <= 512 * 1024
+        assert counted
+        assert "a draw of the whole batch" in said
