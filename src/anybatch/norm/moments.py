@@ -70,9 +70,9 @@ def moments_of(x: Tensor) -> Moments:
 
     An empty tensor has count 0 and moments 0.
 
-    Memory: on the CPU a copy, in the precision of the sums, of `CACHED` bytes of rows or of one row.
-    Of float32 and float64 that is no more than the normalised rows that come next, so a budget that
-    counts those need not see it.
+    Memory: on the CPU a copy, in the precision of the sums, of `CACHED` bytes of rows or one row.
+    Of float32 and float64 that is no more than the normalised rows that come next, so a budget
+    that counts those need not see it.
     """
     count = x.numel() // max(x.shape[1], 1)
     if count == 0:

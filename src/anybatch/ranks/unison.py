@@ -45,6 +45,9 @@ HEADER = Together("header", 1)
 FACTS = Together("gather", 6)
 """What a step begins with, all of one shape: ranks whose engines differ hear of it by the key."""
 
+SUMS = "the sum of"
+"""What the place begins with where gradients are summed, so many of them."""
+
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -214,6 +217,12 @@ class Unison:
         self._over = True
         places = self.group.objects(key)
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        if all(place.startswith(SUMS) for place in places):
+            raise LaneMismatchError(
+                f"every rank must know the same parameters, and {said}: a rank without samples "
+                "does not see those that only the loss holds. Give Engine the optimizer that "
+                "trains them (optimizer=)"
+            )
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
             f"of values, and {said}: the model takes another path for other samples. Use "
