@@ -32,7 +32,7 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
-from anybatch.pager import Pager
+from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging, keep
 from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
@@ -92,8 +92,8 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
     if step.room is None or step.count < 2:
         return None
-    turns = 0 if step.budgeted else AHEAD
-    return Pager(step.room, store_on(step.device), step.device, meters, turns=turns)
+    turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
+    return Pager(step.room, store_on(step.device), step.device, meters, small=small, turns=turns)
 
 
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
