@@ -18,7 +18,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,12 @@ class Together(NamedTuple):
 
 
 HEADER = Together("header", 1)
-SIZES, BEGIN = Together("gather", 1), Together("gather", 6)
+FACTS = Together("gather", 6)
+"""What a step begins with, all of one shape: ranks whose engines differ hear of it by the key."""
+
+SUMS = "the sum of"
+"""What the place begins with where gradients are summed, so many of them."""
+
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -64,23 +69,33 @@ class Unison:
 
     Args:
         group: the ranks.
-        sizes: `sizes` is asked for before all else. Default False.
+        facts: how often `fact` is asked before `begin`. Default 0.
 
     Attributes:
         script: the collectives of this step so far, without the first.
     """
 
-    def __init__(self, group: Group, *, sizes: bool = False) -> None:
+    def __init__(self, group: Group, *, facts: int = 0) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (SIZES, BEGIN) if sizes else (BEGIN,)
+        self._known: tuple[Together, ...] | None = (FACTS,) * (facts + 1)
         self._over = False
         self._raw = False
         group.begin()
 
-    def sizes(self, here: int) -> int:
-        """Return the samples of all ranks."""
-        return int(torch.stack(self.gather("sizes", torch.tensor([float(here)]))).sum())
+    def fact(self, key: str, here: float = 0.0) -> list[float]:
+        """Return a number of each rank, in order; only before `begin`."""
+        part = torch.zeros(FACTS.numbers, dtype=torch.float64)
+        part[0] = here
+        return [float(row[0]) for row in self.gather(key, part)]
+
+    def told(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter.
+
+        All ranks must be known to come here.
+        """
+        with self.raw():
+            return self.group.told(one, source)
 
     def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
@@ -202,10 +217,16 @@ class Unison:
         self._over = True
         places = self.group.objects(key)
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        if all(place.startswith(SUMS) for place in places):
+            raise LaneMismatchError(
+                f"every rank must know the same parameters, and {said}: a rank without samples "
+                "does not see those that only the loss holds. Give Engine the optimizer that "
+                "trains them (optimizer=)"
+            )
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
             f"of values, and {said}: the model takes another path for other samples. Use "
-            'batchnorm="local", or give every rank the same model, loss and parameters'
+            'batchnorm="local", or give every rank the same model, loss, parameters and engine'
         )
 
     def _hear(self, status: Status, message: str) -> None:
