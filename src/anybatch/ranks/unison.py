@@ -8,7 +8,8 @@ flag that says "listen", and then all tell each other what has happened.
     rank 1:  begin  BN1  fails ──> flag in BN2         tells it, begins again
 
 To raise the flag it must know the shape of that collective. In the first step of a kind a header
-of fixed shape goes before each; what came is kept, and later steps need no headers.
+of fixed shape goes before each; what came is kept, and later steps need no headers. For the same
+reason Ctrl-C waits until a collective that has begun is over.
 
 Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
 """
@@ -16,7 +17,7 @@ Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, TypeVar
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from anybatch.errors import LaneMismatchError, RankError
 from anybatch.ranks.group import FEW, Group
 from anybatch.reach import AgainError
+from anybatch.undo import uninterrupted
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
 T = TypeVar("T")
@@ -41,8 +43,11 @@ class Together(NamedTuple):
     numbers: int
 
 
-HEADER = Together("header", 1)
-SIZES, BEGIN = Together("gather", 1), Together("gather", 6)
+FIRST = 10
+"""Numbers in a collective that may meet another one: ranks that differ must see that they do."""
+
+HEADER = Together("header", FIRST)
+SIZES = BEGIN = Together("gather", FIRST)
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -80,20 +85,33 @@ class Unison:
 
     def sizes(self, here: int) -> int:
         """Return the samples of all ranks."""
-        return int(torch.stack(self.gather("sizes", torch.tensor([float(here)]))).sum())
+        key = 'the beginning of a step with batchnorm="adaptive"'
+        with self.met():
+            return int(torch.stack(self.gather(key, _filled([here])))[:, 0].sum())
 
     def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
-            facts: five numbers.
+            facts: fewer than `FIRST` numbers.
             script: the collectives of an earlier step of this kind; None learns them.
         """
         known = 0 if script is None else 1 + _number(repr(script))
-        rows = [row.tolist() for row in self.gather("begin", torch.tensor([*facts, known]))]
-        same = script is not None and all(row[-1] == known for row in rows)
+        parts = self.gather("the beginning of a step", _filled([known, *facts]))
+        rows = [row.tolist() for row in parts]
+        same = script is not None and all(row[0] == known for row in rows)
         self.script, self._known = [], script if same else None
-        return [row[:-1] for row in rows]
+        return [row[1 : 1 + len(facts)] for row in rows]
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Let Ctrl-C wait until the collectives of the body are over; a second one leaves them."""
+        with uninterrupted(once=True):
+            try:
+                yield
+            except KeyboardInterrupt:  # where the others are is not known
+                self.group.abandon()
+                raise
 
     @contextmanager
     def raw(self) -> Iterator[None]:
@@ -143,6 +161,11 @@ class Unison:
         self._header(key, 0)
         self.script.append(HEADER)
 
+    def end(self) -> None:
+        """Make sure that all have come to the end of the step; what fails after it is one's own."""
+        self.call("the end of the step")
+        self._over = True
+
     def fail(self, status: Status, message: str = "") -> None:
         """Raise the flag in the next collective, unless all know already that the step is over.
 
@@ -183,11 +206,11 @@ class Unison:
             )
 
     def _header(self, key: str, numbers: int) -> None:
-        rows = self.group.gather(_slotted(torch.tensor([float(numbers)]), key))
+        rows = self.group.gather(_slotted(_filled([numbers]), key))
         flags = torch.stack(rows).sum(0)
         self._check(flags[:SLOTS], key)
         if any(float(row[SLOTS]) != numbers for row in rows):
-            self._elsewhere(key)
+            self._elsewhere(f"{key} of {numbers}")
 
     def _check(self, flags: Tensor, key: str) -> None:
         flag, keys, squares = (float(value) for value in flags)
@@ -204,8 +227,9 @@ class Unison:
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
-            f"of values, and {said}: the model takes another path for other samples. Use "
-            'batchnorm="local", or give every rank the same model, loss and parameters'
+            f"of values, and {said}: the model takes another path for other samples, or is not the "
+            'same. Use batchnorm="local", or give every rank the same model, loss and optimizer, '
+            "which has all parameters that are not the model's"
         )
 
     def _hear(self, status: Status, message: str) -> None:
@@ -243,7 +267,8 @@ def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
     try:
         return run()
     except AgainError:
-        unison.fail("anew")
+        with unison.met():
+            unison.fail("anew")
         raise
     except BaseException as error:
         _tell(unison, error)
@@ -252,7 +277,8 @@ def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
 
 def _tell(unison: Unison, error: BaseException) -> None:
     try:
-        unison.fail("failed", f"{type(error).__name__}: {error}")
+        with unison.met():
+            unison.fail("failed", f"{type(error).__name__}: {error}")
     except (RankError, RanksAgainError) as other:
         error.add_note(f"and while the other ranks were told: {other}")
 
@@ -270,6 +296,10 @@ def _slotted(part: Tensor, key: str) -> Tensor:
     number = _number(key)
     slots = torch.tensor([0.0, number, number**2], dtype=torch.float64, device=part.device)
     return torch.cat([slots, part.detach().double().reshape(-1)])
+
+
+def _filled(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([*numbers, *[0.0] * (FIRST - len(numbers))], dtype=torch.float64)
 
 
 def _number(key: str) -> int:
