@@ -227,9 +227,8 @@ class Unison:
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
-            f"of values, and {said}: the model takes another path for other samples, or is not the "
-            'same. Use batchnorm="local", or give every rank the same model, loss and optimizer, '
-            "which has all parameters that are not the model's"
+            f"of values, and {said}: the model takes another path for other samples. Use "
+            'batchnorm="local", or give every rank the same model, loss and parameters'
         )
 
     def _hear(self, status: Status, message: str) -> None:
