@@ -20,7 +20,7 @@ from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive
 from anybatch.planner import Planner
 from anybatch.ranks.alike import Named, named_parameters
-from anybatch.ranks.crew import Crew, refuse_dice
+from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
 from anybatch.ranks.ranks import Here
 from anybatch.runner import Runner
@@ -53,12 +53,16 @@ class Arranger:
 
     def __init__(self, given: Given, runner: Runner, crew: Crew) -> None:
         self._given, self._runner, self._crew = given, runner, crew
+        self._everyone = 0
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
         """Return the mini-batch of this rank, and every module that it runs."""
         batch = self._given.batch(inputs, targets, several=self._crew.several)
+        adaptive = isinstance(self._given.norms, Adaptive)
+        if adaptive or self._given.rng == "batch":
+            self._everyone = self._crew.size(batch.size)
         if isinstance(self._given.norms, Adaptive):
-            self._given.norms.choose(self._crew.size(batch.size))
+            self._given.norms.choose(self._everyone)
         return batch, self._given.modules()
 
     def step(
@@ -105,7 +109,8 @@ class Arranger:
         leaves = self._given.leaves(modules, batch)
         there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
         before = sum(map(bytes_of, there.values()))
-        return self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        return replace(kind, everyone=max(self._everyone, batch.size))
 
     def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
         """Return how a batch is run, within the budget."""
@@ -141,6 +146,4 @@ class Arranger:
             named = named_parameters(modules, self._given.optimizer)
             if scaler is not None:
                 scale = float(scaler.scale(torch.ones((), device=self._given.device)))
-        everyone = self._crew.join(here, kind, named, scale)
-        refuse_dice(self._given.rng, everyone)
-        return everyone
+        return self._crew.join(here, kind, named, scale)

@@ -76,7 +76,8 @@ class Engine:
         rng: "lane" (default): each micro-batch draws its own random numbers, in order. "batch":
             each draws what the undivided batch would for its rows, so the gradient is that of the
             batch with dropout, too; while a draw is made, there is one for all samples in memory,
-            and the plan counts it. What cannot be drawn so is refused.
+            and the plan counts it. What cannot be drawn so is refused. Over ranks every step begins
+            with the random state of rank 0, and leaves all of them with that of the whole batch.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
     Raises:
@@ -115,7 +116,7 @@ class Engine:
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
         self._given = Given(model, loss, optimizer, norms, rng=rng)
-        self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive))
+        self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive), dice=rng == "batch")
         self._runner = Runner(self._given)
         self._arranger = Arranger(self._given, self._runner, self._crew)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch

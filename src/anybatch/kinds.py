@@ -46,6 +46,8 @@ class Kind:
         shapes: the shape of one row of each tensor.
         size: N_B, samples in the mini-batch.
         before: bytes of gradients that are there already and are added to.
+        everyone: samples that draws are made for, over all ranks where they share them; no fewer
+            than `size`.
     """
 
     tensors: Any
@@ -56,6 +58,7 @@ class Kind:
     shapes: Shapes
     size: int
     before: int
+    everyone: int = 0
 
     @property
     def elements(self) -> int:

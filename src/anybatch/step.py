@@ -24,6 +24,7 @@ from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
 from anybatch.memory_errors import forget
+from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.rng import Dice
 
@@ -86,6 +87,7 @@ class Step:
         phase: of the micro-batch being computed.
         apart: gradients are summed in an accumulator, once the step is divided.
         dice: as they were noted last in this step.
+        start: those that it began with, on all ranks.
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
@@ -126,6 +128,7 @@ class Step:
     apart: bool = False
     _rows: int = 0
     dice: Dice | None = None
+    start: Dice | None = None
     lanes: bool = False
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
@@ -301,6 +304,17 @@ class Step:
         dice.put_back()
         self.dice = dice
 
+    def begin_again(self) -> None:
+        """Put the dice back where the step began, and restart."""
+        assert self.start is not None
+        self.put_back(self.start)
+        self.restart()
+
+    def agree(self) -> None:
+        """See that all ranks have drawn alike, where they draw for each other."""
+        if self.draws is not None and self.everyone.several:
+            self.everyone.agree(devices_of(self.model))
+
     def go_back(self, moment: Moment, failure: Exception) -> None:
         """Undo what a micro-batch did until memory ran out, for another try in smaller parts.
 
@@ -342,6 +356,8 @@ class Step:
         self.phase = "forward"
         self.buffers.restart()
         self.forget_casts()
+        if self.draws is not None:
+            self.draws.shared.begin()
         if self.gradients is not None:
             self.gradients.restart()
 

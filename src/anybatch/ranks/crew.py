@@ -19,12 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.errors import NotYetError, RankError
 from anybatch.norm.ranks import meeting_layers, plain
 from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
+from anybatch.ranks.dice import devices_of, same_dice
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.group import Group, group_of
 from anybatch.ranks.ranks import Here, Ranks
 from anybatch.ranks.unison import Together, Unison, guarded
 
 T = TypeVar("T")
+
+SIZES = 'the beginning of a step with batchnorm="adaptive" or rng="batch"'
+"""Where ranks are that ask for the number of samples of all."""
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
@@ -41,14 +45,16 @@ class Crew:
         model: the person's, without DistributedDataParallel.
         handle: their process group; None is the one of all ranks, if there is one.
         sizes: every step asks how many samples there are before all else.
+        dice: every step begins with those of rank 0.
 
     Attributes:
         everyone: the batch of the present step, over all ranks.
     """
 
-    def __init__(self, model: nn.Module, handle: Any, *, sizes: bool) -> None:
+    def __init__(self, model: nn.Module, handle: Any, *, sizes: bool, dice: bool = False) -> None:
         self.everyone: Everyone = Alone()
-        self._handle, self._sizes = None if _is_all(handle) else handle, sizes
+        self._handle, self._model = None if _is_all(handle) else handle, model
+        self._sizes, self._dice = sizes or dice, dice
         self._meeting = meeting_layers(model)
         self._unison: Unison | None = None
         self._kind: Any = None
@@ -80,10 +86,10 @@ class Crew:
 
     def size(self, here: int) -> int:
         """Return the samples of all ranks, where every step asks for them."""
-        return here if self._unison is None else self._unison.sizes(here)
+        return here if self._unison is None else int(sum(self._unison.fact(SIZES, here)))
 
     def join(self, here: Here, kind: Any, named: Named, scale: float = 1.0) -> Everyone:
-        """Return the batch over all ranks.
+        """Return the batch over all ranks; the dice may be others then.
 
         Args:
             here: what this rank brings.
@@ -92,6 +98,9 @@ class Crew:
             scale: what gradients are multiplied by. Default 1.
         """
         self._kind = kind, here.lanes, here.coupled
+        if self._unison is not None and self._dice:
+            with self._unison.met():
+                same_dice(self._unison, devices_of(self._model))
         if self._unison is None:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
@@ -116,7 +125,7 @@ class Crew:
     def _begun(self) -> Unison | None:
         if not several(self._handle):
             return None
-        return Unison(group_of(self._handle), sizes=self._sizes)
+        return Unison(group_of(self._handle), facts=self._sizes + self._dice)
 
 
 def _is_all(handle: Any) -> bool:
@@ -139,15 +148,6 @@ def several(handle: Any = None) -> bool:
             "on CUDA, before the first step"
         )
     return False
-
-
-def refuse_dice(rng: str, everyone: Everyone) -> None:
-    """Refuse draws of a batch whose samples are on several ranks."""
-    if rng == "batch" and everyone.several:
-        raise NotYetError(
-            'the draws of the undivided batch must be made by one process, and rng="batch" over '
-            'several ranks is not there yet: leave rng="lane"'
-        )
 
 
 def refuse_sharded(model: nn.Module) -> None:

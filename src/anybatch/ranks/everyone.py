@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from anybatch.loss.declared import Total
@@ -44,6 +45,9 @@ class Everyone(Protocol):
     size: int
     """N_B over all ranks."""
 
+    begin: int
+    """The place of the first sample of this rank among them."""
+
     micro_batch: int
     """Samples in a micro-batch: the smallest of all ranks."""
 
@@ -75,6 +79,13 @@ class Everyone(Protocol):
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks, for (parameter, this rank's sum)."""
 
+    def agree(self, devices: Sequence[torch.device]) -> None:
+        """See that all ranks have drawn alike, and give their dice to those without samples.
+
+        Args:
+            devices: CUDA devices of the model.
+        """
+
     def again(self, *, coupled: bool) -> None:
         """Take in that this rank runs the step again; the others then do too, where they must."""
 
@@ -96,6 +107,7 @@ class Alone:
     """
 
     several = False
+    begin = 0
 
     def __init__(
         self,
@@ -130,6 +142,9 @@ class Alone:
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return them."""
         return [total for _, total in sums]
+
+    def agree(self, devices: Sequence[torch.device]) -> None:
+        """Agree with nobody."""
 
     def again(self, *, coupled: bool) -> None:
         """Tell nobody."""

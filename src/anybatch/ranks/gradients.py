@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.ranks.unison import Unison
+from anybatch.ranks.unison import SUMS, Unison
 
 SMALL = 2**18
 """Elements up to which a gradient goes with others, in pieces of no more than four times that."""
@@ -34,7 +34,7 @@ def summed(unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list
         A tensor for each; None where no rank has one.
     """
     here = torch.tensor([_kind(total) for _, total in sums], dtype=torch.float64)
-    there = torch.stack(unison.gather("the gradients", here))
+    there = torch.stack(unison.gather(f"{SUMS} {len(sums)} gradients", here))
     found: list[Tensor | None] = [None] * len(sums)
     dense: list[tuple[int, Tensor]] = []
     with unison.raw(), torch.no_grad():

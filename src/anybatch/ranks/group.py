@@ -123,6 +123,14 @@ class Group:
             for row, size in zip(rows, sizes, strict=True)
         ]
 
+    def told(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter."""
+        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        size = int(self.gather(torch.tensor([len(data)]))[source])
+        there = data if self.rank == source else torch.empty(size, dtype=torch.uint8)
+        sent = self.sent(there.to(self.device), source)
+        return pickle.loads(sent.cpu().numpy().tobytes())
+
     def wait(self, work: Any) -> None:
         """Wait for a collective.
 

@@ -27,10 +27,12 @@ from anybatch.errors import BatchError, RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
 from anybatch.ranks.alike import Alike, refuse_unlike
+from anybatch.ranks.dice import drawn_apart
 from anybatch.ranks.everyone import Layout, Rows
 from anybatch.ranks.gradients import summed
 from anybatch.ranks.group import packed
 from anybatch.ranks.unison import Together, Unison
+from anybatch.rng import Dice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +81,7 @@ class Ranks:
 
     Attributes:
         size: N_B over all ranks.
+        begin: the place of this rank's first sample among them.
         micro_batch: the smallest of any rank that has samples.
         lanes: samples meet in BatchNorm on some rank.
         coupled: some rank knows that the loss needs all outputs.
@@ -103,6 +106,7 @@ class Ranks:
         every = [Here(*map(int, row[: len(here)])) for row in rows]
         self._sizes = [one.size for one in every]
         self.size = sum(self._sizes)
+        self.begin = sum(self._sizes[: unison.group.rank])
         if self.size == 0:
             raise BatchError("a batch must hold at least one sample, and no rank has any")
         if len({one.trains for one in every}) > 1:
@@ -112,6 +116,7 @@ class Ranks:
         self.micro_batch = min(one.micro_batch for one in every if one.size)
         self.lanes = any(one.lanes for one in every)
         self.coupled = any(one.coupled for one in every)
+        self._first = next(rank for rank, size in enumerate(self._sizes) if size)
         self._counted: list[list[Total] | None] = []
         self._shared = self._ending = False
 
@@ -195,8 +200,8 @@ class Ranks:
             tree.join([values[0] for _, values in there], list(found), sizes=sizes),
             tree.join([values[1] for _, values in there], sizes=sizes, name="targets"),
             self.size,
-            sum(self._sizes[: self._unison.group.rank]),
-            leads=self._leads(),
+            self.begin,
+            leads=self._unison.group.rank == self._first,
         )
 
     def _tensors(self, every: list[Any], mine: list[Tensor]) -> list[list[Tensor]]:
@@ -212,16 +217,31 @@ class Ranks:
                 found[-1].append(group.sent(one.contiguous(), rank).to(device))
         return found
 
-    def _leads(self) -> bool:
-        """Say whether this is the first rank that has samples."""
-        first = next(rank for rank, size in enumerate(self._sizes) if size)
-        return self._unison.group.rank == first
-
     @meets
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; None where no rank has one."""
         self._shared = self._ending = True
         return summed(self._unison, sums)
+
+    @meets
+    def agree(self, devices: Sequence[torch.device]) -> None:
+        """See that all ranks have drawn alike, and give their dice to those without samples.
+
+        Raises:
+            NotExactError: a rank has drawn otherwise than another; all of them say so.
+        """
+        self._shared = True
+        own = Dice.on(devices)
+        check = torch.tensor([own.checksum()], dtype=torch.float64)
+        found = [float(row) for row in self._unison.gather("where the dice are", check)]
+        first = found[self._first]
+        other = [r for r, size in enumerate(self._sizes) if size and found[r] != first]
+        if other:
+            raise drawn_apart(self._first, other)
+        if not all(self._sizes):
+            dice: Dice = self._unison.told(own, self._first)
+            if not self._here.size:
+                dice.put_on(devices)
 
     @meets
     def again(self, *, coupled: bool) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,11 +43,12 @@ class Together(NamedTuple):
     numbers: int
 
 
-FIRST = 10
-"""Numbers in a collective that may meet another one: ranks that differ must see that they do."""
+HEADER, FACTS = Together("header", 10), Together("gather", 10)
+"""What may meet another collective is of one shape: ranks that differ hear of it by the key."""
 
-HEADER = Together("header", FIRST)
-SIZES = BEGIN = Together("gather", FIRST)
+SUMS = "the sum of"
+"""What the place begins with where gradients are summed, so many of them."""
+
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -69,31 +70,38 @@ class Unison:
 
     Args:
         group: the ranks.
-        sizes: `sizes` is asked for before all else. Default False.
+        facts: how often `fact` is asked before `begin`. Default 0.
 
     Attributes:
         script: the collectives of this step so far, without the first.
     """
 
-    def __init__(self, group: Group, *, sizes: bool = False) -> None:
+    def __init__(self, group: Group, *, facts: int = 0) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (SIZES, BEGIN) if sizes else (BEGIN,)
+        self._known: tuple[Together, ...] | None = (FACTS,) * (facts + 1)
         self._over = False
         self._raw = False
         group.begin()
 
-    def sizes(self, here: int) -> int:
-        """Return the samples of all ranks."""
-        key = 'the beginning of a step with batchnorm="adaptive"'
+    def fact(self, key: str, here: float = 0.0) -> list[float]:
+        """Return a number of each rank, in order; only before `begin`."""
         with self.met():
-            return int(torch.stack(self.gather(key, _filled([here])))[:, 0].sum())
+            return [float(row[0]) for row in self.gather(key, _filled([here]))]
+
+    def told(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter.
+
+        All ranks must be known to come here.
+        """
+        with self.raw():
+            return self.group.told(one, source)
 
     def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
-            facts: fewer than `FIRST` numbers.
+            facts: fewer numbers than `FACTS` has.
             script: the collectives of an earlier step of this kind; None learns them.
         """
         known = 0 if script is None else 1 + _number(repr(script))
@@ -225,10 +233,16 @@ class Unison:
         self._over = True
         places = self.group.objects(key)
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        if all(place.startswith(SUMS) for place in places):
+            raise LaneMismatchError(
+                f"every rank must know the same parameters, and {said}: a rank without samples "
+                "does not see those that only the loss holds. Give Engine the optimizer that "
+                "trains them (optimizer=)"
+            )
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
             f"of values, and {said}: the model takes another path for other samples. Use "
-            'batchnorm="local", or give every rank the same model, loss and parameters'
+            'batchnorm="local", or give every rank the same model, loss, parameters and engine'
         )
 
     def _hear(self, status: Status, message: str) -> None:
@@ -298,7 +312,7 @@ def _slotted(part: Tensor, key: str) -> Tensor:
 
 
 def _filled(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor([*numbers, *[0.0] * (FIRST - len(numbers))], dtype=torch.float64)
+    return torch.tensor([*numbers, *[0.0] * (FACTS.numbers - len(numbers))], dtype=torch.float64)
 
 
 def _number(key: str) -> int:
