@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from anybatch.batch import Batch, LazyBatch
 from anybatch.given import Given
 from anybatch.gradients import Gradients
@@ -17,11 +19,12 @@ from anybatch.kinds import Allowed, Kind, bytes_of
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive
 from anybatch.planner import Planner
+from anybatch.ranks.alike import Named, named_parameters
 from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
 from anybatch.ranks.ranks import Here
 from anybatch.runner import Runner
-from anybatch.step import Step
+from anybatch.step import Scaler, Step
 from anybatch.undo import Before
 
 
@@ -71,6 +74,7 @@ class Arranger:
         gradients: Gradients | None,
         *,
         micro_batch: int,
+        scaler: Scaler | None = None,
     ) -> Arranged:
         """Return the step, in micro-batches as large as the budget allows on every rank.
 
@@ -81,9 +85,10 @@ class Arranger:
             before: the state before it.
             gradients: where they come together; None runs forward only.
             micro_batch: samples in a micro-batch, where nothing is planned.
+            scaler: as `backward` has it.
         """
         make = partial(self._runner.step, batch, modules, before, gradients)
-        join = partial(self._join, batch, modules, trains=gradients is not None)
+        join = partial(self._join, batch, modules, scaler, trains=gradients is not None)
         if planner is None or not batch.size:
             everyone = join(micro_batch)
             step = make(everyone.micro_batch, apart=False, everyone=everyone)
@@ -117,7 +122,15 @@ class Arranger:
                 lambda: self._runner.refuse_division(modules),
             )
 
-    def _join(self, batch: Batch, modules: Modules, micro_batch: int, *, trains: bool) -> Everyone:
+    def _join(
+        self,
+        batch: Batch,
+        modules: Modules,
+        scaler: Scaler | None,
+        micro_batch: int,
+        *,
+        trains: bool,
+    ) -> Everyone:
         """Return the batch over all ranks."""
         kind = self._runner.signature(batch, modules, trains=trains)
         here = Here(
@@ -127,4 +140,10 @@ class Arranger:
             trains=trains,
             coupled=self._runner.coupled(kind),
         )
-        return self._crew.join(here, kind)
+        named: Named = []
+        scale = 1.0
+        if self._crew.several:
+            named = named_parameters(modules, self._given.optimizer)
+            if scaler is not None:
+                scale = float(scaler.scale(torch.ones((), device=self._given.device)))
+        return self._crew.join(here, kind, named, scale)

@@ -194,7 +194,7 @@ class Engine:
         versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=False)
         with whole_or_nothing(before, partial(self._deliver, gradients)):
-            step, kind, allowed = self._arranged(batch, modules, before, gradients)
+            step, kind, allowed = self._arranged(batch, modules, before, gradients, scaler)
             step.scaler, step.observe, step.shown = scaler, observe, shown
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
@@ -243,10 +243,17 @@ class Engine:
         return self._note(step, loss, perf_counter() - start, allowed, peak)
 
     def _arranged(
-        self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
+        self,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
+        scaler: Scaler | None = None,
     ) -> Arranged:
         arranged = self._arranger.step(
-            *(self._planner, batch, modules, before, gradients), micro_batch=self.micro_batch or 1
+            *(self._planner, batch, modules, before, gradients),
+            micro_batch=self.micro_batch or 1,
+            scaler=scaler,
         )
         self.micro_batch = arranged.step.everyone.micro_batch
         return arranged

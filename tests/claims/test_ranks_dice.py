@@ -151,7 +151,10 @@ def test_memory_that_runs_out_on_one_rank_changes_no_draw(
 
 def test_all_engines_must_be_told_the_same(pool: tuple[int, Pool]) -> None:
     for said in pool[1].run(unlike):
-        assert "rank 0 is at begin; rank 1 is at sizes" in said
+        assert (
+            "rank 0 is at the beginning of a step; rank 1 is at the beginning of a step with"
+            in said
+        )
 
 
 def unlike(rank: int, size: int) -> str:

@@ -18,13 +18,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anybatch.errors import NotYetError, RankError
 from anybatch.norm.ranks import meeting_layers, plain
+from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
 from anybatch.ranks.dice import devices_of, same_dice
 from anybatch.ranks.everyone import Alone, Everyone
-from anybatch.ranks.group import group_of
+from anybatch.ranks.group import Group, group_of
 from anybatch.ranks.ranks import Here, Ranks
 from anybatch.ranks.unison import Together, Unison, guarded
 
 T = TypeVar("T")
+
+SIZES = 'the beginning of a step with batchnorm="adaptive" or rng="batch"'
+"""Where ranks are that ask for the number of samples of all."""
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
@@ -55,6 +59,7 @@ class Crew:
         self._unison: Unison | None = None
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
+        self._form, self._counts = Form(), False
 
     def together(self, run: Callable[[], T]) -> T:
         """Run a step in unison with the others, if there are any; each learns of a failure.
@@ -81,29 +86,41 @@ class Crew:
 
     def size(self, here: int) -> int:
         """Return the samples of all ranks, where every step asks for them."""
-        return here if self._unison is None else int(sum(self._unison.fact("sizes", here)))
+        return here if self._unison is None else int(sum(self._unison.fact(SIZES, here)))
 
-    def join(self, here: Here, kind: Any) -> Everyone:
+    def join(self, here: Here, kind: Any, named: Named, scale: float = 1.0) -> Everyone:
         """Return the batch over all ranks; the dice may be others then.
 
         Args:
             here: what this rank brings.
             kind: of the batch; steps of one kind run the same collectives.
+            named: the parameters, which all ranks must have alike.
+            scale: what gradients are multiplied by. Default 1.
         """
         self._kind = kind, here.lanes, here.coupled
         if self._unison is not None and self._dice:
-            same_dice(self._unison, devices_of(self._model))
+            with self._unison.met():
+                same_dice(self._unison, devices_of(self._model))
         if self._unison is None:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
-            self.everyone = Ranks(self._unison, here, self._scripts.get(self._kind))
+            alike = self._alike(self._unison.group, named, scale)
+            self.everyone = Ranks(self._unison, here, alike, self._scripts.get(self._kind))
         return self.everyone
+
+    def _alike(self, group: Group, named: Named, scale: float) -> Alike:
+        order = group.orders.get(self, 0)
+        self._counts = not order and not has_lazy(named)  # which get values in their first step
+        values = 0 if order else values_of(named)
+        return Alike(self._form.number(named), order, values, scale)
 
     def end(self) -> None:
         """Let nobody keep what not all can keep, and remember what this kind of step has run."""
         self.everyone.end()
-        if isinstance(self.everyone, Ranks):
+        if isinstance(self.everyone, Ranks) and self._unison is not None:
             self._scripts[self._kind] = self.everyone.script
+            if self._counts:
+                self._unison.group.number(self)
 
     def _begun(self) -> Unison | None:
         if not several(self._handle):

@@ -18,6 +18,7 @@ import pickle
 import weakref
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -47,20 +48,30 @@ class Group:
 
     Args:
         handle: a process group of ``torch.distributed``.
+
+    Attributes:
+        orders: who makes steps -> its number.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = weakref.ref(handle)
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+        self._name = handle.group_name  # others write to the same store
         gloo = "gloo" in str(dist.get_backend_config(handle))
         self.device = torch.device("cpu" if gloo else "cuda")
         self.broken = False
         self._incident = 0
+        self._numbers = count(1)
+        self.orders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def handle(self) -> Any:
         """The process group."""
         return self._handle()
+
+    def number(self, who: Any) -> None:
+        """Give a number to who has made a first step with the others, the same on all ranks."""
+        self.orders[who] = next(self._numbers)
 
     def begin(self) -> None:
         """Count the steps: what is said of a broken one does not concern the next.
@@ -99,7 +110,10 @@ class Group:
 
     def objects(self, one: Any) -> list[Any]:
         """Return one picklable object of each rank, in order."""
-        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        return self.unpacked(packed(one))
+
+    def unpacked(self, data: Tensor) -> list[Any]:
+        """Return what each rank has `packed`, in order."""
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
@@ -145,7 +159,7 @@ class Group:
             raise self._lost(error) from error
 
     def _key(self, name: object) -> str:
-        return f"anybatch/lost/{self._incident}/{name}"
+        return f"anybatch/lost/{self._name}/{self._incident}/{name}"
 
     def _told(self) -> bool:
         """Say whether another rank has met a broken collective in this step."""
@@ -177,6 +191,11 @@ class Group:
             except RuntimeError:
                 gone.append(rank)
         return gone
+
+
+def packed(one: Any) -> Tensor:
+    """Return a picklable object as bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
 
 
 _GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()

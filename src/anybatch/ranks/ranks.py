@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +26,16 @@ from anybatch import tree
 from anybatch.errors import BatchError, RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
+from anybatch.ranks.alike import Alike, refuse_unlike
 from anybatch.ranks.dice import drawn_apart
 from anybatch.ranks.everyone import Layout, Rows
 from anybatch.ranks.gradients import summed
+from anybatch.ranks.group import packed
 from anybatch.ranks.unison import Together, Unison
 from anybatch.rng import Dice
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 TERMS = 8
 """Terms of a loss that are counted over ranks; one with more counts as coupled."""
@@ -54,12 +59,24 @@ class Here(NamedTuple):
     coupled: int
 
 
+def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
+    """Let a method come to its end before Ctrl-C does: the others would wait for this rank."""
+
+    @wraps(method)
+    def whole(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._unison.met():
+            return method(self, *args, **kwargs)
+
+    return whole
+
+
 class Ranks:
     """The ranks of one step; see `anybatch.ranks.everyone.Everyone`.
 
     Args:
         unison: the collectives of the step.
         here: what this rank brings.
+        alike: what must be the same on all.
         script: the collectives of an earlier step of this kind, where there was one.
 
     Attributes:
@@ -71,17 +88,22 @@ class Ranks:
 
     Raises:
         BatchError: no rank has a sample.
-        RankError: some call `backward`, others `evaluate`.
+        RankError: some call `backward`, others `evaluate`; or they are not alike.
     """
 
     several = True
 
     def __init__(
-        self, unison: Unison, here: Here, script: tuple[Together, ...] | None = None
+        self,
+        unison: Unison,
+        here: Here,
+        alike: Alike,
+        script: tuple[Together, ...] | None = None,
     ) -> None:
         self._unison, self._here = unison, here
-        rows = unison.begin([float(fact) for fact in here], script)
-        every = [Here(*map(int, row)) for row in rows]
+        with unison.met():
+            rows = unison.begin([*map(float, here), *alike], script)
+        every = [Here(*map(int, row[: len(here)])) for row in rows]
         self._sizes = [one.size for one in every]
         self.size = sum(self._sizes)
         self.begin = sum(self._sizes[: unison.group.rank])
@@ -90,6 +112,7 @@ class Ranks:
         if len({one.trains for one in every}) > 1:
             said = ", ".join(f"rank {r}: {_CALL[bool(o.trains)]}" for r, o in enumerate(every))
             raise RankError(f"all ranks must make the same step, and they do not ({said})")
+        refuse_unlike([Alike(*row[len(here) :]) for row in rows])
         self.micro_batch = min(one.micro_batch for one in every if one.size)
         self.lanes = any(one.lanes for one in every)
         self.coupled = any(one.coupled for one in every)
@@ -102,6 +125,7 @@ class Ranks:
         """The collectives of the step."""
         return tuple(self._unison.script)
 
+    @meets
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; a rank without samples brings an empty list.
 
@@ -113,6 +137,7 @@ class Ranks:
             self._counted.append(_counted(rows, totals or []))
         return self._counted[0]
 
+    @meets
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
         self._shared = True
@@ -123,15 +148,19 @@ class Ranks:
             return total.to(value.device, value.dtype if value.dtype != torch.long else None)
         return float(total)
 
+    @meets
     def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
         """Return the sum of tensors, or of moments, over all ranks."""
         self._shared = True
         if isinstance(part, Tensor):
-            total = self._unison.sum(str(key), part)
-            return total.reshape(part.shape).to(part.device, part.dtype)
+            real = torch.view_as_real(part) if part.is_complex() else part
+            total = self._unison.sum(str(key), real).reshape(real.shape)
+            total = total.to(real.device, real.dtype)
+            return torch.view_as_complex(total) if part.is_complex() else total
         rows = self._unison.gather(str(key), part.packed())
         return merged_in_order([row.to(part.mean.device) for row in rows], add)
 
+    @meets
     def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of all ranks, and where these begin among them."""
         self._shared = True
@@ -143,6 +172,7 @@ class Ranks:
         before = sum(size for size, *_ in every[: self._unison.group.rank])
         return torch.cat(parts), before
 
+    @meets
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return outputs and targets of all ranks, in their order; see `Rows`."""
         self._shared = True
@@ -154,9 +184,10 @@ class Ranks:
 
         here = tree.map_tensors(marked, (outputs, targets)) if size else None
         kinds = [(tuple(t.shape), t.dtype) for t in tensors]
+        form = packed((size, layout, here, kinds))  # which may fail
         self._unison.call("the outputs")
         with self._unison.raw():
-            every = self._unison.group.objects((size, layout, here, kinds))
+            every = self._unison.group.unpacked(form)
             parts = self._tensors(every, tensors)
         there = [
             (n, tree.map_leaves(partial(_placed, own), values))
@@ -186,11 +217,13 @@ class Ranks:
                 found[-1].append(group.sent(one.contiguous(), rank).to(device))
         return found
 
+    @meets
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; None where no rank has one."""
         self._shared = self._ending = True
         return summed(self._unison, sums)
 
+    @meets
     def agree(self, devices: Sequence[torch.device]) -> None:
         """See that all ranks have drawn alike, and give their dice to those without samples.
 
@@ -210,6 +243,7 @@ class Ranks:
             if not self._here.size:
                 dice.put_on(devices)
 
+    @meets
     def again(self, *, coupled: bool) -> None:
         """Tell the others that this rank runs the step again, where that concerns them.
 
@@ -230,9 +264,10 @@ class Ranks:
         self._counted = []
         self._shared = self._ending = False
 
+    @meets
     def end(self) -> None:
         """Wait until all have come to the end of the step."""
-        self._unison.call("the end of the step")
+        self._unison.end()
 
 
 _CALL = {True: "backward", False: "evaluate"}

@@ -8,7 +8,8 @@ flag that says "listen", and then all tell each other what has happened.
     rank 1:  begin  BN1  fails ──> flag in BN2         tells it, begins again
 
 To raise the flag it must know the shape of that collective. In the first step of a kind a header
-of fixed shape goes before each; what came is kept, and later steps need no headers.
+of fixed shape goes before each; what came is kept, and later steps need no headers. For the same
+reason Ctrl-C waits until a collective that has begun is over.
 
 Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
 """
@@ -16,7 +17,7 @@ Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from anybatch.errors import LaneMismatchError, RankError
 from anybatch.ranks.group import FEW, Group
 from anybatch.reach import AgainError
+from anybatch.undo import uninterrupted
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
 T = TypeVar("T")
@@ -41,9 +43,8 @@ class Together(NamedTuple):
     numbers: int
 
 
-HEADER = Together("header", 1)
-FACTS = Together("gather", 6)
-"""What a step begins with, all of one shape: ranks whose engines differ hear of it by the key."""
+HEADER, FACTS = Together("header", 10), Together("gather", 10)
+"""What may meet another collective is of one shape: ranks that differ hear of it by the key."""
 
 SUMS = "the sum of"
 """What the place begins with where gradients are summed, so many of them."""
@@ -85,9 +86,8 @@ class Unison:
 
     def fact(self, key: str, here: float = 0.0) -> list[float]:
         """Return a number of each rank, in order; only before `begin`."""
-        part = torch.zeros(FACTS.numbers, dtype=torch.float64)
-        part[0] = here
-        return [float(row[0]) for row in self.gather(key, part)]
+        with self.met():
+            return [float(row[0]) for row in self.gather(key, _filled([here]))]
 
     def told(self, one: Any, source: int) -> Any:
         """Return the picklable object of the rank `source`; the others' does not matter.
@@ -101,14 +101,25 @@ class Unison:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
-            facts: five numbers.
+            facts: fewer numbers than `FACTS` has.
             script: the collectives of an earlier step of this kind; None learns them.
         """
         known = 0 if script is None else 1 + _number(repr(script))
-        rows = [row.tolist() for row in self.gather("begin", torch.tensor([*facts, known]))]
-        same = script is not None and all(row[-1] == known for row in rows)
+        parts = self.gather("the beginning of a step", _filled([known, *facts]))
+        rows = [row.tolist() for row in parts]
+        same = script is not None and all(row[0] == known for row in rows)
         self.script, self._known = [], script if same else None
-        return [row[:-1] for row in rows]
+        return [row[1 : 1 + len(facts)] for row in rows]
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Let Ctrl-C wait until the collectives of the body are over; a second one leaves them."""
+        with uninterrupted(once=True):
+            try:
+                yield
+            except KeyboardInterrupt:  # where the others are is not known
+                self.group.abandon()
+                raise
 
     @contextmanager
     def raw(self) -> Iterator[None]:
@@ -158,6 +169,11 @@ class Unison:
         self._header(key, 0)
         self.script.append(HEADER)
 
+    def end(self) -> None:
+        """Make sure that all have come to the end of the step; what fails after it is one's own."""
+        self.call("the end of the step")
+        self._over = True
+
     def fail(self, status: Status, message: str = "") -> None:
         """Raise the flag in the next collective, unless all know already that the step is over.
 
@@ -198,11 +214,11 @@ class Unison:
             )
 
     def _header(self, key: str, numbers: int) -> None:
-        rows = self.group.gather(_slotted(torch.tensor([float(numbers)]), key))
+        rows = self.group.gather(_slotted(_filled([numbers]), key))
         flags = torch.stack(rows).sum(0)
         self._check(flags[:SLOTS], key)
         if any(float(row[SLOTS]) != numbers for row in rows):
-            self._elsewhere(key)
+            self._elsewhere(f"{key} of {numbers}")
 
     def _check(self, flags: Tensor, key: str) -> None:
         flag, keys, squares = (float(value) for value in flags)
@@ -264,7 +280,8 @@ def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
     try:
         return run()
     except AgainError:
-        unison.fail("anew")
+        with unison.met():
+            unison.fail("anew")
         raise
     except BaseException as error:
         _tell(unison, error)
@@ -273,7 +290,8 @@ def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
 
 def _tell(unison: Unison, error: BaseException) -> None:
     try:
-        unison.fail("failed", f"{type(error).__name__}: {error}")
+        with unison.met():
+            unison.fail("failed", f"{type(error).__name__}: {error}")
     except (RankError, RanksAgainError) as other:
         error.add_note(f"and while the other ranks were told: {other}")
 
@@ -291,6 +309,10 @@ def _slotted(part: Tensor, key: str) -> Tensor:
     number = _number(key)
     slots = torch.tensor([0.0, number, number**2], dtype=torch.float64, device=part.device)
     return torch.cat([slots, part.detach().double().reshape(-1)])
+
+
+def _filled(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([*numbers, *[0.0] * (FACTS.numbers - len(numbers))], dtype=torch.float64)
 
 
 def _number(key: str) -> int:
