@@ -9,6 +9,7 @@ from benchmarks.agbn.lanes import rows as agbn_lanes
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
+from benchmarks.agbn.overlap import rows as overlap_rows
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -56,6 +57,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "global_bn": ("agbn/global_bn", global_rows.global_bn),
     "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
+    "overlap": ("agbn/overlap", overlap_rows.overlap),
+    "overlap_shares": ("agbn/overlap", overlap_rows.overlap_shares),
     "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
     "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
     "lanes_parts": ("agbn/lanes_parts", agbn_parts.lanes_parts),
@@ -82,6 +85,7 @@ TITLES = {
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
+    "overlap": "Gradients over ranks, summed during backward",
     "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
@@ -92,6 +96,7 @@ TITLES = {
 }
 MORE = {
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
+    "overlap": ("overlap_shares",),
     "choice": ("choice_sweep",),
     "lanes_memory": ("lanes_memory_scan",),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
