@@ -26,8 +26,8 @@ def overlap(results: Results) -> str:
 def overlap_shares(results: Results) -> str:
     """What the sum of gradients takes of a step of the engine, after backward."""
     rows = [
-        [case, mode, *(f"{one['profile'][share]:.3f}" for share in SHARES)]
+        [case, mode, *(f"{one['profile'][share]:.3f}" for share in SHARES), str(one["rounds"])]
         for mode, found in results["modes"].items()
         for case, one in found["cases"].items()
     ]
-    return markdown(["step of a rank", "malloc", *SHARES], rows)
+    return markdown(["step of a rank", "malloc", *SHARES, "rounds"], rows)

@@ -29,7 +29,7 @@ import typer
 from benchmarks.agbn.overlap.links import LINKS
 from benchmarks.agbn.overlap.steps import CASES, SEED, run
 from benchmarks.environment import MALLOC, environment
-from benchmarks.results import console, write
+from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -57,7 +57,7 @@ def one_mode(cases: list[str], rounds: int) -> dict[str, Any]:
     found = {}
     for case in cases:
         console.print(case)
-        found[case] = of_ranks(case, list(LINKS), rounds)
+        found[case] = {"rounds": rounds, **of_ranks(case, list(LINKS), rounds)}
     torch.set_num_threads(1)
     return {"environment": environment(), "cases": found}
 
@@ -83,7 +83,7 @@ def main(
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
     rounds: Annotated[int, typer.Option(help="rounds of timings")] = 20,
-    only: Annotated[str, typer.Option(help="steps whose name holds this")] = "",
+    only: Annotated[str, typer.Option(help="steps whose name holds this; others are kept")] = "",
     here: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Measure in both malloc modes and write results.json."""
@@ -92,8 +92,11 @@ def main(
     if here:
         print(json.dumps(one_mode([case for case in CASES if only in case], rounds)))
         return
+    kept = (read(out / "results.json") or {}).get("modes", {}) if only else {}
     modes = {mode: child(mode, rounds, only) for mode in MALLOC}
-    write(out / "results.json", {"seed": SEED, "rounds": rounds, "modes": modes})
+    for mode, found in modes.items():
+        found["cases"] = kept.get(mode, {}).get("cases", {}) | found["cases"]
+    write(out / "results.json", {"seed": SEED, "modes": modes})
 
 
 if __name__ == "__main__":

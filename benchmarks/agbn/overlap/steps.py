@@ -51,9 +51,8 @@ def transformer(rows: int, micro_batch: int) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "ResNet-18, 64 rows, 4 at a time of 16": lambda: resnet(64, 16),
+    "ResNet-18, 64 rows, 16 at a time": lambda: resnet(64, 16),
     "ResNet-18, 8 rows, at once": lambda: resnet(8, 8),
-    "transformer, 16 rows, 4 at a time of 4": lambda: transformer(16, 4),
     "transformer, 4 rows, at once": lambda: transformer(4, 4),
 }
 
