@@ -47,6 +47,7 @@ class Gradients:
         self.parameters = list(parameters)
         self._half: list[Tensor] = []
         self._choose(wide=wide, apart=apart)
+        self._separated = 0
         self._sums: dict[Tensor, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._assigned: dict[Tensor, Tensor | None] = {}
@@ -103,6 +104,7 @@ class Gradients:
 
     def restart(self) -> None:
         """Throw away what was summed so far: the step starts over."""
+        self._separated = 0
         self._sums.clear()
         self._assigned.clear()
         self._added.clear()
@@ -111,6 +113,8 @@ class Gradients:
 
     def collect(self) -> None:
         """Add what the last micro-batch left, where autograd did not do it."""
+        if self._wide:  # the step is divided
+            self._separate()
         if not (self._apart or self._half):
             return
         dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
@@ -131,6 +135,26 @@ class Gradients:
                     self._sums[parameter] = _sum(total, gradient)
             for totals, gradients in dense.values():
                 torch._foreach_add_(totals, gradients)
+
+    def _separate(self) -> None:
+        """Let no two gradients lie in one place, or what is added to one is added to both.
+
+        torch hands both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
+        """
+        there = [p for p in self.parameters if p.grad is not None]
+        if len(there) == self._separated:
+            return
+        self._separated = len(there)
+        places: set[int] = set()
+        for parameter in there:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.layout != torch.strided:
+                continue
+            place = gradient.untyped_storage()._cdata
+            if place in places:
+                parameter.grad = gradient.detach().clone()
+            places.add(place)
 
     def _first(self, gradient: Tensor) -> Tensor:
         """Return the gradient as a sum that can be added to."""
