@@ -115,26 +115,8 @@ class Gradients:
         """Add what the last micro-batch left, where autograd did not do it."""
         if self._wide:  # the step is divided
             self._separate()
-        if not (self._apart or self._half):
-            return
-        dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        with torch.no_grad():
-            for parameter in self.parameters if self._apart else self._half:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                parameter.grad = None
-                total = self._sums.get(parameter)
-                if total is None:
-                    self._sums[parameter] = self._first(gradient)
-                elif total.layout == gradient.layout == torch.strided:
-                    totals, gradients = dense[total.dtype, gradient.dtype, total.device]
-                    totals.append(total)
-                    gradients.append(gradient)
-                else:
-                    self._sums[parameter] = _sum(total, gradient)
-            for totals, gradients in dense.values():
-                torch._foreach_add_(totals, gradients)
+        if self._apart or self._half:
+            self._collect(self.parameters if self._apart else self._half)
 
     def _separate(self) -> None:
         """Let no two gradients lie in one place, or what is added to one is added to both.
@@ -155,6 +137,53 @@ class Gradients:
             if place in places:
                 parameter.grad = gradient.detach().clone()
             places.add(place)
+
+    def summed(self) -> set[int]:
+        """Return the ids of the parameters that have a sum already."""
+        return {id(p) for p in self.parameters if p.grad is not None or p in self._sums}
+
+    def take(
+        self, parameters: list[Tensor], factor: float | Tensor, old: set[int]
+    ) -> list[Tensor | None]:
+        """Return the sums of some parameters, times `factor`, and let go of them.
+
+        Inside a backward a gradient that it has made may lie where another one that still flows
+        lies too, as views of one sum do; so nobody writes to it, and a copy is returned.
+
+        Args:
+            parameters: they will get nothing more in this step.
+            factor: as in `finish`.
+            old: `summed` before that backward.
+        """
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in old:
+                parameter.grad = parameter.grad.clone()
+        wide = [p for p in parameters if self._wide and gradient_dtype(p) in HALF]
+        self._collect(parameters if self._apart else wide)
+        totals = [self._total(parameter, factor) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return totals
+
+    def _collect(self, parameters: list[Tensor]) -> None:
+        dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        with torch.no_grad():
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                parameter.grad = None
+                total = self._sums.get(parameter)
+                if total is None:
+                    self._sums[parameter] = self._first(gradient)
+                elif total.layout == gradient.layout == torch.strided:
+                    totals, gradients = dense[total.dtype, gradient.dtype, total.device]
+                    totals.append(total)
+                    gradients.append(gradient)
+                else:
+                    self._sums[parameter] = _sum(total, gradient)
+            for totals, gradients in dense.values():
+                torch._foreach_add_(totals, gradients)
 
     def _first(self, gradient: Tensor) -> Tensor:
         """Return the gradient as a sum that can be added to."""

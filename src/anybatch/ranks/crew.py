@@ -52,6 +52,7 @@ class Crew:
         self._unison: Unison | None = None
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
+        self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
         """Run a step in unison with the others, if there are any; each learns of a failure.
@@ -91,7 +92,8 @@ class Crew:
         if self._unison is None:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
-            self.everyone = Ranks(self._unison, here, self._scripts.get(self._kind))
+            script, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
+            self.everyone = Ranks(self._unison, here, script, dense)
         return self.everyone
 
     def end(self) -> None:
@@ -99,6 +101,7 @@ class Crew:
         self.everyone.end()
         if isinstance(self.everyone, Ranks):
             self._scripts[self._kind] = self.everyone.script
+            self._dense[self._kind] = self.everyone.dense
 
     def _begun(self) -> Unison | None:
         if not several(self._handle):
