@@ -26,6 +26,8 @@ from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import Forecast
 from anybatch.kinds import bytes_of
+from anybatch.ranks.crew import several
+from anybatch.ranks.pieces import copied_bytes
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -114,10 +116,16 @@ def forecast(
 
 
 State = tuple[Timeline | None, dict[str, int]]
-"""The update of an optimizer, and what is there because of it during a step."""
+"""The update of an optimizer, and what is there beside a step: its state, a piece that is sent."""
 
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    update, held = _state_of(case, optimizer)
+    sent = copied_bytes(case.leaves) if case.trains and several() else 0
+    return update, held | ({"transfer buffers": sent} if sent else {})
+
+
+def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
     update = updates.update(optimizer, [module for _, module in case.modules])

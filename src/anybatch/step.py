@@ -243,6 +243,28 @@ class Step:
         self.gradients.collect()
         return len(pairs)
 
+    def offer(self) -> None:
+        """Offer other ranks to send gradients before the last backward has ended."""
+        if self.gradients is not None and self.everyone.several:
+            every = self.gradients.parameters
+            self.everyone.offer([p for p in every if id(p) not in self.private])
+
+    def sending(
+        self, micro: MicroBatch, factor: Callable[[], float | Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what a backward runs in; the last one sends to other ranks what it completes.
+
+        Args:
+            micro: whose backward it is.
+            factor: returns what the sums still lack, where all ranks have agreed to send early.
+        """
+        gradients = self.gradients
+        last = micro.begin + micro.size == self.batch.size
+        if gradients is None or not (last and self.everyone.several):
+            return nullcontext()
+        old = gradients.summed()
+        return self.everyone.during(lambda some: gradients.take(some, factor(), old))
+
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
         if self.gradients is not None:
@@ -331,8 +353,8 @@ class Step:
         self.forget_casts()
 
     def _can_go_back(self) -> bool:
-        if isinstance(self.loss, Algorithm1):  # its parts do not add up to it
-            return False
+        if isinstance(self.loss, Algorithm1) or self.everyone.sending:
+            return False  # its parts do not add up to it, or what they add up to has left
         if self.phase == "backward":
             return self.gradients is not None and self.gradients.apart
         return self.phase == "forward"

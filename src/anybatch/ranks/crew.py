@@ -60,6 +60,7 @@ class Crew:
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
         self._form, self._counts = Form(), False
+        self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
         """Run a step in unison with the others, if there are any; each learns of a failure.
@@ -105,7 +106,8 @@ class Crew:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
             alike = self._alike(self._unison.group, named, scale)
-            self.everyone = Ranks(self._unison, here, alike, self._scripts.get(self._kind))
+            script, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
+            self.everyone = Ranks(self._unison, here, alike, script, dense)
         return self.everyone
 
     def _alike(self, group: Group, named: Named, scale: float) -> Alike:
@@ -119,6 +121,7 @@ class Crew:
         self.everyone.end()
         if isinstance(self.everyone, Ranks) and self._unison is not None:
             self._scripts[self._kind] = self.everyone.script
+            self._dense[self._kind] = self.everyone.dense
             if self._counts:
                 self._unison.group.number(self)
 
