@@ -110,6 +110,7 @@ class Runner:
             room=room,
             everyone=everyone or Alone(batch.size),
             private=frozenset(map(id, self._given.rows_leaves(batch))),
+            sharded=self._given.sharded,
         )
         if self._given.rng == "batch":
             step.draws = self._draws(step)

@@ -64,16 +64,21 @@ class Unison:
 
     Args:
         group: the ranks.
-        sizes: `sizes` is asked for before all else. Default False.
+        sizes: `sizes` is asked for before `begin`. Default False.
+        called: `call` comes before all else. Default False.
 
     Attributes:
         script: the collectives of this step so far, without the first.
     """
 
-    def __init__(self, group: Group, *, sizes: bool = False) -> None:
+    def __init__(self, group: Group, *, sizes: bool = False, called: bool = False) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (SIZES, BEGIN) if sizes else (BEGIN,)
+        self._known: tuple[Together, ...] | None = (
+            *([HEADER] if called else []),
+            *([SIZES] if sizes else []),
+            BEGIN,
+        )
         self._over = False
         self._raw = False
         group.begin()
