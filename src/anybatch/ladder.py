@@ -135,7 +135,8 @@ def _shards(case: Case) -> dict[str, int]:
     """Return the bytes beside a model that was gathered: its shards, and their gradients."""
     if case.sharded is None:
         return {}
-    return {SHARDS: case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
 
 
 def _of_one(case: Case, state: State) -> Forecast | None:

@@ -30,15 +30,16 @@ from torch import Tensor, nn
 from anybatch.errors import LossError, NotExactError, NotYetError
 from anybatch.modules import Modules, is_spread, local, walk
 from anybatch.ranks.group import Group
+from anybatch.ranks.parts import gathered, part_of
+from anybatch.ranks.precision import casting, dtype_in, policies_of
 from anybatch.undo import uninterrupted
 
 T = TypeVar("T")
+Owners = list[tuple[str, nn.Module, str, Any]]
+"""(path, module, name, parameter)."""
 
 FSDP = "torch.distributed.fsdp"
 """Where the classes, states and hooks of FSDP are defined."""
-
-PIECE = 2**20
-"""Elements that are gathered together; a parameter with more is gathered by itself."""
 
 
 def sharded_of(model: nn.Module) -> Sharded | None:
@@ -82,8 +83,9 @@ class Sharded:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.shards: list[Tensor] = []
-        self._whole: dict[int, Tensor] = {}
+        self._whole: dict[int, nn.Parameter] = {}
         self._spread: dict[int, Tensor] = {}
+        self._undo: list[Callable[[], None]] = []
 
     def around(
         self,
@@ -102,30 +104,43 @@ class Sharded:
             NotYetError: a parameter is spread in a way that is not known here.
             NotExactError: a hook of a parameter would not be heard.
         """
+        self._spread_again()  # an interrupt may have come at the wrong instruction
         modules = walk(self._model)
-        wrapped: list[Any] = [module for _, module in modules if _is_fsdp(module)]
-        for module in wrapped:
+        wrapped: list[tuple[str, Any]] = [pair for pair in modules if _is_fsdp(pair[1])]
+        policies = policies_of(wrapped)
+        for _, module in wrapped:
             module.reshard()  # an evaluation outside may have left the root gathered
         owners = _owners(modules)
         for path, _, name, shard in owners:
             _check(_name(path, name), shard, group)
-        undo: list[Callable[[], None]] = []
         try:
             with agreed():
-                self._whole = whole = gathered({id(s): s for *_, s in owners}.values(), group)
-            self.shards = list({id(s): s for *_, s in owners}.values())
-            self._spread = {id(whole[id(s)]): s for s in self.shards}
-            for module in wrapped:
-                undo += _plainly(module)
-            for _, module, name, shard in owners:
-                undo.append(partial(setattr, module, name, shard))
-                setattr(module, name, whole[id(shard)])
+                self._gather(owners, policies, group)
+            with uninterrupted():
+                for path, module in wrapped:
+                    self._undo += _plainly(module)
+                    self._undo += casting(module, policies[path])
+                for _, module, name, shard in owners:
+                    self._undo.append(partial(setattr, module, name, shard))
+                    setattr(module, name, self._whole[id(shard)])
             return run()
         finally:
             with uninterrupted():
-                for one in reversed(undo):
-                    one()
-                self.shards, self._whole, self._spread = [], {}, {}
+                self._spread_again()
+
+    def _spread_again(self) -> None:
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        self.shards, self._whole, self._spread = [], {}, {}
+
+    def _gather(self, owners: Owners, policies: dict[str, Any], group: Group | None) -> None:
+        once: dict[int, tuple[Any, torch.dtype]] = {}
+        for path, _, _, shard in owners:
+            once.setdefault(id(shard), (shard, dtype_in(policies, path, shard)))
+        self._whole = gathered([*once.values()], group)
+        self.shards = [shard for shard, _ in once.values()]
+        self._spread = {id(self._whole[id(shard)]): shard for shard in self.shards}
 
     def holds(self, parameter: Tensor) -> bool:
         """Say whether a parameter was gathered for the step."""
@@ -178,96 +193,12 @@ class Sharded:
                 )
             totals[at] = None
             if total is not None:
-                totals[to] = _part(total, shard)
+                totals[to] = part_of(total, shard)
         return totals
 
 
-def gathered(shards: Any, group: Group | None) -> dict[int, nn.Parameter]:
-    """Return the whole parameter of each spread one, by the id of that.
-
-    Args:
-        shards: DTensors, in the same order on every rank.
-        group: waits for collectives; None where there is one rank.
-    """
-    found: dict[int, nn.Parameter] = {}
-    with torch.inference_mode(mode=False), torch.no_grad():
-        pieces: dict[Any, list[Tensor]] = {}
-        for shard in shards:
-            axis, handle = _axis(shard)
-            if group is None or axis is None or dist.get_world_size(handle) == 1:
-                found[id(shard)] = _parameter(local(shard), shard)
-                continue
-            key = shard.dtype, shard.device, id(handle)
-            waiting = pieces.setdefault(key, [])
-            if sum(one.numel() for one in waiting) + shard.numel() > PIECE:
-                found.update(_gather(waiting, group))
-                waiting.clear()
-            waiting.append(shard)
-        for waiting in pieces.values():
-            found.update(_gather(waiting, group))
-    return found
-
-
-def _gather(shards: list[Tensor], group: Group | None) -> Iterator[tuple[int, nn.Parameter]]:
-    """Gather parameters of one dtype in one collective, [N, elements of a rank]."""
-    if not shards or group is None:
-        return
-    _, handle = _axis(shards[0])
-    size = dist.get_world_size(handle)
-    rows = [_rows(shard, size) for shard in shards]
-    mine = torch.cat([row.reshape(-1) for row in rows]) if len(rows) > 1 else rows[0].reshape(-1)
-    mine = mine.contiguous()
-    flat = mine.new_empty(size * mine.numel())  # as bytes, because gloo knows few dtypes
-    group.wait(group.start_gather(flat.view(torch.uint8), mine.view(torch.uint8), handle))
-    every = flat.view(size, -1)
-    counts = [row.numel() for row in rows]
-    for shard, row, part in zip(shards, rows, torch.split(every, counts, 1), strict=True):
-        axis, _ = _axis(shard)
-        length = shard.shape[axis]
-        whole = part.reshape(size * len(row), *row.shape[1:])[:length].movedim(0, axis)
-        alone = len(shards) == 1 and whole.numel() == every.numel() and whole.is_contiguous()
-        kept = whole if alone else whole.clone(memory_format=torch.contiguous_format)
-        yield id(shard), _parameter(kept, shard)
-
-
-def _rows(shard: Any, size: int) -> Tensor:
-    """Return this rank's rows, the sharded dimension first, filled up to as many as any has."""
-    axis, _ = _axis(shard)
-    mine = local(shard).movedim(axis, 0)
-    most = -(-shard.shape[axis] // size)
-    if len(mine) == most:
-        return mine
-    filled = mine.new_zeros((most, *mine.shape[1:]))
-    filled[: len(mine)] = mine
-    return filled
-
-
-def _parameter(whole: Tensor, shard: Tensor) -> nn.Parameter:
-    return nn.Parameter(whole, requires_grad=shard.requires_grad)
-
-
-def _part(total: Tensor, shard: Any) -> Tensor:
-    """Return this rank's part of a gradient that all have whole, and no memory of other parts."""
-    total = total.to_dense() if total.is_sparse else total
-    tensor = sys.modules["torch.distributed.tensor"]
-    found: Tensor = tensor.distribute_tensor(
-        total, shard.device_mesh, shard.placements, src_data_rank=None
-    )
-    part = local(found)
-    alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
-    return found if alone else found.clone()
-
-
-def _axis(shard: Any) -> tuple[Any, Any]:
-    """Return the dimension that is sharded, and the process group over which; None if none is."""
-    for dim, placement in enumerate(shard.placements):
-        if placement.is_shard():
-            return placement.dim, shard.device_mesh.get_group(dim)
-    return None, None
-
-
-def _owners(modules: Modules) -> list[tuple[str, nn.Module, str, Any]]:
-    """Return (path, module, name, parameter) of every parameter that is spread."""
+def _owners(modules: Modules) -> Owners:
+    """Return every parameter that is spread, tied ones as often as they are tied."""
     return [
         (path, module, name, parameter)
         for path, module in modules

@@ -1,1 +1,0 @@
-"""README: a model sharded by fully_shard trains on the batch of all ranks."""
