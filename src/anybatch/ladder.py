@@ -82,7 +82,8 @@ def forecast(
     Raises:
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
-    state = _state(case, optimizer)
+    update, held = _state(case, optimizer)
+    state = update, held | _shards(case)
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
@@ -118,9 +119,8 @@ State = tuple[Timeline | None, dict[str, int]]
 
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
-    beside = _shards(case)
     if optimizer is None:
-        return None, beside
+        return None, {}
     update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
     there = updates.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
@@ -128,7 +128,7 @@ def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
     count = max(there, coming)
-    return update if case.trains else None, beside | ({"optimizer": count} if count else {})
+    return update if case.trains else None, {"optimizer": count} if count else {}
 
 
 def _shards(case: Case) -> dict[str, int]:

@@ -109,7 +109,7 @@ class Runner:
             apart=apart,
             room=room,
             everyone=everyone or Alone(batch.size),
-            private=frozenset(map(id, self._given.rows_leaves(batch))),
+            private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
             sharded=self._given.sharded,
         )
         if self._given.rng == "batch":

@@ -97,7 +97,8 @@ class Step:
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
         everyone: the batch over all ranks, as far as it is not here.
-        private: ids of leaves of this batch, whose gradients concern no other rank.
+        private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
+            other rank.
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
         sharded: takes the gradients of a model that was spread; None where there is none.
     """
@@ -251,9 +252,8 @@ class Step:
 
     def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; what belongs to the rows of this one stays."""
-        here = self.private.union(map(id, self.sharded.shards if self.sharded else ()))
-        every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in here]))
-        totals = [total if id(leaf) in here else next(every) for leaf, total in sums]
+        every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
+        totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:

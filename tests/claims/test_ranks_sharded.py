@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.oracle import assert_exact, same, snapshot
+from tests.oracle import assert_exact, same
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import Engine, NotExactError, NotYetError, RankError
+from anybatch import Engine, RankError
 from anybatch.exactness import error_of
 from anybatch.gradients import Gradients
 from anybatch.ranks.group import Group
@@ -44,6 +43,16 @@ SHARDS = {2: (13, 9), 4: (7, 0, 3, 12)}
 def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
     with ranks(request.param) as found:
         yield request.param, found
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """Make a process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -155,9 +164,7 @@ def on_rank(rank: int, size: int, kind: str, micro_batch: int) -> dict[str, Tens
     if kind == "root":
         register_fsdp_forward_method(model, "encode")
     engine = Engine(model, loss, micro_batch=micro_batch)
-    found = trained(
-        model, lambda: engine.backward(x, y), lambda: engine.evaluate(x, y)
-    )
+    found = trained(model, lambda: engine.backward(x, y), lambda: engine.evaluate(x, y))
     assert isinstance(model, FSDPModule)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     return found
@@ -186,3 +193,324 @@ def test_gradients_are_those_of_all_ranks(pool: tuple[int, Pool], kind: str) -> 
     for got in workers.run(on_rank, kind, 3):
         assert got.keys() == want.keys()
         assert_exact(got, want)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", ["blocks", "batchnorm dice"])
+def test_one_rank_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setitem(SHARDS, 1, (N,))
+    assert_exact(on_rank(0, 1, kind, 3), truth(kind))
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Return what a failed step must leave as it was, as far as it is on this rank."""
+    grads = [p.grad for p in model.parameters()]
+    return {
+        "parameters": [p.to_local().clone() for p in model.parameters()],
+        "parameter ids": [id(p) for p in model.parameters()],
+        "gradients": [None if g is None else g.to_local().clone() for g in grads],
+        "gradient ids": [id(g) for g in grads],
+        "buffers": [b.clone() for b in model.buffers()],
+        "rng": torch.get_rng_state(),
+        "classes": [type(m).__name__ for m in model.modules()],
+        "attributes": [[*vars(m)] for m in model.modules()],
+        "hooks": [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()],
+    }
+
+
+CALLS = [0]
+
+
+def fails_at(at: int, error: Exception) -> Callable[..., None]:
+    CALLS[0] = 0
+
+    def hook(*_: Any) -> None:
+        CALLS[0] += 1
+        if CALLS[0] == at:
+            raise error
+
+    return hook
+
+
+def failing(rank: int, size: int, kind: str, place: str, learned: bool) -> Any:
+    """Fail on the last rank; return what was said, and the gradients of the step after it."""
+    model, (x, y) = sharded(kind, size), shard_of(rank, size, *rows())
+    engine = Engine(model, KINDS[kind][1], micro_batch=3)
+    if learned:
+        engine.backward(x, y)
+    before, error = state(model), ValueError("a fault")
+    owner: Any = {"gather": Group, "sum": Gradients}.get(place)
+    name = {"gather": "start_gather", "sum": "_prepare"}.get(place, "")
+    handle: Any = None
+    real = getattr(owner, name, None)
+    if rank == size - 1:
+        hook = fails_at(2 + (place == "forward" and not learned), error)  # past the look at it
+        if place == "forward":
+            handle = model.block.register_forward_hook(hook)
+        elif place == "backward":
+            handle = model.block.register_full_backward_hook(hook)
+        else:
+            setattr(owner, name, fails_at(1, error))
+    before["hooks"] = state(model)["hooks"]
+    said = ""
+    try:
+        engine.backward(x, y)
+    except Exception as caught:
+        said = f"{type(caught).__name__}: {caught}"
+    finally:
+        if real is not None:
+            setattr(owner, name, real)
+    after = state(model)
+    wrong = [what for what in before if not same(before[what], after[what])]
+    if handle is not None:
+        handle.remove()
+    if place == "gather":
+        return said, wrong, None
+    model.zero_grad()
+    engine.backward(x, y)
+    return said, wrong, whole_gradients(model)
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    every = [(name, p.grad) for name, p in model.named_parameters()]
+    return {name: g.full_tensor() for name, g in every if isinstance(g, DTensor)}
+
+
+def well(rank: int, size: int, kind: str) -> dict[str, Tensor]:
+    model, (x, y) = sharded(kind, size), shard_of(rank, size, *rows())
+    Engine(model, KINDS[kind][1], micro_batch=3).backward(x, y)
+    return whole_gradients(model)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("place", ["forward", "backward", "sum"])
+@pytest.mark.parametrize("kind", ["dice", "batchnorm"])
+def test_a_step_happens_on_all_ranks_or_on_none(
+    pool: tuple[int, Pool], kind: str, place: str, learned: bool
+) -> None:
+    size, workers = pool
+    want = workers.run(well, kind)[0]
+    for rank, (said, wrong, got) in enumerate(workers.run(failing, kind, place, learned)):
+        fault = "ValueError: a fault"
+        assert said == fault if rank == size - 1 else f"rank {size - 1}: {fault}" in said, said
+        assert not wrong
+        assert_exact(got, want)
+
+
+def lost(rank: int, size: int) -> str:
+    """Kill a rank while parameters are gathered; return what the others say."""
+    model, (x, y) = sharded("blocks", size), shard_of(rank, size, *rows())
+    engine = Engine(model, F.cross_entropy, micro_batch=3)
+    if rank == 1:
+        Group.start_gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    before = state(model)
+    with pytest.raises(RankError) as caught:
+        engine.backward(x, y)
+    after = state(model)
+    assert all(same(before[what], after[what]) for what in before)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_while_parameters_are_gathered_is_named() -> None:
+    with ranks(2) as workers:
+        said, gone = workers.each(lost)
+    assert isinstance(gone, EOFError)
+    assert "rank 1 of 2 is gone" in said
+
+
+def short(rank: int, size: int, kind: str) -> Any:
+    """Run out of memory once, on the last rank."""
+    model, (x, y) = sharded(kind, size), shard_of(rank, size, *rows())
+    if rank == size - 1:
+        model.block.register_forward_hook(fails_at(3, RuntimeError("can't allocate memory")))
+    engine = Engine(model, KINDS[kind][1], micro_batch=3)
+    engine.backward(x, y)
+    return engine.last.retries if engine.last else 0, whole_gradients(model)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "batchnorm"])
+def test_memory_that_runs_out_on_one_rank_costs_a_smaller_step(
+    pool: tuple[int, Pool], kind: str
+) -> None:
+    size, workers = pool
+    want = workers.run(well, kind)[0]
+    for rank, (retries, got) in enumerate(workers.run(short, kind)):
+        assert retries or rank < size - 1
+        assert_exact(got, want)
+
+
+WIDE = 64
+"""Of a network whose parameters, gradients and optimizer state weigh as much as its samples."""
+
+
+def within(rank: int, size: int, norm: bool) -> Any:
+    """Return the bytes that three steps within a budget have held, and foreseen."""
+    torch.manual_seed(2)
+    middle = nn.BatchNorm1d(WIDE) if norm else nn.LayerNorm(WIDE)
+    model = nn.Sequential(nn.Linear(8, WIDE), middle, nn.Tanh(), nn.Linear(WIDE, WIDE))
+    for layer in (model[3], model):
+        fully_shard(layer, mesh=mesh_of("", size))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.randn(90 + rank, 8), torch.randint(WIDE, (90 + rank,))
+    engine = Engine(model, F.cross_entropy, optimizer=optimizer, memory="140KiB")
+    found = []
+    for _ in range(3):
+        engine.backward(x, y)
+        optimizer.step()
+        assert engine.last is not None
+        found.append((engine.last.peak_bytes, engine.last.predicted_bytes))
+        optimizer.zero_grad()
+    plan = anybatch.plan(model, F.cross_entropy, (x, y), memory="140KiB", optimizer=optimizer)
+    assert plan.memory is not None
+    kept = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    return found, dict(engine.plan.memory.owners), kept, whole, engine.last.micro_batches
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_whole_and_spread_parameters_are_within_the_budget(
+    pool: tuple[int, Pool], norm: bool
+) -> None:
+    size, workers = pool
+    for found, owners, kept, whole, count in workers.run(within, norm):
+        peak, predicted = found[0]
+        assert peak is not None
+        assert peak <= predicted <= 140 * 1024
+        assert count > 1
+        assert owners["parameters"] == whole
+        assert owners["shards"] == 2 * kept  # the parts, and the gradients of them
+        assert owners["optimizer"] >= 2 * kept
+        assert owners["optimizer"] < 2 * whole * 2 / size + 1024
+
+
+INNER = MixedPrecisionPolicy(param_dtype=torch.float32)
+OUTER = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float64)
+
+
+def narrow(rank: int, size: int, order: list[int] | None) -> dict[str, Tensor]:
+    """Run a step in float32, by FSDP alone where there is an order of the rows."""
+    model, (x, y) = net("blocks"), rows()
+    fully_shard(model.block, mesh=mesh_of("", size), mp_policy=INNER)
+    fully_shard(model, mesh=mesh_of("", size), mp_policy=OUTER)
+    x, y = x[:20], y[:20]
+    if order is not None:
+        x, y = x[order], y[order]
+    x, y = (t.tensor_split(size)[rank] for t in (x, y))
+    if order is None:
+        Engine(model, F.cross_entropy, micro_batch=3).backward(x, y)
+    else:
+        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    found = whole_gradients(model)
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    assert all(p.grad is None or p.grad.dtype == torch.float64 for p in model.parameters())
+    return found
+
+
+def test_a_policy_for_precision_is_kept(pool: tuple[int, Pool]) -> None:
+    _, workers = pool
+    torch.manual_seed(0)
+    want = workers.run(narrow, [*range(20)])[0]
+    noise = error_of(workers.run(narrow, torch.randperm(20).tolist())[0], want)
+    assert max(noise.values()) > torch.finfo(torch.float64).eps * 1000  # it is in float32
+    assert_exact(workers.run(narrow, None)[0], want, noise)
+
+
+def halved(rank: int, size: int) -> None:
+    """Sum gradients of bfloat16 in float32: they come out as they went in."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Flatten(0))
+    model[0].weight.data.fill_(1.0)
+    fully_shard(model, mesh=mesh_of("", size), mp_policy=policy)
+    seen = []
+    model[1].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    x = torch.ones(2048, 1)
+    Engine(model, lambda out: out.sum(), micro_batch=1).backward(x[: 2048 - 7 * rank])
+    grad = whole_gradients(model)["0.weight"]
+    assert grad.dtype == torch.float32
+    assert float(grad) == sum(2048 - 7 * r for r in range(size))
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_half_precision_is_summed_in_float32(pool: tuple[int, Pool]) -> None:
+    _, workers = pool
+    workers.run(halved)
+
+
+def mixed(rank: int, size: int) -> None:
+    """Take turns with FSDP's own forward and backward, and keep the order of hooks."""
+    model, (x, y) = sharded("blocks", size), rows()
+    heard: list[str] = []
+    model.block.register_forward_pre_hook(lambda *_: heard.append("mine"))
+    before = [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()]
+    with torch.no_grad():
+        model(x)  # leaves the root gathered
+    engine = Engine(model, F.cross_entropy, micro_batch=3)
+    mine, its = shard_of(rank, size, x, y)
+    loss = engine.backward(mine, its)
+    got = whole_gradients(model) | {"loss": loss}
+    assert [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()] == before
+    assert heard
+    model.zero_grad()
+    again = F.cross_entropy(model(x), y)  # all ranks with all rows: the mean over them is the same
+    again.backward()  # type: ignore[no-untyped-call]
+    assert_exact(got, whole_gradients(model) | {"loss": again.detach()})
+    assert engine.backward(mine, its).isfinite()
+
+
+def test_fsdp_works_on_outside_of_the_engine(pool: tuple[int, Pool]) -> None:
+    _, workers = pool
+    workers.run(mixed)
+
+
+def refused(rank: int, size: int, what: str) -> str:
+    model: nn.Module
+    mesh = mesh_of("", size)
+    if what == "tensor parallel":
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    elif what == "both":
+        two = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("shards", "parallel"))
+        model = nn.Linear(4, 4, bias=False)
+        weight = distribute_tensor(model.weight.detach(), two["parallel"], [Shard(0)])
+        model.weight = nn.Parameter(weight)
+        fully_shard(model, mesh=two["shards"])
+    elif what == "first":
+        model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    elif what == "some":
+        groups = [init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))["b"]]
+        model = fully_shard(nn.Linear(4, 4), mesh=groups[0])
+    else:
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    if what == "hook":
+        model.weight.register_hook(lambda g: g)
+    if what == "gradient":
+        model.weight.grad = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)])
+    weight = model.weight
+    loss: Any = nn.MSELoss()
+    if what == "kept":
+        loss = lambda out, y: out.sum() + weight.to_local().sum() + y.sum()  # noqa: E731
+    try:
+        Engine(model, loss, micro_batch=1).backward(torch.ones(3, 4), torch.ones(3, 4))
+    except anybatch.AnybatchError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+REFUSED = {
+    "tensor parallel": "NotYetError: .*weight is a DTensor that fully_shard has not made",
+    "both": "NotYetError: a parameter must be spread over one dimension .*weight is .*Shard",
+    "first": "NotYetError: .*the model is in FullyShardedDataParallel: use fully_shard",
+    "some": r"NotYetError: .*ranks that share the batch, \[0, 1.*and weight is over",
+    "hook": "NotExactError: a sharded parameter must have no hooks, and weight has one",
+    "gradient": "NotExactError: a gradient must be spread as its parameter is, and that of weight",
+    "kept": "LossError: a loss must take parameters from the model",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_gathered_is_refused_by_name(pool: tuple[int, Pool], what: str) -> None:
+    _, workers = pool
+    for said in workers.run(refused, what):
+        assert pytest.RaisesExc(Exception, match=REFUSED[what]).matches(Exception(said)), said
