@@ -112,7 +112,7 @@ class Sharded:
             module.reshard()  # an evaluation outside may have left the root gathered
         owners = _owners(modules)
         for path, _, name, shard in owners:
-            _check(_name(path, name), shard, group)
+            refuse_unknown(_name(path, name), shard, group)
         try:
             with agreed():
                 self._gather(owners, policies, group)
@@ -207,7 +207,7 @@ def _owners(modules: Modules) -> Owners:
     ]
 
 
-def _check(name: str, shard: Any, group: Group | None) -> None:
+def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
     """Refuse what could not be gathered and cut as it should be."""
     kinds = [type(placement).__name__ for placement in shard.placements]
     if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
