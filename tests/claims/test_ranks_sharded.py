@@ -351,7 +351,7 @@ def within(rank: int, size: int) -> Any:
         fully_shard(layer, mesh=mesh_of("", size))
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(90 + rank, 8), torch.randint(WIDE, (90 + rank,))
-    given: Any = {"memory": "140KiB", "micro_batch": 16, "optimizer": optimizer}
+    given: Any = {"memory": "220KiB", "micro_batch": 16, "optimizer": optimizer}
     engine = Engine(model, F.cross_entropy, **given)
     engine.backward(x, y)
     optimizer.step()
@@ -368,7 +368,7 @@ def test_whole_and_spread_parameters_are_within_the_budget(pool: tuple[int, Pool
     size, workers = pool
     for last, owners, again, kept, whole in workers.run(within):
         assert last.micro_batches > 1
-        assert last.peak_bytes <= last.predicted_bytes <= 140 * 1024
+        assert last.peak_bytes <= last.predicted_bytes <= 220 * 1024
         assert owners["parameters"] == again["parameters"] == whole
         assert owners["shards"] == 2 * kept  # the parts, and the gradients of them
         assert owners["optimizer"] >= 2 * kept
