@@ -22,7 +22,10 @@ ASIDE = "gradients set aside"
 DRAW = "a draw of the whole batch"
 """The owner of what is there while every micro-batch draws as the whole batch would."""
 
-OF_UPDATE = ("optimizer", ASIDE)
+SHARDS = "shards"
+"""The owner of what stays of parameters that were gathered, and of this rank's gradients."""
+
+OF_UPDATE = ("optimizer", ASIDE, SHARDS)
 """Owners of what a rehearsed update has itself."""
 
 LOSS = 8

@@ -24,7 +24,7 @@ from anybatch import rehearse, tree, updates
 from anybatch.batchnorm import BatchStatisticsError
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
-from anybatch.forecast import Forecast
+from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
 from anybatch.ranks.crew import several
 from anybatch.ranks.pieces import copied_bytes
@@ -84,7 +84,8 @@ def forecast(
     Raises:
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
-    state = _state(case, optimizer)
+    update, held = _state(case, optimizer)
+    state = update, held | _shards(case)
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
@@ -128,14 +129,22 @@ def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
 def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
-    update = updates.update(optimizer, [module for _, module in case.modules])
+    update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
     there = updates.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        coming = UNKNOWN_STATE * sum(p.numel() * p.element_size() for p in stepped)
+        coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
+
+
+def _shards(case: Case) -> dict[str, int]:
+    """Return the bytes beside a model that was gathered: its shards, and their gradients."""
+    if case.sharded is None:
+        return {}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
 
 
 def _of_one(case: Case, state: State) -> Forecast | None:

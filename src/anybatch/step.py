@@ -26,6 +26,7 @@ from anybatch.loss.declared import Algorithm1, Loss, Scope
 from anybatch.memory_errors import forget
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
+from anybatch.ranks.sharded import Sharded
 from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
@@ -98,8 +99,10 @@ class Step:
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
         everyone: the batch over all ranks, as far as it is not here.
-        private: ids of leaves of this batch, whose gradients concern no other rank.
+        private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
+            other rank.
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
+        sharded: takes the gradients of a model that was spread; None where there is none.
     """
 
     model: nn.Module
@@ -141,6 +144,7 @@ class Step:
     everyone: Everyone = field(default_factory=Alone)
     private: frozenset[int] = frozenset()
     draws: WholeDice | None = None
+    sharded: Sharded | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -268,13 +272,14 @@ class Step:
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
         if self.gradients is not None:
-            shared = self._of_all if self.everyone.several else None
+            shared = self._of_all if self.everyone.several or self.sharded else None
             self.gradients.finish(factor, shared)
 
     def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; what belongs to the rows of this one stays."""
         every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
-        return [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""

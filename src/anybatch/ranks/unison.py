@@ -72,17 +72,19 @@ class Unison:
     Args:
         group: the ranks.
         facts: how often `fact` is asked before `begin`. Default 0.
+        called: `call` comes before all else. Default False.
 
     Attributes:
         script: the collectives of this step so far, without the first.
         early: pieces of gradients that all ranks send before the next collective; None if none are.
     """
 
-    def __init__(self, group: Group, *, facts: int = 0) -> None:
+    def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
         self.group = group
         self.script: list[Together] = []
         self.early: Pieces | None = None
-        self._known: tuple[Together, ...] | None = (FACTS,) * (facts + 1)
+        first = (HEADER,) if called else ()
+        self._known: tuple[Together, ...] | None = first + (FACTS,) * (facts + 1)
         self._over = False
         self._raw = False
         group.begin()
