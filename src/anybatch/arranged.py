@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from anybatch.batch import Batch, LazyBatch
 from anybatch.given import Given
 from anybatch.gradients import Gradients
@@ -17,11 +19,12 @@ from anybatch.kinds import Allowed, Kind, bytes_of
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive
 from anybatch.planner import Planner
-from anybatch.ranks.crew import Crew, refuse_dice
+from anybatch.ranks.alike import Named, named_parameters
+from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
 from anybatch.ranks.ranks import Here
 from anybatch.runner import Runner
-from anybatch.step import Step
+from anybatch.step import Scaler, Step
 from anybatch.undo import Before
 
 
@@ -50,12 +53,16 @@ class Arranger:
 
     def __init__(self, given: Given, runner: Runner, crew: Crew) -> None:
         self._given, self._runner, self._crew = given, runner, crew
+        self._everyone = 0
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
         """Return the mini-batch of this rank, and every module that it runs."""
         batch = self._given.batch(inputs, targets, several=self._crew.several)
+        adaptive = isinstance(self._given.norms, Adaptive)
+        if adaptive or self._given.rng == "batch":
+            self._everyone = self._crew.size(batch.size)
         if isinstance(self._given.norms, Adaptive):
-            self._given.norms.choose(self._crew.size(batch.size))
+            self._given.norms.choose(self._everyone)
         return batch, self._given.modules()
 
     def step(
@@ -67,6 +74,7 @@ class Arranger:
         gradients: Gradients | None,
         *,
         micro_batch: int,
+        scaler: Scaler | None = None,
     ) -> Arranged:
         """Return the step, in micro-batches as large as the budget allows on every rank.
 
@@ -77,9 +85,10 @@ class Arranger:
             before: the state before it.
             gradients: where they come together; None runs forward only.
             micro_batch: samples in a micro-batch, where nothing is planned.
+            scaler: as `backward` has it.
         """
         make = partial(self._runner.step, batch, modules, before, gradients)
-        join = partial(self._join, batch, modules, trains=gradients is not None)
+        join = partial(self._join, batch, modules, scaler, trains=gradients is not None)
         if planner is None or not batch.size:
             everyone = join(micro_batch)
             step = make(everyone.micro_batch, apart=False, everyone=everyone)
@@ -100,7 +109,8 @@ class Arranger:
         leaves = self._given.leaves(modules, batch)
         there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
         before = sum(map(bytes_of, there.values()))
-        return self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        return replace(kind, everyone=max(self._everyone, batch.size))
 
     def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
         """Return how a batch is run, within the budget."""
@@ -112,7 +122,15 @@ class Arranger:
                 lambda: self._runner.refuse_division(modules),
             )
 
-    def _join(self, batch: Batch, modules: Modules, micro_batch: int, *, trains: bool) -> Everyone:
+    def _join(
+        self,
+        batch: Batch,
+        modules: Modules,
+        scaler: Scaler | None,
+        micro_batch: int,
+        *,
+        trains: bool,
+    ) -> Everyone:
         """Return the batch over all ranks."""
         kind = self._runner.signature(batch, modules, trains=trains)
         here = Here(
@@ -122,6 +140,10 @@ class Arranger:
             trains=trains,
             coupled=self._runner.coupled(kind),
         )
-        everyone = self._crew.join(here, kind)
-        refuse_dice(self._given.rng, everyone)
-        return everyone
+        named: Named = []
+        scale = 1.0
+        if self._crew.several:
+            named = named_parameters(modules, self._given.optimizer)
+            if scaler is not None:
+                scale = float(scaler.scale(torch.ones((), device=self._given.device)))
+        return self._crew.join(here, kind, named, scale)

@@ -22,7 +22,10 @@ ASIDE = "gradients set aside"
 DRAW = "a draw of the whole batch"
 """The owner of what is there while every micro-batch draws as the whole batch would."""
 
-OF_UPDATE = ("optimizer", ASIDE)
+SHARDS = "shards"
+"""The owner of what stays of parameters that were gathered, and of this rank's gradients."""
+
+OF_UPDATE = ("optimizer", ASIDE, SHARDS)
 """Owners of what a rehearsed update has itself."""
 
 LOSS = 8
@@ -47,6 +50,7 @@ class Forecast:
         case: the fakes, where there are some: a size can be rehearsed exactly.
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
+        everyone: samples that such a draw is made for, where other ranks have some of them.
     """
 
     how: str
@@ -62,6 +66,7 @@ class Forecast:
     case: Case | None = field(repr=False)
     entries: int = 0
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    everyone: int = 0
 
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
@@ -163,7 +168,8 @@ class Forecast:
     def _held(self, size: int, *, divided: bool) -> dict[str, int]:
         copies = self.copied * (2 if divided else 1)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
-        draw = largest_draw(found, counts, size) if divided and any(found) else 0
+        shared = any(found) and (divided or self.everyone > size)
+        draw = largest_draw(found, counts, max(size, self.everyone)) if shared else 0
         beside = {"buffers": copies, DRAW: draw}
         return _merged(self.constant, {owner: count for owner, count in beside.items() if count})
 

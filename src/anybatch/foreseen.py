@@ -49,7 +49,10 @@ class Foreseen:
 
     def knows(self, kind: Kind) -> bool:
         """Say whether just this kind has been foreseen."""
-        return any(replace(known, before=kind.before) == kind for known, _ in self._known)
+        return any(
+            replace(known, before=kind.before, everyone=kind.everyone) == kind
+            for known, _ in self._known
+        )
 
     def hold_more(self, count: int) -> None:
         """Add `count` bytes to every forecast: a step has held more than was foreseen."""

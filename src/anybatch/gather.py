@@ -50,6 +50,7 @@ def gather(step: Step) -> Tensor:
     first = FirstPass(step)
     first.run()
     rows = step.everyone.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
+    step.agree()  # a rank without samples has drawn nothing, and takes the same loss
     whole = MicroBatch(None, rows.targets, rows.size)
     if step.gradients is None or not step.batch.size:
         loss = step.loss.whole(rows.outputs, whole).detach()
@@ -58,9 +59,10 @@ def gather(step: Step) -> Tensor:
         end, statistics = Dice.now(), step.buffers.statistics()
         backwards = Backwards(step, first, gradients, rows.begin, end)
         stop = backwards.last()
-        step.put_back(start)
         step.buffers.restart()
-        backwards.second_pass(stop)
+        if stop:
+            step.put_back(start)
+            backwards.second_pass(stop)
         check_trains(backwards.trained)
         if step.draws is None:
             step.put_back(end)

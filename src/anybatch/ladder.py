@@ -24,8 +24,10 @@ from anybatch import rehearse, tree, updates
 from anybatch.batchnorm import BatchStatisticsError
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
-from anybatch.forecast import Forecast
+from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
+from anybatch.ranks.crew import several
+from anybatch.ranks.pieces import copied_bytes
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -82,7 +84,8 @@ def forecast(
     Raises:
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
-    state = _state(case, optimizer)
+    update, held = _state(case, optimizer)
+    state = update, held | _shards(case)
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
@@ -114,20 +117,34 @@ def forecast(
 
 
 State = tuple[Timeline | None, dict[str, int]]
-"""The update of an optimizer, and what is there because of it during a step."""
+"""The update of an optimizer, and what is there beside a step: its state, a piece that is sent."""
 
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    update, held = _state_of(case, optimizer)
+    sent = copied_bytes(case.leaves) if case.trains and several() else 0
+    return update, held | ({"transfer buffers": sent} if sent else {})
+
+
+def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
-    update = updates.update(optimizer, [module for _, module in case.modules])
+    update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
     there = updates.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        coming = UNKNOWN_STATE * sum(p.numel() * p.element_size() for p in stepped)
+        coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
+
+
+def _shards(case: Case) -> dict[str, int]:
+    """Return the bytes beside a model that was gathered: its shards, and their gradients."""
+    if case.sharded is None:
+        return {}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
 
 
 def _of_one(case: Case, state: State) -> Forecast | None:
