@@ -1,6 +1,7 @@
 """Any batch size, in the memory you have, with the gradient of the whole batch."""
 
 from anybatch._check import Report, check
+from anybatch._offload import Offload, OffloadReport, offload
 from anybatch._plan import Plan
 from anybatch.batch import LazyBatch
 from anybatch.engine import Engine
@@ -14,6 +15,7 @@ from anybatch.errors import (
     NotReproducibleError,
     NotYetError,
     RankError,
+    StoreError,
 )
 from anybatch.gathered import all_gather
 from anybatch.joint import joint
@@ -38,14 +40,18 @@ __all__ = [
     "NotExactError",
     "NotReproducibleError",
     "NotYetError",
+    "Offload",
+    "OffloadReport",
     "Plan",
     "Plateau",
     "RankError",
     "Report",
     "StepReport",
+    "StoreError",
     "all_gather",
     "check",
     "global_batchnorm",
     "joint",
+    "offload",
     "plan",
 ]

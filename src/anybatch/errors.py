@@ -50,6 +50,10 @@ class ScheduleError(AnybatchError, ValueError):
     """A schedule of what leaves the device does not do what its step needs."""
 
 
+class StoreError(AnybatchError, OSError):
+    """What left the device could not be kept or brought back."""
+
+
 class RankError(AnybatchError, RuntimeError):
     """Another rank has failed or is gone, so no rank has made the step."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Hashable
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,7 @@ class FileStore:
         descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
         Path(path).unlink()
         self._file = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)
         self._places: dict[Hashable, tuple[int, int]] = {}
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -133,9 +135,13 @@ class FileStore:
 
     def close(self) -> None:
         """Close the file, with which it is gone."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file = -1
+        self._closing()
+
+    def room(self) -> int:
+        """Return the bytes that it can keep: those of the file, and what its folder has left."""
+        left = os.statvfs(self._file)
+        return self._end + left.f_bavail * left.f_frsize
 
 
 def _memory(storage: Any) -> memoryview:

@@ -22,13 +22,15 @@ FRONT = "anybatch"
 TIERS = {
     "base": "errors units",
     "pure": "_plan timeline choice",
-    "outofcore": "outofcore",
+    "outofcore": "outofcore",  # but for those named below
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
     "dice gathered",
     "mechanisms": "undivided stream gather",
+    "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
+    "outofcore.execute",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
@@ -39,11 +41,11 @@ TIERS = {
     "runner": "runner facts",
     "arranged": "arranged",
     "engine": "engine",
-    "public": "_check planning",
+    "public": "_check planning _offload",
     "front": "",
     "apps": "apps __main__",
 }
-LAYERED_INSIDE = {"outofcore", "ground", "apps"}
+LAYERED_INSIDE = {"outofcore", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
 WITHOUT_TORCH = {"base", "pure", "outofcore"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
@@ -64,14 +66,17 @@ def module_name(path: Path, source: Path) -> str:
 
 
 def tiers_of(module: str) -> list[str]:
-    """The tiers that claim a module; it must be one."""
+    """The tiers that claim a module by the longest name; it must be one."""
     inner = module.removeprefix(FRONT).removeprefix(".")
-    return [
-        tier
+    claims = [
+        (len(name), tier)
         for tier, names in TIERS.items()
-        if (module == FRONT and tier == "front")
-        or any(inner == name or inner.startswith(f"{name}.") for name in names.split())
+        for name in names.split()
+        if inner == name or inner.startswith(f"{name}.")
     ]
+    most = max(claims, default=(0, ""))[0]
+    front = ["front"] if module == FRONT else []
+    return front + [tier for length, tier in claims if length == most]
 
 
 def within(name: str, packages: tuple[str, ...]) -> bool:

@@ -1,0 +1,237 @@
+"""`anybatch.offload`: a person's own forward and backward within a byte budget.
+
+    with off:   step 1   recorded: all that autograd saves leaves at once, and every byte is counted
+    with off:   step 2   planned: what must leave does, and returns before it is asked for
+    with off:   step 3   ...
+
+The hooks are `anybatch.outofcore.execute`, the plan `anybatch.outofcore.best`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from anybatch.outofcore.course import Course, set_course, too_little
+from anybatch.outofcore.execute import Step
+from anybatch.outofcore.mover import Mover
+from anybatch.outofcore.recording import Cut, Recording
+from anybatch.outofcore.simulate import Link
+from anybatch.outofcore.watch import Watch, gradient_bytes
+from anybatch.stores import FileStore, HostStore
+from anybatch.units import parse_bytes
+
+FAST = 1e12
+"""Bytes a second of a link that nothing has gone over."""
+
+MOST = 8
+"""Steps that are recorded in a row, at most, while shapes change."""
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What one step under `offload` has done.
+
+    Attributes:
+        kind: "recorded", "planned", or "on demand" where it was like none that was recorded, or
+            fits only with everything away.
+        predicted_bytes: the most bytes it was to hold; of a recorded step, those it held. None
+            where nothing is known of such a step.
+        out_bytes: bytes that have left.
+        back_bytes: bytes that have returned.
+        waited: seconds in which the step waited for copies.
+    """
+
+    kind: str
+    predicted_bytes: int | None
+    out_bytes: int
+    back_bytes: int
+    waited: float
+
+
+class Offload:
+    """What `offload` returns: enter it around every step.
+
+    Attributes:
+        memory: bytes of the budget.
+        last: what the last step has done; None before the first has ended.
+    """
+
+    def __init__(self, memory: int, make: Any, device: torch.device) -> None:
+        self.memory = memory
+        self.last: OffloadReport | None = None
+        self._device, self._mover = device, Mover(make, device)
+        self._recordings: dict[Cut, _Known] = {}
+        self._to_record, self._misses = 1, 0
+        self._there = 0
+        self._step: Step | None = None
+        self._watch: Watch | None = None
+        self._hooks: Any = None
+
+    def __enter__(self) -> Self:
+        if self._step is not None:
+            raise RuntimeError(
+                "a step must end before the next begins, and this offload() is entered already: "
+                "make another for a step inside a step"
+            )
+        self._mover.begin()
+        there = self._there = allocated(self._device)
+        watch = Watch(self._device) if self._to_record else None
+        courses = (
+            {}
+            if watch
+            else {cut: known.course(self.memory, there) for cut, known in self._recordings.items()}
+        )
+        self._mover.require_room(max((course.sent for course in courses.values()), default=0))
+        step = Step(self._mover, self._device, watch, courses)
+        hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
+        if watch is not None:
+            watch.__enter__()  # type: ignore[no-untyped-call]
+        hooks.__enter__()
+        self._step, self._watch, self._hooks = step, watch, hooks
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        step, watch, hooks = self._step, self._watch, self._hooks
+        self._step = self._watch = self._hooks = None
+        assert step is not None
+        course, good = step.course, False
+        try:
+            hooks.__exit__(kind, value, trace)
+            if watch is not None:
+                watch.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+            if kind is None:
+                self._mover.rest()
+                step.end()
+                good = True
+        finally:
+            if not good:
+                step.fail()
+                self._mover.close()
+        if good:
+            self._learn(step, watch, course)
+
+    def close(self) -> None:
+        """Give up the file or the host memory that is kept from step to step."""
+        self._mover.close()
+
+    def _learn(self, step: Step, watch: Watch | None, course: Course | None) -> None:
+        """Take in a step that has gone well."""
+        mover = self._mover
+        moved = mover.out, mover.back, mover.waited
+        if watch is None:
+            planned = course is not None and course.stages is not None and not step.missed
+            predicted = None if course is None or step.missed else course.predicted
+            self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
+            if step.missed:
+                self._misses += 1
+                self._to_record = min(self._misses, MOST)
+            return
+        recording = watch.recording(self._there)
+        self.last = OffloadReport("recorded", recording.peak, *moved)
+        if recording.peak > self.memory:
+            raise too_little(recording.peak, self.memory)
+        self._to_record -= 1
+        if recording.cuts:
+            self._recordings[recording.cuts[0]] = _Known(recording, mover, watch, self._there)
+
+
+class _Known:
+    """A recorded step, and the courses that were set for it."""
+
+    def __init__(self, recording: Recording, mover: Mover, watch: Watch, there: int) -> None:
+        self._recording, self._leaves = recording, watch.leaves
+        self._then = there or watch.gradients
+        rates = [size / spent if spent else FAST for size, spent in mover.rates]
+        self._link = Link(out=rates[0], back=rates[1])
+        self._courses: dict[int, Course] = {}
+
+    def course(self, memory: int, there: int) -> Course:
+        """Return the course beside what is there now: on the CPU gradients, on CUDA anything."""
+        leaves = (leaf for ref in self._leaves.values() if (leaf := ref()) is not None)
+        more = max(0, (there or sum(map(gradient_bytes, leaves))) - self._then)
+        if more not in self._courses:
+            self._courses[more] = set_course(self._recording, memory, self._link, more)
+        return self._courses[more]
+
+
+def offload(
+    *,
+    memory: int | str,
+    store: str | PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+) -> Offload:
+    """Keep a person's own forward and backward within a byte budget: what is saved leaves.
+
+    Autograd saves tensors in forward for backward, and holds them meanwhile. The first step under
+    one `offload` is recorded; from then on as much leaves as the budget asks for, what is asked for
+    last first, and returns before it is asked for. Gradients are bit for bit those without it.
+    Weights stay, as do buffers, inputs and everything else that was there before the step.
+
+    Args:
+        memory: the most bytes that a step may hold, such as "4GiB": what it makes, and what was
+            there before and is used in it (parameters, buffers, inputs, gradients); on CUDA all
+            that the process has allocated. The first step is recorded with everything away.
+        store: where tensors go: "host" memory (pinned), a "file" in the system's folder for
+            temporary files, or a folder for that file. Default None: "host" from CUDA, "file" on
+            the CPU. The file has no name, and is gone when the process is.
+        device: whose tensors leave. Default None: CUDA if there is one, else the CPU.
+
+    Returns:
+        A context manager to enter around forward and backward of every step, one at a time.
+
+    Raises:
+        ValueError: `memory` or `store` means nothing here.
+        BudgetError: on leaving a recorded step, or entering a later one: it does not fit with
+            everything away.
+        StoreError: in a step, or on entering it: there is no room, or a write or a read has failed.
+
+    Example:
+        >>> off = anybatch.offload(memory="4GiB")
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     with off:
+        ...         loss_fn(model(x), y).backward()
+        ...     optimizer.step()
+
+    Source: Hayakawa and Narihira, Out-of-core training, section 3.
+    """
+    where = torch.device(device) if device is not None else _default()
+    return Offload(parse_bytes(memory), _store(store, where), where)
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes that the process has allocated on a GPU; 0 for the CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _default() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _store(given: str | PathLike[str] | None, device: torch.device) -> Any:
+    """Return what makes the store."""
+    host = device.type != "cpu"
+    if given is None:
+        given = "host" if host else "file"
+    if given == "host" and host:
+        return HostStore
+    if given != "host" and not host:
+        folder = None if given == "file" else Path(given)
+        if folder is None or folder.is_dir():
+            return partial(FileStore, folder)
+    raise ValueError(
+        'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
+        f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"
+    )

@@ -1,0 +1,218 @@
+"""The hooks of one step: autograd saves a tensor, and asks for it.
+
+``torch.autograd.graph.save_on_cpu`` copies every saved tensor when it is saved, back when it is
+asked for, and waits for both. Here a step that was seen before follows its course: at every cut
+some storages begin to leave, some have left, and some begin to return for a later one.
+
+    pack    ──> copies of what was used last begin; what has left gives its memory; returns begin
+    kernels        │ a thread writes what leaves, another reads what returns
+    unpack  ──> (the same) ... and what is asked for is there, or is waited for
+
+A step that does not do what was recorded leaves its course at that cut. From there on everything
+leaves at once and returns on demand, which is right for any step.
+
+Source: design 5.7; Hayakawa and Narihira, section 3.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import StoreError
+from anybatch.outofcore.course import Course
+from anybatch.outofcore.mover import Mover
+from anybatch.outofcore.recording import STAYED, Cut
+from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays
+from anybatch.outofcore.watch import Watch
+from anybatch.outofcore.weights import is_weight, may_move
+
+
+class Step:
+    """What the hooks of one step do.
+
+    Args:
+        mover: moves storages.
+        device: of those that may leave.
+        watch: records the step; None follows a course.
+        courses: by their first cut.
+
+    Attributes:
+        course: the one that is followed; None before the first cut, and off course.
+        missed: the step was not one of those that were recorded.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        device: torch.device,
+        watch: Watch | None,
+        courses: Mapping[Cut, Course],
+    ) -> None:
+        self.course: Course | None = None
+        self.missed = False
+        self._mover, self._device, self._watch, self._courses = mover, device, watch, courses
+        self._at = 0
+        self._over = self._failed = False
+        self._saved: list[weakref.ref[Saved]] = []
+        self._places: dict[int, weakref.ref[Saved]] = {}
+        self._lock = threading.RLock()
+
+    def pack(self, tensor: Tensor) -> Handle | Stays:
+        """Take a tensor that autograd saves."""
+        if not may_move(tensor, self._device, SMALL) or is_weight(tensor):
+            return Stays(tensor)
+        with self._lock:
+            self._mover.settle()
+            storage = tensor.untyped_storage()
+            looks, size = (tensor.shape, tensor.dtype), storage.nbytes()
+            saved = self._find(tensor, storage)
+            number = len(self._saved) if saved is None else saved.number
+            if self._stays(storage, Cut(True, STAYED, looks, size)):
+                number = STAYED
+            self._cut(Cut(True, number, looks, size))
+            packed = Stays(tensor) if number == STAYED else self._take(tensor, storage, saved)
+            if self._watch is not None:
+                self._watch.resume()
+            return packed
+
+    def unpack(self, packed: Handle | Stays) -> Tensor:
+        """Return what autograd asks for."""
+        if isinstance(packed, Stays):
+            return packed.unpack()
+        packed.check()
+        with self._lock:
+            self._mover.settle()
+            saved = packed.saved
+            if not self._over:
+                self._cut(Cut(False, saved.number))
+            storage = self._bring(saved)
+            if self._watch is not None and not self._over:
+                self._watch.resume()
+            return packed.tensor(storage)
+
+    def end(self) -> None:
+        """The step is over; what autograd still holds can still be asked for."""
+        with self._lock:
+            self._over, self._watch = True, None
+            course = self.course
+            if course is not None and self._at < len(course.recording.cuts):
+                self.missed = True
+            self.course = None
+
+    def fail(self) -> None:
+        """The step has failed; what autograd holds is gone."""
+        self._over = self._failed = True
+        self._watch = self.course = None
+        for saved in self._living():
+            saved.storage = None
+
+    def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
+        """Return what is known of a storage, if nothing has written to it since."""
+        place = storage._cdata
+        found = self._places.get(place)
+        saved = None if found is None else found()
+        there = None if saved is None else saved.here()
+        if saved is None or there is None or there._cdata != place:
+            return None
+        if saved.version == tensor._version:
+            return saved
+        if self._watch is not None:
+            self._watch.replaced(saved)
+        return None
+
+    def _stays(self, storage: Any, cut: Cut) -> bool:
+        """Say whether a storage was there before the step."""
+        if self._watch is not None:
+            return not self._watch.born(storage)
+        if self._at == 0:
+            return cut in self._courses
+        if self.course is None or self._at >= len(self.course.recording.cuts):
+            return False
+        return self.course.recording.cuts[self._at] == cut
+
+    def _cut(self, cut: Cut) -> None:
+        """Do what is due at a cut."""
+        if self._watch is not None:
+            self._watch.cut(cut)
+            return
+        if self._at == 0:
+            self.course = self._courses.get(cut)
+            self.missed = self.course is None
+        course = self.course
+        if course is not None:
+            cuts = course.recording.cuts
+            if self._at >= len(cuts) or cuts[self._at] != cut:
+                self._leave_course()
+            elif course.stages is not None:
+                self._pass(course)
+        self._at += 1
+
+    def _pass(self, course: Course) -> None:
+        """Go from one stage to the next."""
+        assert course.stages is not None
+        before, after = course.stages[self._at : self._at + 2]
+        for number in before.outs:
+            if (saved := self._saved[number]()) is not None:
+                self._mover.send(saved)
+        for number in after.frees:
+            if (saved := self._saved[number]()) is not None:
+                self._mover.free(saved)
+        for number in after.ins:
+            if (saved := self._saved[number]()) is not None:
+                self._mover.call(saved)
+
+    def _take(self, tensor: Tensor, storage: Any, saved: Saved | None) -> Handle:
+        """Return a handle on a tensor that may leave."""
+        if saved is None:
+            saved = Saved(len(self._saved), self._mover.key(), tensor, self._mover.ended)
+            self._saved.append(weakref.ref(saved))
+            self._places[storage._cdata] = weakref.ref(saved)
+            if self._watch is not None:
+                self._watch.saved(saved)
+                self._watch.follow(saved)
+            if self._on_demand(saved):
+                self._mover.send_now(saved)
+        return Handle(saved, tensor)
+
+    def _bring(self, saved: Saved) -> Any:
+        """Return a storage, in memory."""
+        self._mover.arrived(saved)
+        storage = saved.here()
+        if storage is None:
+            if self._failed or self._mover.lost():
+                raise StoreError(
+                    "what autograd saved must be there, and the step that saved it has failed, "
+                    "or its store was closed: run forward again"
+                )
+            if self._watch is not None:
+                self._watch.lives(saved)
+            self._mover.call_now(saved)
+            storage = saved.storage
+            if self._watch is not None:
+                self._watch.follow(saved)
+        self._places[storage._cdata] = weakref.ref(saved)
+        if saved.copied and self._on_demand(saved):
+            saved.storage = None
+        return storage
+
+    def _on_demand(self, saved: Saved) -> bool:
+        """Say whether a storage leaves at once and returns when it is asked for."""
+        course = self.course
+        return course is None or course.stages is None or saved.number in course.recording.loose
+
+    def _leave_course(self) -> None:
+        """Let everything leave; nobody knows what comes next."""
+        self.course, self.missed = None, True
+        for saved in self._living():
+            if saved.storage is not None:
+                self._mover.arrived(saved)
+                self._mover.send_now(saved)
+
+    def _living(self) -> list[Saved]:
+        return [saved for ref in self._saved if (saved := ref()) is not None]

@@ -1,0 +1,194 @@
+"""Moves saved storages between the device and a store, and says what went wrong in words.
+
+A thread writes and another reads, so that both ways are used at once; what is needed at once is
+copied at once, in the thread that needs it. Memory is taken and given back in that thread alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+
+from anybatch.copier import Copier, Job
+from anybatch.errors import StoreError
+from anybatch.outofcore.saved import Saved, empty
+from anybatch.stores import FileStore, Store
+from anybatch.units import show_bytes
+
+
+class Mover:
+    """Storages on their way.
+
+    Args:
+        make: returns a store, when something leaves for the first time.
+        device: of the storages.
+
+    Attributes:
+        out: bytes that were copied out since `begin`.
+        back: bytes that were copied back.
+        waited: seconds in which somebody waited for either.
+        rates: bytes and seconds of the copies out, and of those back, that nothing else hid.
+        ended: names and last copies of storages that nobody wants any more.
+    """
+
+    def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
+        self._make, self._device = make, device
+        self._store: Store | None = None
+        self._writer, self._reader = Copier(device), Copier(device)
+        self.ended: deque[tuple[int, Job | None]] = deque()
+        self._keys = 0
+        self.out = self.back = 0
+        self.waited = 0.0
+        self.rates = [[0, 0.0], [0, 0.0]]
+
+    def begin(self) -> None:
+        """Count from nothing again."""
+        self.out = self.back = 0
+        self.waited = 0.0
+
+    def key(self) -> int:
+        """Return a name that nothing in the store has had."""
+        self._keys += 1
+        return self._keys
+
+    def send(self, saved: Saved) -> None:
+        """Begin a copy; the memory stays until `free`."""
+        if saved.copied:
+            return
+        with _told("written to"):
+            work = self._opened().writing(saved.key, saved.storage)
+        saved.copied = True
+        saved.out = self._writer.start(work)
+        self.out += saved.size
+
+    def free(self, saved: Saved) -> None:
+        """Give up the memory, once the copy has ended."""
+        if saved.out is not None:
+            with _told("written to"):
+                self._wait(self._writer, saved.out)
+            saved.out.work = None
+            saved.out = None
+        assert saved.copied
+        saved.storage = None
+        self.settle()
+
+    def call(self, saved: Saved) -> None:
+        """Begin a return, where the storage is not in memory."""
+        if (storage := saved.here()) is not None:
+            saved.storage = storage
+            return
+        saved.holds(empty(saved.size, saved.device))
+        with _told("read from"):
+            saved.back = self._reader.start(self._opened().reading(saved.key, saved.storage))
+        self.back += saved.size
+
+    def arrived(self, saved: Saved) -> None:
+        """Wait for a return that is under way."""
+        if saved.back is not None:
+            with _told("read from"):
+                self._wait(self._reader, saved.back)
+            saved.back.work = None
+            saved.back = None
+
+    def send_now(self, saved: Saved) -> None:
+        """Copy out, and give up the memory."""
+        if not saved.copied:
+            self.settle()
+            start = perf_counter()
+            with _told("written to"):
+                self._opened().writing(saved.key, saved.storage)()
+            saved.copied = True
+            self._clocked(0, saved.size, perf_counter() - start)
+            self.out += saved.size
+        self.free(saved)
+
+    def call_now(self, saved: Saved) -> None:
+        """Copy back."""
+        storage, start = empty(saved.size, saved.device), perf_counter()
+        with _told("read from"):
+            self._opened().reading(saved.key, storage)()
+        self._clocked(1, saved.size, perf_counter() - start)
+        self.back += saved.size
+        saved.holds(storage)
+
+    def settle(self) -> None:
+        """Make room in the store of what nobody wants."""
+        for _ in range(len(self.ended)):
+            key, job = self.ended.popleft()
+            if job is not None and not job.done:
+                self.ended.append((key, job))
+            elif self._store is not None:
+                self._store.drop(key)
+
+    def require_room(self, size: int) -> None:
+        """Require that the store has room, where that is known before.
+
+        Raises:
+            StoreError: it has not.
+        """
+        if size == 0:
+            return
+        with _told("opened"):
+            store = self._opened()
+            room = store.room() if isinstance(store, FileStore) else None
+        if room is not None and room < size:
+            raise StoreError(
+                f"what leaves the device must fit where it goes: the step sends away "
+                f"{show_bytes(size)}, and the folder of the spill file has {show_bytes(room)} "
+                "left: make room there, name another folder (store=), or give more memory="
+            )
+
+    def rest(self) -> None:
+        """End the threads; what they were given is done before."""
+        try:
+            self._writer.close()
+        finally:
+            self._reader.close()
+        self.settle()
+
+    def close(self) -> None:
+        """End the threads and the store; what is in it is lost."""
+        try:
+            self.rest()
+        finally:
+            store, self._store = self._store, None
+            if store is not None:
+                store.close()
+
+    def lost(self) -> bool:
+        """Say whether nothing is kept."""
+        return self._store is None
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = self._make()
+        return self._store
+
+    def _clocked(self, way: int, size: int, seconds: float) -> None:
+        self.waited += seconds
+        self.rates[way][0] += size
+        self.rates[way][1] += seconds
+
+    def _wait(self, copier: Copier, job: Job) -> None:
+        if not job.done:
+            start = perf_counter()
+            copier.wait(job)
+            self.waited += perf_counter() - start
+        copier.wait(job)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Say what a system's error means here."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"what leaves the device must be kept, and its store could not be {what} ({error}): "
+            "make room there, or name another folder (store=); the gradients of this step are "
+            "not complete, so set them to zero before the next"
+        ) from error

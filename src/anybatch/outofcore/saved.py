@@ -1,0 +1,139 @@
+"""What autograd is given in place of a tensor that it saves: a handle on a storage that may leave.
+
+Many saved tensors share a storage: the output of a ReLU is saved by it and by the layer after it, a
+transposed view beside its base. The storage moves once, and every handle knows its own part of it.
+
+    handle ┐
+    handle ├──> saved storage ──> here, or a copy in the store
+    handle ┘    (dies with its last handle)
+
+torch gives up its check for writes in place where hooks are set. Here a handle keeps a tensor
+without memory that shares the count of writes with the saved one, so a later write is found even
+when the memory has long been somebody else's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.copier import Job
+
+SMALL = 64 << 10
+"""Bytes below which a storage stays: moving it costs more than it frees."""
+
+
+class Saved:
+    """One storage that autograd holds.
+
+    Attributes:
+        number: in the order in which storages are saved first in a step.
+        key: its name in the store.
+        size: bytes.
+        version: how often it had been written to.
+        storage: it, where it is held here; None where nothing here holds it.
+        seen: a weak reference on it, wherever it is held.
+        copied: a copy is in the store, or on its way there.
+        out: that copy, until it is known to have ended.
+        back: a return that is under way, or None.
+        loose: it leaves at once and returns on demand, whatever a plan says.
+    """
+
+    __slots__ = (
+        "__weakref__", "back", "copied", "device", "ended", "key", "loose", "number", "out", "seen",
+        "size", "storage", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, key: int, tensor: Tensor, ended: deque[tuple[int, Job | None]]
+    ) -> None:
+        storage = tensor.untyped_storage()
+        self.number, self.key, self.size = number, key, storage.nbytes()
+        self.version, self.device, self.ended = tensor._version, tensor.device, ended
+        self.storage: Any = storage
+        self.seen: Any = weakref.ref(storage)
+        self.copied = self.loose = False
+        self.out: Job | None = None
+        self.back: Job | None = None
+
+    def __del__(self) -> None:
+        if self.copied:
+            self.ended.append((self.key, self.out))
+
+    def holds(self, storage: Any) -> None:
+        """Have it in another storage, which is kept."""
+        self.storage, self.seen = storage, weakref.ref(storage)
+
+    def here(self) -> Any:
+        """Return the storage where it is still in memory, whoever holds it; else None."""
+        return self.storage if self.storage is not None else self.seen()
+
+
+class Handle:
+    """One saved tensor: its part of a storage, and what tells of writes to it."""
+
+    __slots__ = ("dtype", "offset", "probe", "saved", "shape", "stride", "version")
+
+    def __init__(self, saved: Saved, tensor: Tensor) -> None:
+        self.saved, self.version = saved, tensor._version
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.probe = tensor.detach()
+        self.probe.data = _nothing(tensor)
+
+    def tensor(self, storage: Any) -> Tensor:
+        """Return the saved tensor on a storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
+    def check(self) -> None:
+        """Require that nothing has written to it since."""
+        if self.probe._version != self.version:
+            raise _written(self.dtype, self.shape, self.probe._version, self.version)
+
+
+class Stays:
+    """A saved tensor that does not leave; detached, or it and its graph would hold each other."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = None if tensor.is_inference() else tensor._version
+
+    def unpack(self) -> Tensor:
+        """Return it, if nothing has written to it since."""
+        tensor = self.tensor
+        if self.version is not None and tensor._version != self.version:
+            raise _written(tensor.dtype, tensor.shape, tensor._version, self.version)
+        return tensor
+
+
+def _written(dtype: torch.dtype, shape: torch.Size, now: int, then: int) -> RuntimeError:
+    """Return the error that autograd raises, in its words."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of {dtype} {list(shape)} is at version {now}; expected version "
+        f"{then} instead: write to a copy of it, or after backward"
+    )
+
+
+_NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """Return a tensor without memory."""
+    key = like.dtype, like.device
+    found = _NOTHING.get(key)
+    if found is None:
+        found = _NOTHING[key] = torch.empty(0, dtype=like.dtype, device=like.device)
+    return found
+
+
+def empty(size: int, device: torch.device) -> Any:
+    """Return a new storage; made by a kernel, so that who counts tensors counts it."""
+    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

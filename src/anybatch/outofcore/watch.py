@@ -1,0 +1,155 @@
+"""The recording of a step: every live byte, cut where autograd saves and asks.
+
+A dispatch mode counts what lives (`anybatch.meter`). What autograd alone would hold is away while
+a step is recorded, so what is counted is what no hook can move. It is counted apart: the storages
+that may move while somebody works with them, and the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.meter import FOREIGN, Meter
+from anybatch.outofcore.recording import Cut, Recording
+from anybatch.outofcore.saved import Saved
+
+
+class Watch(Meter):  # type: ignore[no-untyped-call]
+    """Records a step while everything leaves as soon as it can.
+
+    Args:
+        device: of the tensors that count.
+
+    Attributes:
+        outside: bytes that were there before, and were used.
+        leaves: weak references on the leaves among them that want a gradient.
+        gradients: bytes of the gradients that these had.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.outside = self.gradients = 0
+        self.leaves: dict[int, weakref.ref[Tensor]] = {}
+        super().__init__(device)
+        self._moving = self._most = 0
+        self._alive: dict[int, Any] = {}
+        self._cuts: list[Cut] = []
+        self._sizes: list[int] = []
+        self._used: list[set[int]] = [set()]
+        self._rest = [0]
+        self._seconds: list[float] = []
+        self._ends: dict[int, int] = {}  # storage -> the interval in which its last handle died
+        self._asked: set[int] = set()
+        self._loose: set[int] = set()
+        self._since = perf_counter()
+
+    def born(self, storage: Any) -> bool:
+        """Say whether a storage was made in this step."""
+        span = self._open.get(storage._cdata)
+        return span is not None and span.owner != FOREIGN
+
+    def cut(self, cut: Cut) -> None:
+        """Begin a new interval."""
+        self._seconds.append(perf_counter() - self._since)
+        self._cuts.append(cut)
+        if not cut.saves:
+            self._asked.add(cut.number)
+        self._used.append(set(self._alive))
+        self._rest.append(self.live - self._moving)
+
+    def resume(self) -> None:
+        """Let the clock go on after a cut."""
+        self._since = perf_counter()
+
+    def saved(self, saved: Saved) -> None:
+        """Take in a storage that autograd saves for the first time."""
+        self._sizes.append(saved.size)
+        self.lives(saved)
+        number = saved.number
+        weakref.finalize(saved, self._dropped, number).atexit = False
+        self._rest[-1] = self.live - self._moving
+
+    def lives(self, saved: Saved) -> None:
+        """A storage that may move is in memory, or will be at once."""
+        number = saved.number
+        if number not in self._alive:
+            self._moving += saved.size
+            self._used[-1].add(number)
+            self._alive[number] = None
+
+    def follow(self, saved: Saved) -> None:
+        """Be told when a storage is in memory no longer."""
+        storage = saved.here()
+        self._alive[saved.number] = weakref.ref(storage, partial(self._gone, saved.number))
+
+    def replaced(self, saved: Saved) -> None:
+        """A storage was written to: what was saved before counts for nothing."""
+        self._loose.add(saved.number)
+        self._gone(saved.number)
+
+    def recording(self, there: int = 0) -> Recording:
+        """Return what was recorded; `there`: bytes that were allocated before, where known."""
+        outside = max(self.outside, there)
+        self._seconds.append(perf_counter() - self._since)
+        last = {number: i for i, used in enumerate(self._used) for number in used}
+        for number in range(len(self._sizes)):
+            end = self._ends.get(number)
+            if number not in self._asked or end is None or end > last[number]:
+                self._loose.add(number)
+        return Recording(
+            cuts=tuple(self._cuts),
+            sizes=tuple(self._sizes),
+            used=tuple(map(frozenset, self._used)),
+            rest=tuple(max(0, rest) for rest in self._rest),
+            seconds=tuple(self._seconds),
+            loose=frozenset(self._loose),
+            outside=outside,
+            peak=self.peak + outside,
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel, and count."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._rest[-1] = max(self._rest[-1], self.live - self._moving)
+        return result
+
+    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> None:
+        if owner == FOREIGN and tensor.requires_grad and tensor.is_leaf:
+            key = id(tensor)
+            if key not in self.leaves and self._counts(tensor):
+                self.leaves[key] = weakref.ref(tensor)
+                self.gradients += gradient_bytes(tensor)
+        super()._see(tensor, owner, least)
+
+    def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
+        super()._begin(storage, owner, size, told)
+        if owner == FOREIGN:
+            self.outside += told
+
+    def _gone(self, number: int, _watch: Any = None) -> None:
+        if number in self._alive:
+            del self._alive[number]
+            self._moving -= self._sizes[number]
+
+    def _dropped(self, number: int) -> None:
+        self._ends[number] = len(self._cuts)
+
+
+def gradient_bytes(leaf: Tensor) -> int:
+    """Return the bytes of a leaf's gradient."""
+    grad = leaf.grad
+    if grad is None or grad.layout != torch.strided:
+        return 0
+    return grad.untyped_storage().nbytes()
