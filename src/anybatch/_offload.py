@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 
+from anybatch.errors import BudgetError
 from anybatch.outofcore.course import Course, set_course, too_little
 from anybatch.outofcore.execute import Step
 from anybatch.outofcore.mover import Mover
@@ -25,6 +26,7 @@ from anybatch.outofcore.recording import Cut, Recording
 from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch, gradient_bytes
 from anybatch.stores import FileStore, HostStore
+from anybatch.undo import uninterrupted
 from anybatch.units import parse_bytes
 
 FAST = 1e12
@@ -81,13 +83,9 @@ class Offload:
                 "make another for a step inside a step"
             )
         self._mover.begin()
-        there = self._there = allocated(self._device)
+        self._there = allocated(self._device)
+        courses = {} if self._to_record else self._courses()
         watch = Watch(self._device) if self._to_record else None
-        courses = (
-            {}
-            if watch
-            else {cut: known.course(self.memory, there) for cut, known in self._recordings.items()}
-        )
         self._mover.require_room(max((course.sent for course in courses.values()), default=0))
         step = Step(self._mover, self._device, watch, courses)
         hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
@@ -106,25 +104,48 @@ class Offload:
         step, watch, hooks = self._step, self._watch, self._hooks
         self._step = self._watch = self._hooks = None
         assert step is not None
-        course, good = step.course, False
-        try:
-            hooks.__exit__(kind, value, trace)
-            if watch is not None:
-                watch.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-            if kind is None:
-                self._mover.rest()
-                step.end()
-                good = True
-        finally:
-            if not good:
-                step.fail()
-                self._mover.close()
-        if good:
+        with uninterrupted(once=True):
+            try:
+                hooks.__exit__(kind, value, trace)
+            finally:
+                if watch is not None:
+                    watch.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+                course = self._ended(step, failed=kind is not None)
+        if kind is None:
             self._learn(step, watch, course)
 
     def close(self) -> None:
         """Give up the file or the host memory that is kept from step to step."""
         self._mover.close()
+
+    def _courses(self) -> dict[Cut, Course]:
+        """Return what the recorded steps do now, or have this one recorded.
+
+        More may be there than when they were (gradients), of which it is not known when it counts.
+        """
+        try:
+            known = self._recordings.items()
+            return {cut: one.course(self.memory, self._there) for cut, one in known}
+        except BudgetError:
+            self._to_record = 1
+            return {}
+
+    def _ended(self, step: Step, *, failed: bool) -> Course | None:
+        """End the threads, and after a failed step give up all that has left; return its course."""
+        course = step.course
+        try:
+            if not failed:
+                self._mover.rest()
+                step.end()
+                return course
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            if failed:
+                step.fail()
+                self._mover.close()
+        return None
 
     def _learn(self, step: Step, watch: Watch | None, course: Course | None) -> None:
         """Take in a step that has gone well."""
@@ -193,8 +214,8 @@ def offload(
 
     Raises:
         ValueError: `memory` or `store` means nothing here.
-        BudgetError: on leaving a recorded step, or entering a later one: it does not fit with
-            everything away.
+        BudgetError: on leaving a recorded step: with everything away it has held more. Its
+            gradients are right.
         StoreError: in a step, or on entering it: there is no room, or a write or a read has failed.
 
     Example:

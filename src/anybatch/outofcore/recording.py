@@ -1,6 +1,6 @@
 """What a step of somebody else's did with the tensors that autograd saved: a recording, as data.
 
-A step is cut where autograd saves a tensor or asks for one; its kernels run unseen between two cuts.
+A step is cut where autograd saves a tensor or asks for one; between cuts its kernels run unseen.
 
     cuts       pack 0    pack 1    pack 0 ...... unpack 1    unpack 0
     intervals 0 │    1    │    2    │   3  ...       │     ...    │

@@ -40,12 +40,11 @@ class Saved:
         copied: a copy is in the store, or on its way there.
         out: that copy, until it is known to have ended.
         back: a return that is under way, or None.
-        loose: it leaves at once and returns on demand, whatever a plan says.
     """
 
     __slots__ = (
-        "__weakref__", "back", "copied", "device", "ended", "key", "loose", "number", "out", "seen",
-        "size", "storage", "version",
+        "__weakref__", "back", "copied", "device", "ended", "key", "number", "out", "seen", "size",
+        "storage", "version",
     )  # fmt: skip
 
     def __init__(
@@ -56,7 +55,7 @@ class Saved:
         self.version, self.device, self.ended = tensor._version, tensor.device, ended
         self.storage: Any = storage
         self.seen: Any = weakref.ref(storage)
-        self.copied = self.loose = False
+        self.copied = False
         self.out: Job | None = None
         self.back: Job | None = None
 
