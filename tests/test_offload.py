@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import signal
 import threading
 import weakref
@@ -53,15 +52,15 @@ def _nothing_is_left() -> Any:
 
 def _files() -> list[str]:
     """The spill files that this process holds open."""
-    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
-    return sorted(str(link.readlink()) for link in links if link.is_symlink() and _spills(link))
+    links = Path("/proc/self/fd").iterdir()
+    return sorted(name for link in links if "anybatch-" in (name := _target(link)))
 
 
-def _spills(link: Path) -> bool:
+def _target(link: Path) -> str:
     try:
-        return "anybatch-" in str(link.readlink())
+        return str(link.readlink())
     except OSError:
-        return False
+        return ""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,9 +97,9 @@ def test_less_than_the_floor_is_refused_with_what_is_needed() -> None:
     model, x = mlp()
     low, _ = bounds(model, lambda ours: ours(x).sum().backward())
     off = offload(low - 1)
-    with pytest.raises(BudgetError, match="with all that autograd saves away it holds") as error:
-        with off:
-            model(x).sum().backward()
+    match = "with all that autograd saves away it holds"
+    with pytest.raises(BudgetError, match=match) as error, off:
+        model(x).sum().backward()
     assert (error.value.needed, error.value.given) == (low, low - 1)
     assert model[0].weight.grad is not None
 
@@ -169,21 +168,19 @@ def test_a_write_after_saving_is_found() -> None:
     for when in ("before it leaves", "after it has left"):
         off, w = offload(), torch.randn(16, 16, requires_grad=True)
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                with off:
-                    a = w * 2
-                    loss = a.sin().sum()
-                    if when == "after it has left":
-                        (w * 3).sin().sum().backward()
-                    a.add_(1)
-                    loss.backward()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"), off:
+                a = w * 2
+                loss = a.sin().sum()
+                if when == "after it has left":
+                    (w * 3).sin().sum().backward()
+                a.add_(1)
+                loss.backward()
     small = torch.randn(2, requires_grad=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        with offload():
-            a = small * 2
-            loss = a.sin().sum()
-            a.add_(1)
-            loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), offload():
+        a = small * 2
+        loss = a.sin().sum()
+        a.add_(1)
+        loss.backward()
 
 
 def test_in_place_layers_are_no_writes_after_saving() -> None:

@@ -251,7 +251,7 @@ def _store(given: str | PathLike[str] | None, device: torch.device) -> Any:
     if given != "host" and not host:
         folder = None if given == "file" else Path(given)
         if folder is None or folder.is_dir():
-            return partial(FileStore, folder)
+            return partial(FileStore, folder, direct=True)
     raise ValueError(
         'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
         f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import tempfile
+import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+BLOCK = 4096
+"""Bytes to which places, sizes and memory are aligned past the page cache."""
+
+BOUNCE = 4 << 20
+"""Bytes that go past the page cache at once."""
 
 
 class Store(Protocol):
@@ -79,15 +87,23 @@ class FileStore:
 
     Args:
         folder: where the file is; None (default) is the system's folder for temporary files.
+        direct: past the page cache, which would fill the memory that this is to spare; where the
+            system can. Each thread has a buffer of `BOUNCE` bytes for it. Default False.
 
     Raises:
         OSError: the folder cannot be written to, or is full.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, *, direct: bool = False) -> None:
         descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
+        past = _past_the_cache(path) if direct else None
         Path(path).unlink()
-        self._file = descriptor
+        if past is not None:
+            os.close(descriptor)
+        self._file = descriptor if past is None else past
+        self._buffers = None if past is None else threading.local()
+        self._block = 1 if past is None else BLOCK
+        descriptor = self._file
         self._closing = weakref.finalize(self, os.close, descriptor)
         self._places: dict[Hashable, tuple[int, int]] = {}
         self._free: dict[int, list[int]] = {}
@@ -104,10 +120,11 @@ class FileStore:
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return what writes a copy."""
         size = storage.nbytes()
-        free = self._free.get(size)
+        whole = self._whole(size)
+        free = self._free.get(whole)
         begin = free.pop() if free else self._end
         self._places[key] = begin, size
-        self._end = max(self._end, begin + size)
+        self._end = max(self._end, begin + whole)
         return partial(self._write, storage, begin)
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
@@ -115,23 +132,56 @@ class FileStore:
         return partial(self._read, storage, *self._places[key])
 
     def _write(self, storage: Any, begin: int) -> None:
-        view, done = _memory(storage), 0
-        while done < len(view):
-            done += os.pwrite(self._file, view[done:], begin + done)
+        if self._buffers is None:
+            self._put_all(_memory(storage), begin)
+            return
+        address, buffer = storage.data_ptr(), self._buffer()
+        for at, part in _parts(storage.nbytes()):
+            ctypes.memmove(_address(buffer), address + at, part)
+            self._put_all(buffer[: self._whole(part)], begin + at)
 
     def _read(self, storage: Any, begin: int, size: int) -> None:
-        view, done = _memory(storage), 0
-        while done < size:
-            read = os.preadv(self._file, [view[done:]], begin + done)
-            if read == 0:
-                raise OSError(f"the spill file ends at {begin + done} of {begin + size} bytes")
-            done += read
+        if self._buffers is None:
+            self._get_all(_memory(storage), begin)
+            return
+        address, buffer = storage.data_ptr(), self._buffer()
+        for at, part in _parts(size):
+            self._get_all(buffer[: self._whole(part)], begin + at)
+            ctypes.memmove(address + at, _address(buffer), part)
+
+    def _put_all(self, view: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(view):
+            put = os.pwrite(self._file, view[done:], begin + done)
+            if put == 0:
+                raise OSError(f"the spill file takes {begin + done} of {begin + len(view)} bytes")
+            done += put
+
+    def _get_all(self, view: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._file, [view[done:]], begin + done)
+            if got == 0:
+                raise OSError(f"the spill file ends at {begin + done} of {begin + len(view)} bytes")
+            done += got
+
+    def _whole(self, size: int) -> int:
+        """Return the bytes of the blocks that hold so many."""
+        return -(-size // self._block) * self._block
+
+    def _buffer(self) -> memoryview:
+        """Return aligned memory of this thread's own."""
+        found: memoryview | None = getattr(self._buffers, "memory", None)
+        if found is None:
+            found = memoryview(mmap.mmap(-1, BOUNCE))
+            self._buffers.memory = found  # type: ignore[union-attr]
+        return found
 
     def drop(self, key: Hashable) -> None:
         """Make its place free."""
         place = self._places.pop(key, None)
         if place is not None:
-            self._free.setdefault(place[1], []).append(place[0])
+            self._free.setdefault(self._whole(place[1]), []).append(place[0])
 
     def close(self) -> None:
         """Close the file, with which it is gone."""
@@ -142,6 +192,25 @@ class FileStore:
         """Return the bytes that it can keep: those of the file, and what its folder has left."""
         left = os.statvfs(self._file)
         return self._end + left.f_bavail * left.f_frsize
+
+
+def _past_the_cache(path: str) -> int | None:
+    """Return a descriptor that does not use the page cache, None where the system has none."""
+    flag = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flag) if flag else None
+    except OSError:  # a file system without it
+        return None
+
+
+def _parts(size: int) -> Iterator[tuple[int, int]]:
+    """Yield beginning and bytes of the parts that fit in a buffer."""
+    for at in range(0, size, BOUNCE):
+        yield at, min(BOUNCE, size - at)
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _memory(storage: Any) -> memoryview:
