@@ -9,6 +9,7 @@ The hooks are `anybatch.outofcore.execute`, the plan `anybatch.outofcore.best`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -25,7 +26,7 @@ from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Cut, Recording
 from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch, gradient_bytes
-from anybatch.stores import FileStore, HostStore
+from anybatch.stores import FileStore, HostStore, Store
 from anybatch.undo import uninterrupted
 from anybatch.units import parse_bytes
 
@@ -60,12 +61,17 @@ class OffloadReport:
 class Offload:
     """What `offload` returns: enter it around every step.
 
+    Args:
+        memory: bytes of the budget.
+        make: returns a store.
+        device: whose tensors leave.
+
     Attributes:
         memory: bytes of the budget.
         last: what the last step has done; None before the first has ended.
     """
 
-    def __init__(self, memory: int, make: Any, device: torch.device) -> None:
+    def __init__(self, memory: int, make: Callable[[], Store], device: torch.device) -> None:
         self.memory = memory
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
@@ -241,7 +247,7 @@ def _default() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _store(given: str | PathLike[str] | None, device: torch.device) -> Any:
+def _store(given: str | PathLike[str] | None, device: torch.device) -> Callable[[], Store]:
     """Return what makes the store."""
     host = device.type != "cpu"
     if given is None:
