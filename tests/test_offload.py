@@ -6,6 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,71 @@ def test_backward_after_the_step_is_right() -> None:
     model.zero_grad()
     loss.backward()
     assert equal(states(model), wanted)
+
+
+def test_backward_after_its_store_was_closed_is_an_error() -> None:
+    model, x = mlp()
+    off = offload()
+    for again in (False, True):
+        with off:
+            loss = model(x).sum()
+        off.close()
+        if again:
+            with off:
+                model(x)
+        with pytest.raises(StoreError, match="run forward again"):
+            loss.backward()
+
+
+def test_a_planned_step_that_stops_halfway_holds_nothing() -> None:
+    model, x = mlp()
+    low, high = bounds(model, lambda ours: ours(x).sum().backward())
+    off = offload((low + high) // 2)
+    for backward in (True, False):
+        model.zero_grad()
+        with off:
+            out = model[1](model[0](x))
+            kept = weakref.ref(out.untyped_storage())
+            loss = model[2:](out).sum()
+            if backward:
+                loss.backward()
+        del out, loss
+        assert kept() is None
+    assert off.last is not None
+    assert off.last.kind == "on demand"
+
+
+def test_an_engine_inside() -> None:
+    x, y = torch.randn(10, 8), torch.randint(3, (10,))
+    for norm in (nn.GroupNorm(2, 16), nn.BatchNorm1d(16)):  # one after another, and in lanes
+        model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 3))
+        found = []
+        for off in (nullcontext(), offload()):
+            ours = copy.deepcopy(model)
+            engine = anybatch.Engine(ours, nn.CrossEntropyLoss(), micro_batch=4)
+            for _ in range(3):
+                ours.zero_grad()
+                with off:
+                    engine.backward(x, y)
+            found.append(states(ours))
+        assert equal(*found)
+        assert isinstance(off, anybatch.Offload)
+        assert off.last is not None
+        assert off.last.kind == "planned"
+
+
+def test_autocast() -> None:
+    model, x = mlp()
+
+    def step(ours: nn.Module) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ours(x).float().sum()
+        loss.backward()
+
+    wanted = plain(model, step, 3)
+    low, high = bounds(model, step)
+    found = offloaded(model, step, offload((low + high) // 2), 3)
+    assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_forward_without_backward_leaves_nothing() -> None:

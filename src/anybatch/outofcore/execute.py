@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.errors import StoreError
 from anybatch.outofcore.course import Course
-from anybatch.outofcore.mover import Mover
+from anybatch.outofcore.mover import Mover, gone
 from anybatch.outofcore.recording import STAYED, Cut
 from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays
 from anybatch.outofcore.watch import Watch
@@ -185,11 +184,8 @@ class Step:
         self._mover.arrived(saved)
         storage = saved.here()
         if storage is None:
-            if self._failed or self._mover.lost():
-                raise StoreError(
-                    "what autograd saved must be there, and the step that saved it has failed, "
-                    "or its store was closed: run forward again"
-                )
+            if self._failed:
+                raise gone()
             if self._watch is not None:
                 self._watch.lives(saved)
             self._mover.call_now(saved)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -40,6 +41,7 @@ class Mover:
         self._store: Store | None = None
         self._writer, self._reader = Copier(device), Copier(device)
         self.ended: deque[tuple[int, Job | None]] = deque()
+        self._jobs: list[Job] = []
         self._keys = 0
         self.out = self.back = 0
         self.waited = 0.0
@@ -63,6 +65,7 @@ class Mover:
             work = self._opened().writing(saved.key, saved.storage)
         saved.copied = True
         saved.out = self._writer.start(work)
+        self._jobs.append(saved.out)
         self.out += saved.size
 
     def free(self, saved: Saved) -> None:
@@ -83,7 +86,8 @@ class Mover:
             return
         saved.holds(empty(saved.size, saved.device))
         with _told("read from"):
-            saved.back = self._reader.start(self._opened().reading(saved.key, saved.storage))
+            saved.back = self._reader.start(self._reading(saved, saved.storage))
+        self._jobs.append(saved.back)
         self.back += saved.size
 
     def arrived(self, saved: Saved) -> None:
@@ -110,7 +114,7 @@ class Mover:
         """Copy back."""
         storage, start = empty(saved.size, saved.device), perf_counter()
         with _told("read from"):
-            self._opened().reading(saved.key, storage)()
+            self._reading(saved, storage)()
         self._clocked(1, saved.size, perf_counter() - start)
         self.back += saved.size
         saved.holds(storage)
@@ -121,7 +125,10 @@ class Mover:
             key, job = self.ended.popleft()
             if job is not None and not job.done:
                 self.ended.append((key, job))
-            elif self._store is not None:
+                continue
+            if job is not None:
+                job.work = None  # with the storage that it holds
+            if self._store is not None:
                 self._store.drop(key)
 
     def require_room(self, size: int) -> None:
@@ -148,6 +155,9 @@ class Mover:
             self._writer.close()
         finally:
             self._reader.close()
+        for job in self._jobs:
+            job.work = None
+        self._jobs.clear()
         self.settle()
 
     def close(self) -> None:
@@ -159,9 +169,13 @@ class Mover:
             if store is not None:
                 store.close()
 
-    def lost(self) -> bool:
-        """Say whether nothing is kept."""
-        return self._store is None
+    def _reading(self, saved: Saved, storage: Any) -> Callable[[], None]:
+        if self._store is None:
+            raise gone()
+        try:
+            return self._store.reading(saved.key, storage)
+        except KeyError:  # of a store that was closed
+            raise gone() from None
 
     def _opened(self) -> Store:
         if self._store is None:
@@ -181,11 +195,21 @@ class Mover:
         copier.wait(job)
 
 
+def gone() -> StoreError:
+    """Return the error for what was in a store that is closed."""
+    return StoreError(
+        "what autograd saved must be there, and the step that saved it has failed, or its store "
+        "was closed: run forward again"
+    )
+
+
 @contextmanager
 def _told(what: str) -> Iterator[None]:
     """Say what a system's error means here."""
     try:
         yield
+    except StoreError:
+        raise
     except OSError as error:
         raise StoreError(
             f"what leaves the device must be kept, and its store could not be {what} ({error}): "
