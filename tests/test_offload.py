@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import BudgetError, StoreError
+from anybatch import BudgetError, StoreError, _offload
 from anybatch.outofcore import execute
 
 
@@ -437,6 +437,26 @@ def test_ctrl_c_at_every_place_of_a_step() -> None:
         _in(off, lambda: model(x).sum().backward())
         assert equal(states(model), wanted)
     assert places >= 10
+
+
+def test_where_hooks_are_forbidden_nothing_is_left() -> None:
+    model, x = mlp()
+    off = offload()
+    forbidden = torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    with forbidden, pytest.raises(RuntimeError, match="not here"), off:
+        raise AssertionError
+    with off:
+        model(x).sum().backward()
+    assert off.last is not None
+    assert off.last.kind == "recorded"
+
+
+def test_only_so_many_steps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_offload, "KEPT", 2)
+    model, off = mlp()[0], offload()
+    for rows in (3, 4, 5, 6, 3, 4, 5, 6, 3):
+        _in(off, lambda rows=rows: model(torch.randn(rows, 32)).sum().backward())  # type: ignore[misc]
+        assert len(off._recordings) <= 2
 
 
 def test_inside_itself_is_refused() -> None:

@@ -37,6 +37,10 @@ MOST = 8
 """Steps that are recorded in a row, at most, while shapes change."""
 
 
+KEPT = 16
+"""Recorded steps that are known at a time."""
+
+
 @dataclass(frozen=True)
 class OffloadReport:
     """What one step under `offload` has done.
@@ -95,10 +99,16 @@ class Offload:
         self._mover.require_room(max((course.sent for course in courses.values()), default=0))
         step = Step(self._mover, self._device, watch, courses)
         hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
-        if watch is not None:
-            watch.__enter__()  # type: ignore[no-untyped-call]
-        hooks.__enter__()
-        self._step, self._watch, self._hooks = step, watch, hooks
+        try:
+            with uninterrupted():
+                hooks.__enter__()
+                if watch is not None:
+                    watch.__enter__()  # type: ignore[no-untyped-call]
+                self._step, self._watch, self._hooks = step, watch, hooks
+        except BaseException as error:
+            if self._step is not None:  # an interrupt that was held back
+                self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
@@ -112,10 +122,10 @@ class Offload:
         assert step is not None
         with uninterrupted(once=True):
             try:
-                hooks.__exit__(kind, value, trace)
-            finally:
                 if watch is not None:
                     watch.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+            finally:
+                hooks.__exit__(kind, value, trace)
                 course = self._ended(step, failed=kind is not None)
         if kind is None:
             self._learn(step, watch, course)
@@ -171,6 +181,8 @@ class Offload:
             raise too_little(recording.peak, self.memory)
         self._to_record -= 1
         if recording.cuts:
+            if len(self._recordings) == KEPT:
+                del self._recordings[next(iter(self._recordings))]
             self._recordings[recording.cuts[0]] = _Known(recording, mover, watch, self._there)
 
 

@@ -70,6 +70,7 @@ class Mover:
 
     def free(self, saved: Saved) -> None:
         """Give up the memory, once the copy has ended."""
+        self.arrived(saved)
         if saved.out is not None:
             with _told("written to"):
                 self._wait(self._writer, saved.out)
