@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anybatch.undo import uninterrupted
+
 BLOCK = 4096
 """Bytes to which places, sizes and memory are aligned past the page cache."""
 
@@ -95,16 +97,11 @@ class FileStore:
     """
 
     def __init__(self, folder: Path | None = None, *, direct: bool = False) -> None:
-        descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
-        past = _past_the_cache(path) if direct else None
-        Path(path).unlink()
-        if past is not None:
-            os.close(descriptor)
-        self._file = descriptor if past is None else past
-        self._buffers = None if past is None else threading.local()
-        self._block = 1 if past is None else BLOCK
-        descriptor = self._file
-        self._closing = weakref.finalize(self, os.close, descriptor)
+        with uninterrupted():  # or the file would keep its name, or stay open
+            self._file, past = _unnamed(folder, direct=direct)
+            self._closing = weakref.finalize(self, os.close, self._file)
+        self._buffers = threading.local() if past else None
+        self._block = BLOCK if past else 1
         self._places: dict[Hashable, tuple[int, int]] = {}
         self._free: dict[int, list[int]] = {}
         self._end = 0
@@ -192,6 +189,19 @@ class FileStore:
         """Return the bytes that it can keep: those of the file, and what its folder has left."""
         left = os.statvfs(self._file)
         return self._end + left.f_bavail * left.f_frsize
+
+
+def _unnamed(folder: Path | None, *, direct: bool) -> tuple[int, bool]:
+    """Return a descriptor of a new file without a name, and whether it goes past the cache."""
+    descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
+    try:
+        past = _past_the_cache(path) if direct else None
+    finally:
+        Path(path).unlink()
+    if past is None:
+        return descriptor, False
+    os.close(descriptor)
+    return past, True
 
 
 def _past_the_cache(path: str) -> int | None:

@@ -60,7 +60,7 @@ class Saved:
         self.back: Job | None = None
 
     def __del__(self) -> None:
-        if self.copied:
+        if getattr(self, "copied", False):  # an interrupt may leave it half made
             self.ended.append((self.key, self.out))
 
     def holds(self, storage: Any) -> None:
