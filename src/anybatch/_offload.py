@@ -117,16 +117,15 @@ class Offload:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        step, watch, hooks = self._step, self._watch, self._hooks
-        self._step = self._watch = self._hooks = None
+        step, watch = self._step, self._watch
         assert step is not None
-        with uninterrupted(once=True):
-            try:
-                if watch is not None:
-                    watch.__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
-            finally:
-                hooks.__exit__(kind, value, trace)
-                course = self._ended(step, failed=kind is not None)
+        try:
+            with uninterrupted(once=True):
+                course = self._leave(failed=kind is not None)
+        except BaseException:
+            if self._step is not None:  # an interrupt that was not held back yet
+                self._leave(failed=True)
+            raise
         if kind is None:
             self._learn(step, watch, course)
 
@@ -145,6 +144,19 @@ class Offload:
         except BudgetError:
             self._to_record = 1
             return {}
+
+    def _leave(self, *, failed: bool) -> Course | None:
+        """End a step, and return the course that it followed to the end."""
+        step, watch, hooks = self._step, self._watch, self._hooks
+        self._step = self._watch = self._hooks = None
+        assert step is not None
+        try:
+            if watch is not None:
+                watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        finally:
+            hooks.__exit__(None, None, None)
+            course = self._ended(step, failed=failed)
+        return course
 
     def _ended(self, step: Step, *, failed: bool) -> Course | None:
         """End the threads, and after a failed step give up all that has left; return its course."""

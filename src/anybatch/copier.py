@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from anybatch.undo import uninterrupted
+
 
 class Job:
     """A copy on its way.
@@ -61,8 +63,9 @@ class Copier:
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         job = Job(work, after)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+            with uninterrupted():  # one that has not begun cannot be waited for
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
         self._jobs.put(job)
         return job
 
