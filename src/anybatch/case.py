@@ -45,6 +45,7 @@ class Case:
         lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
         draws: every draw is made for the whole batch.
+        everyone: samples of all ranks; 0 (default) is one process.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class Case:
     lanes: bool = False
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws: bool = False
+    everyone: int = 0
 
     @property
     def fake(self) -> bool:
@@ -144,6 +146,7 @@ def as_fakes(case: Case) -> Case:
         lanes=case.lanes,
         mode=fakes.entered,
         draws=case.draws,
+        everyone=case.everyone,
     )
 
 

@@ -116,7 +116,7 @@ class Engine:
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
         self._given = Given(model, loss, optimizer, norms, rng=rng)
-        self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive), dice=rng == "batch")
+        self._crew = Crew(model, group, adaptive=isinstance(norms, Adaptive), dice=rng == "batch")
         self._runner = Runner(self._given)
         self._arranger = Arranger(self._given, self._runner, self._crew)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch

@@ -26,6 +26,7 @@ from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import Forecast
 from anybatch.kinds import bytes_of
+from anybatch.ranks.gradients import SMALL as PIECE
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -51,6 +52,9 @@ SLACK = 4096
 
 UNKNOWN_STATE = 2
 """Copies of its parameters that an optimizer nobody knows is expected to keep, as Adam does."""
+
+COLLECTIVES = 16384
+"""Bytes of the numbers that ranks tell each other."""
 
 FIXED = ("parameters", "buffers", "gradients", "rounding")
 """Owners whose bytes do not depend on the samples."""
@@ -94,7 +98,7 @@ def forecast(
     if found is not None:
         missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
-            return found.with_constant({"activations": missing}) if missing > 0 else found
+            return found.with_more("activations", missing) if missing > 0 else found
     one = _of_one(case, state)
     if one is not None and _held_at(one, case, SMALL + 1) > room:
         return one
@@ -159,14 +163,22 @@ def _rehearsed(
         undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
         kept=None,
         update=state[0],
-        constant=state[1],
+        constant={**state[1], **({"ranks": COLLECTIVES} if case.everyone else {})},
         copied=sum(b.untyped_storage().nbytes() for b in buffers.values()),
         gradients=sum(p.numel() * p.element_size() for p in case.leaves) if case.trains else 0,
         look=seen,
         case=case if case.fake else None,
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
+        everyone=case.everyone,
+        pieces=_pieces(case) if case.everyone and case.trains else 0,
     )
+
+
+def _pieces(case: Case) -> int:
+    """Return the bytes of gradients that ranks sum in pieces, in float32 or better."""
+    there = [p for p in case.leaves if p.numel() <= PIECE]
+    return sum(p.numel() * max(p.element_size(), 4) for p in there)
 
 
 def _roughly(line: Line) -> AffineTimeline:

@@ -57,6 +57,9 @@ class Everyone(Protocol):
     coupled: bool
     """Whether any rank knows that the loss needs all outputs at once."""
 
+    settled: bool
+    """Whether every rank has planned for so many samples; else all have to, once more."""
+
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; None where the loss couples samples.
 
@@ -107,6 +110,7 @@ class Alone:
     """
 
     several = False
+    settled = True
     begin = 0
 
     def __init__(
