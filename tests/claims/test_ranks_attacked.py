@@ -271,22 +271,6 @@ def test_a_group_that_is_broken_breaks_no_other(pool: Pool) -> None:
     assert pool.run(apart) == [True, True]
 
 
-def held(rank: int, _size: int) -> tuple[int, int]:
-    """Return what the first step of a coupled loss held, and the budget."""
-    torch.manual_seed(0)
-    model = nn.Conv2d(1, 4, 3, padding=1)
-    x, y = torch.randn(6, 1, 24, 24), torch.rand(6, 4, 24, 24).round() * (rank + 1)
-    engine = Engine(model, lambda out, t: (out * t).sum() / out.square().sum(), memory="500KiB")
-    engine.backward(x, y)
-    assert engine.last is not None
-    assert engine.last.peak_bytes is not None
-    return engine.last.peak_bytes, 500 * 1024
-
-
-def test_the_outputs_of_all_ranks_are_in_the_budget(pool: Pool) -> None:
-    assert all(peak <= budget for peak, budget in pool.run(held))
-
-
 def twice(rank: int, _size: int) -> str:
     """Press Ctrl-C twice on rank 0, which leaves at once and for good."""
     model, (x, y) = model_of(), rows(rank)
