@@ -41,11 +41,11 @@ class Compares(nn.Module):
         self.layer = nn.Linear(144, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, 1, 12, 12] -> [n, 3, 1, 1]."""
+        """[n, 1, 12, 12] -> [n, 3, 12, 12]."""
         z = self.layer(x.flatten(1))
         others, _ = anybatch.all_gather(z)
         every = z.unsqueeze(1) * others.unsqueeze(0)
-        return every.tanh().mean((1, 2)).reshape(-1, 1, 1, 1).expand(-1, 3, 1, 1)
+        return every.tanh().mean((1, 2)).reshape(-1, 1, 1, 1).expand(-1, 3, *x.shape[2:])
 
 
 def model_of(kind: str) -> nn.Module:
