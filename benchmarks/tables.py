@@ -9,6 +9,7 @@ from benchmarks.agbn.global_bn import rows as global_rows
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
+from benchmarks.agbn.overlap import rows as overlap_rows
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -55,6 +56,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "global_bn": ("agbn/global_bn", global_rows.global_bn),
     "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
+    "overlap": ("agbn/overlap", overlap_rows.overlap),
+    "overlap_shares": ("agbn/overlap", overlap_rows.overlap_shares),
     "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
     "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
     "lanes_memory_thresholds": ("agbn/lanes_memory", agbn_memory.lanes_memory_thresholds),
@@ -84,6 +87,7 @@ TITLES = {
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
+    "overlap": "Gradients over ranks, summed during backward",
     "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
@@ -96,6 +100,7 @@ TITLES = {
 MORE = {
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
     "adaptive_speed": ("adaptive_speed_accuracy", "adaptive_speed_patience"),
+    "overlap": ("overlap_shares",),
     "choice": ("choice_sweep",),
     "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),

@@ -63,7 +63,7 @@ def describe(
     return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
 
 
-SHARED = ("parameters", "buffers", "optimizer")
+SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")
 """Owners of what is there once for all lanes."""
 
 

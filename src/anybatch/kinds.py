@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch._plan import Memory
+from anybatch.modules import local
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
@@ -140,7 +141,8 @@ def elements(shapes: Shapes) -> int:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; of a sparse one, of the entries that are there."""
+    """Return the bytes of a tensor that are here; of a sparse one, of the entries that are."""
+    tensor = local(tensor)
     if not tensor.is_sparse:
         return tensor.numel() * tensor.element_size()
     parts = tensor._indices(), tensor._values()

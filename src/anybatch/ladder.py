@@ -24,9 +24,9 @@ from anybatch import rehearse, tree, updates
 from anybatch.batchnorm import BatchStatisticsError
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
-from anybatch.forecast import Forecast
+from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
-from anybatch.ranks.gradients import SMALL as PIECE
+from anybatch.ranks.pieces import copied_bytes
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -86,7 +86,8 @@ def forecast(
     Raises:
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
-    state = _state(case, optimizer)
+    update, held = _state(case, optimizer)
+    state = update, held | _shards(case)
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
@@ -118,20 +119,36 @@ def forecast(
 
 
 State = tuple[Timeline | None, dict[str, int]]
-"""The update of an optimizer, and what is there because of it during a step."""
+"""The update of an optimizer, and what is there beside a step: its state, a piece that is sent."""
 
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    update, held = _state_of(case, optimizer)
+    if not case.everyone:
+        return update, held
+    sent = copied_bytes(case.leaves) if case.trains else 0
+    return update, held | {"transfer buffers": sent + COLLECTIVES}
+
+
+def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
-    update = updates.update(optimizer, [module for _, module in case.modules])
+    update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
     there = updates.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        coming = UNKNOWN_STATE * sum(p.numel() * p.element_size() for p in stepped)
+        coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
+
+
+def _shards(case: Case) -> dict[str, int]:
+    """Return the bytes beside a model that was gathered: its shards, and their gradients."""
+    if case.sharded is None:
+        return {}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
 
 
 def _of_one(case: Case, state: State) -> Forecast | None:
@@ -163,7 +180,7 @@ def _rehearsed(
         undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
         kept=None,
         update=state[0],
-        constant={**state[1], **({"ranks": COLLECTIVES} if case.everyone else {})},
+        constant=state[1],
         copied=sum(b.untyped_storage().nbytes() for b in buffers.values()),
         gradients=sum(p.numel() * p.element_size() for p in case.leaves) if case.trains else 0,
         look=seen,
@@ -171,14 +188,7 @@ def _rehearsed(
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
         everyone=case.everyone,
-        pieces=_pieces(case) if case.everyone and case.trains else 0,
     )
-
-
-def _pieces(case: Case) -> int:
-    """Return the bytes of gradients that ranks sum in pieces, in float32 or better."""
-    there = [p for p in case.leaves if p.numel() <= PIECE]
-    return sum(p.numel() * max(p.element_size(), 4) for p in there)
 
 
 def _roughly(line: Line) -> AffineTimeline:

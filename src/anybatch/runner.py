@@ -113,7 +113,8 @@ class Runner:
             apart=apart,
             room=room,
             everyone=everyone or Alone(batch.size),
-            private=frozenset(map(id, self._given.rows_leaves(batch))),
+            private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
+            sharded=self._given.sharded,
         )
         if self._given.rng == "batch":
             step.draws = self._draws(step)

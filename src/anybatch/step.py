@@ -26,6 +26,7 @@ from anybatch.loss.declared import Algorithm1, Loss, Scope
 from anybatch.memory_errors import forget
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
+from anybatch.ranks.sharded import Sharded
 from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
@@ -98,8 +99,10 @@ class Step:
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
         everyone: the batch over all ranks, as far as it is not here.
-        private: ids of leaves of this batch, whose gradients concern no other rank.
+        private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
+            other rank.
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
+        sharded: takes the gradients of a model that was spread; None where there is none.
     """
 
     model: nn.Module
@@ -141,6 +144,7 @@ class Step:
     everyone: Everyone = field(default_factory=Alone)
     private: frozenset[int] = frozenset()
     draws: WholeDice | None = None
+    sharded: Sharded | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -243,16 +247,39 @@ class Step:
         self.gradients.collect()
         return len(pairs)
 
+    def offer(self) -> None:
+        """Offer other ranks to send gradients before the last backward has ended."""
+        if self.gradients is not None and self.everyone.several:
+            every = self.gradients.parameters
+            self.everyone.offer([p for p in every if id(p) not in self.private])
+
+    def sending(
+        self, micro: MicroBatch, factor: Callable[[], float | Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what a backward runs in; the last one sends to other ranks what it completes.
+
+        Args:
+            micro: whose backward it is.
+            factor: returns what the sums still lack, where all ranks have agreed to send early.
+        """
+        gradients = self.gradients
+        last = micro.begin + micro.size == self.batch.size
+        if gradients is None or not (last and self.everyone.several):
+            return nullcontext()
+        old = gradients.summed()
+        return self.everyone.during(lambda some: gradients.take(some, factor(), old))
+
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
         if self.gradients is not None:
-            shared = self._of_all if self.everyone.several else None
+            shared = self._of_all if self.everyone.several or self.sharded else None
             self.gradients.finish(factor, shared)
 
     def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; what belongs to the rows of this one stays."""
         every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
-        return [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
@@ -331,8 +358,8 @@ class Step:
         self.forget_casts()
 
     def _can_go_back(self) -> bool:
-        if isinstance(self.loss, Algorithm1):  # its parts do not add up to it
-            return False
+        if isinstance(self.loss, Algorithm1) or self.everyone.sending:
+            return False  # its parts do not add up to it, or what they add up to has left
         if self.phase == "backward":
             return self.gradients is not None and self.gradients.apart
         return self.phase == "forward"

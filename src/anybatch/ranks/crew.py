@@ -10,19 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.errors import NotYetError, RankError
+from anybatch.errors import RankError
 from anybatch.norm.ranks import meeting_layers, plain
 from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
 from anybatch.ranks.dice import devices_of, same_dice
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.group import Group, group_of
 from anybatch.ranks.ranks import Here, Ranks
+from anybatch.ranks.sharded import Sharded, in_unison
 from anybatch.ranks.unison import Together, Unison, guarded
 
 T = TypeVar("T")
@@ -43,24 +45,32 @@ class Crew:
         handle: their process group; None is the one of all ranks, if there is one.
         adaptive: BatchNorm is chosen at every step, by how many samples there are.
         dice: every step begins with those of rank 0.
+        sharded: makes the model whole for a step; None (default) where it is.
 
     Attributes:
         everyone: the batch of the present step, over all ranks.
     """
 
     def __init__(
-        self, model: nn.Module, handle: Any, *, adaptive: bool, dice: bool = False
+        self,
+        model: nn.Module,
+        handle: Any,
+        *,
+        adaptive: bool,
+        dice: bool = False,
+        sharded: Sharded | None = None,
     ) -> None:
         self.everyone: Everyone = Alone()
         self._handle, self._model = None if _is_all(handle) else handle, model
         self._adaptive, self._dice = adaptive, dice
         self._rolls = False
-        self._meeting = meeting_layers(model)
+        self._meeting, self._sharded = meeting_layers(model), sharded
         self._unison: Unison | None = None
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
         self._form, self._counts = Form(), False
         self._most: dict[bool, int] = {}
+        self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
         """Run a step in unison with the others, if there are any; each learns of a failure.
@@ -69,12 +79,28 @@ class Crew:
             RankError: this process was started as one of several, and they do not know each other;
                 or one was lost in an earlier step.
         """
-        self._unison, self._rolls = self._begun(), self._dice
+        self._unison = unison = self._begun()
+        self._rolls = self._dice
         try:
             with self.apart():
-                return guarded(self._unison, run)
+                if self._sharded is None:
+                    return guarded(unison, run)
+                return guarded(unison, partial(self._whole, self._sharded, run))
         finally:
             self._unison = None
+
+    def foreseeing(self, run: Callable[[], T]) -> T:
+        """Run what foresees a step; only where a model is sharded all ranks must call it."""
+        with self.apart():
+            if self._sharded is None:
+                return run()
+            group = group_of(self._handle) if several(self._handle) else None
+            return self._sharded.around(run, group)
+
+    def _whole(self, sharded: Sharded, run: Callable[[], T]) -> T:
+        if self._unison is None:
+            return sharded.around(run, None)
+        return sharded.around(run, self._unison.group, partial(in_unison, self._unison))
 
     def apart(self) -> AbstractContextManager[None]:
         """Let no layer of the model meet other ranks by itself."""
@@ -107,7 +133,8 @@ class Crew:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
             alike = self._alike(self._unison.group, named, scale)
-            self.everyone = Ranks(self._unison, here, alike, self._scripts.get(self._kind))
+            script, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
+            self.everyone = Ranks(self._unison, here, alike, script, dense)
             most = self.most(trains=bool(here.trains))
             known = most if here.covers else 0  # no more than there are, where that did not fit
             self._most[bool(here.trains)] = max(known, self.everyone.size)
@@ -124,13 +151,15 @@ class Crew:
         self.everyone.end()
         if isinstance(self.everyone, Ranks) and self._unison is not None:
             self._scripts[self._kind] = self.everyone.script
+            self._dense[self._kind] = self.everyone.dense
             if self._counts:
                 self._unison.group.number(self)
 
     def _begun(self) -> Unison | None:
         if not several(self._handle):
             return None
-        return Unison(group_of(self._handle), facts=int(self._dice))
+        called = self._sharded is not None
+        return Unison(group_of(self._handle), facts=int(self._dice), called=called)
 
 
 def _is_all(handle: Any) -> bool:
@@ -153,13 +182,3 @@ def several(handle: Any = None) -> bool:
             "on CUDA, before the first step"
         )
     return False
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model whose parameters are spread over ranks."""
-    names = [type(module).__mro__ for module in model.modules()]
-    if any(cls.__name__.startswith(("FSDPModule", "FullySharded")) for mro in names for cls in mro):
-        raise NotYetError(
-            "parameters must be whole on every rank, and this model is sharded by FSDP, which is "
-            "not there yet: use DistributedDataParallel, or the plain model"
-        )

@@ -8,6 +8,7 @@ are all outputs, what do gradients add up to. `Alone` answers them for one proce
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from anybatch.loss.declared import Total
 
 Layout = tuple[int | None, ...]
+Take = Callable[[list[Tensor]], list[Tensor | None]]
 
 
 class Rows(NamedTuple):
@@ -59,6 +61,24 @@ class Everyone(Protocol):
 
     settled: bool
     """Whether every rank has planned for so many samples; else all have to, once more."""
+
+    @property
+    def sending(self) -> bool:
+        """Whether gradients are on their way: all ranks run again what fails from here on."""
+
+    def offer(self, parameters: Sequence[Tensor]) -> None:
+        """Offer to send gradients before the last backward has ended, where `totals` is next.
+
+        Args:
+            parameters: the same in the same order on every rank, and as `gradients` gets them.
+        """
+
+    def during(self, take: Take) -> AbstractContextManager[None]:
+        """Return what the last backward runs in, so that it sends what it completes.
+
+        Args:
+            take: returns this rank's sums for some parameters, and lets go of them.
+        """
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; None where the loss couples samples.
@@ -112,6 +132,7 @@ class Alone:
     several = False
     settled = True
     begin = 0
+    sending = False
 
     def __init__(
         self,
@@ -122,6 +143,13 @@ class Alone:
     ) -> None:
         self.size, self.micro_batch = size, micro_batch
         self.lanes, self.coupled = lanes, coupled
+
+    def offer(self, parameters: Sequence[Tensor]) -> None:
+        """Offer nothing."""
+
+    def during(self, take: Take) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a body that sends nothing."""
+        return nullcontext()
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return them."""

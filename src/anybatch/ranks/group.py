@@ -36,6 +36,9 @@ ROLL = timedelta(seconds=5)
 FEW = 2**15
 """Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
 
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers into one tensor, by the name that it has since torch 2.13, or by that before."""
+
 LATER = timedelta(milliseconds=100)
 """How long each has when that time is over."""
 
@@ -103,6 +106,16 @@ class Group:
         """Begin to sum a contiguous tensor in place; return what `wait` waits for."""
         return self._started(dist.all_reduce, part)
 
+    def start_gather(self, whole: Tensor, part: Tensor, handle: Any) -> Any:
+        """Begin to gather parts of one size, over a part of the ranks; return as `start_sum`.
+
+        Args:
+            whole: contiguous, for the parts in order.
+            part: contiguous.
+            handle: the process group of those that take part.
+        """
+        return self._started(GATHER, whole, part, handle=handle)
+
     def sent(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source`, in the memory of `tensor`."""
         self.wait(self._started(partial(dist.broadcast, group_src=source), tensor))
@@ -152,9 +165,9 @@ class Group:
         with contextlib.suppress(RuntimeError):
             _store().set(self._key("any"), "1")
 
-    def _started(self, collective: Any, *args: Any) -> Any:
+    def _started(self, collective: Any, *args: Any, handle: Any = None) -> Any:
         try:
-            return collective(*args, group=self.handle, async_op=True)
+            return collective(*args, group=handle or self.handle, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 

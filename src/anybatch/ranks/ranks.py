@@ -5,7 +5,8 @@ Every rank runs its own samples, in micro-batches of its own number; what is sha
     begin       sizes; whether samples meet; a rank without samples learns what it misses
     totals      denominators of the loss, counted over all samples
     meetings    moments of BatchNorm forward, two sums backward: from the last lane of each rank
-    gradients   one sum over all ranks, in float32 or better, with no division by their number
+    gradients   one sum over all ranks, in float32 or better, with no division by their number; of
+                a streamed step, from the second on, while its last backward still runs
     end         nobody keeps what not all can keep
 
 Source: AGBN, Algorithms 2 and 5 (means weighted by m_i); design of this project, section 5.4.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -25,10 +27,12 @@ from torch import Tensor
 from anybatch.errors import BatchError, RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
+from anybatch.ranks import gradients
 from anybatch.ranks.alike import Alike, refuse_unlike
 from anybatch.ranks.dice import drawn_apart
-from anybatch.ranks.everyone import Layout, Rows
-from anybatch.ranks.gradients import summed
+from anybatch.ranks.everyone import Layout, Rows, Take
+from anybatch.ranks.gradients import AddedTwiceError, summed
+from anybatch.ranks.pieces import Pieces
 from anybatch.ranks.rows import joined_rows, rows_of_all
 from anybatch.ranks.unison import Together, Unison
 from anybatch.rng import Dice
@@ -83,6 +87,8 @@ class Ranks:
         here: what this rank brings.
         alike: what must be the same on all.
         script: the collectives of an earlier step of this kind, where there was one.
+        dense: places of the parameters that had a dense gradient in it, on some rank; None where
+            they cannot be sent before the end of backward. Default empty.
 
     Attributes:
         size: N_B over all ranks.
@@ -92,6 +98,7 @@ class Ranks:
         coupled: some rank knows that the loss needs all outputs.
         settled: no rank has to plan for more samples than it has, so the step can begin; else all
             ranks come together once more.
+        dense: as given, and after `gradients` as this step has found it.
 
     Raises:
         BatchError: no rank has a sample.
@@ -106,8 +113,10 @@ class Ranks:
         here: Here,
         alike: Alike,
         script: tuple[Together, ...] | None = None,
+        dense: tuple[int, ...] | None = (),
     ) -> None:
-        self._unison, self._here = unison, here
+        self._unison, self._here, self.dense = unison, here, dense
+        self._offered: Pieces | None = None
         with unison.met():
             rows = unison.begin([*map(float, here), *alike], script)
         every = [Here(*map(int, row[: len(here)])) for row in rows]
@@ -135,6 +144,22 @@ class Ranks:
         """The collectives of the step."""
         return tuple(self._unison.script)
 
+    @property
+    def sending(self) -> bool:
+        """Whether gradients are on their way."""
+        return self._unison.early is not None and self._unison.early.begun
+
+    def offer(self, parameters: Sequence[Tensor]) -> None:
+        """Offer to send those early that were dense in the last step of this kind."""
+        places = self.dense or ()
+        if gradients.OVERLAP and not self._counted and max(places, default=-1) < len(parameters):
+            self._offered = Pieces(self._unison.group, parameters, places) if places else None
+
+    def during(self, take: Take) -> AbstractContextManager[None]:
+        """Return what the last backward runs in: it sends early, if all have agreed on that."""
+        early = self._unison.early
+        return nullcontext() if early is None else early.during(take)
+
     @meets
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; a rank without samples brings an empty list.
@@ -142,9 +167,14 @@ class Ranks:
         A step that begins again on this rank alone gets what was counted before.
         """
         if not self._counted:
-            part = _packed(totals, has_rows=self._here.size > 0)
+            offer = 0 if self._offered is None else self._offered.digest
+            part = _packed(totals, has_rows=self._here.size > 0, offer=offer)
             rows = [row.tolist() for row in self._unison.gather("the loss", part)]
-            self._counted.append(_counted(rows, totals or []))
+            found = _counted(rows, totals or [])
+            self._counted.append(found)
+            known = found is not None and all(one.denominator is not None for one in found)
+            if known and offer and all(row[-1] == offer for row in rows):
+                self._unison.early = self._offered
         return self._counted[0]
 
     @meets
@@ -192,7 +222,16 @@ class Ranks:
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; None where no rank has one."""
         self._shared = self._ending = True
-        return summed(self._unison, sums)
+        early = self._unison.early
+        try:
+            totals, dense = summed(self._unison, sums, early)
+        except AddedTwiceError:
+            self.dense = None
+            raise
+        self._unison.early = None
+        if self.dense is not None:
+            self.dense = dense
+        return totals
 
     @meets
     def agree(self, devices: Sequence[torch.device]) -> None:
@@ -227,12 +266,12 @@ class Ranks:
                 "memory must last until a step has ended on all ranks, and it ran out on this one "
                 "after the gradients had been summed: give less memory= or a smaller micro_batch"
             )
-        if self._shared or coupled:
+        if self._shared or self.sending or coupled:
             self._unison.fail("coupled" if coupled else "smaller")
 
     def anew(self) -> None:
         """Forget what was counted: all ranks run the step again."""
-        self._counted = []
+        self._counted, self._offered = [], None
         self._shared = self._ending = False
 
     @meets
@@ -244,8 +283,12 @@ class Ranks:
 _CALL = {True: "backward", False: "evaluate"}
 
 
-def _packed(totals: list[Total] | None, *, has_rows: bool) -> Tensor:
-    """Return what a rank says of its loss, [3 + 3 TERMS]: coupled, terms, late, then each term."""
+def _packed(totals: list[Total] | None, *, has_rows: bool, offer: int) -> Tensor:
+    """Return what a rank says of its loss, [4 + 3 TERMS].
+
+    It is: whether samples meet, whether there are rows, terms, each term, and which pieces of
+    gradients it offers to send early.
+    """
     coupled = has_rows and (totals is None or len(totals) > TERMS)
     numbers = [float(coupled), float(has_rows)]
     terms = [] if coupled or totals is None else totals
@@ -253,13 +296,14 @@ def _packed(totals: list[Total] | None, *, has_rows: bool) -> Tensor:
     for total in terms:
         denominator = math.nan if total.denominator is None else float(total.denominator)
         numbers += [total.weight, denominator, float(total.adds)]
-    return torch.tensor(numbers + [0.0] * (3 + 3 * TERMS - len(numbers)), dtype=torch.float64)
+    numbers += [0.0] * (3 + 3 * TERMS - len(numbers)) + [float(offer)]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _counted(rows: list[list[float]], mine: list[Total]) -> list[Total] | None:
     """Return the totals over all ranks; None where a rank couples samples, or has other terms."""
     there = [row for row in rows if row[1]]
-    forms = {(row[2], *row[3::3], *row[5::3]) for row in there}
+    forms = {(row[2], *row[3:-1:3], *row[5:-1:3]) for row in there}
     if any(row[0] for row in there) or len(forms) > 1:
         return None
     found = []

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from anybatch.errors import LaneMismatchError, RankError
 from anybatch.ranks.group import FEW, Group
+from anybatch.ranks.pieces import Pieces
 from anybatch.reach import AgainError
 from anybatch.undo import uninterrupted
 
@@ -71,15 +72,19 @@ class Unison:
     Args:
         group: the ranks.
         facts: gathers before `begin`. Default 0.
+        called: `call` comes before all else. Default False.
 
     Attributes:
         script: the collectives of this step so far, without the first.
+        early: pieces of gradients that all ranks send before the next collective; None if none are.
     """
 
-    def __init__(self, group: Group, *, facts: int = 0) -> None:
+    def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (FACTS,) * (facts + 1)
+        self.early: Pieces | None = None
+        first = (HEADER,) if called else ()
+        self._known: tuple[Together, ...] | None = first + (FACTS,) * (facts + 1)
         self._over = False
         self._raw = False
         group.begin()
@@ -180,6 +185,8 @@ class Unison:
     def fail(self, status: Status, message: str = "") -> None:
         """Raise the flag in the next collective, unless all know already that the step is over.
 
+        What was promised to come before it is sent as zeros.
+
         Raises:
             RankError: another rank has failed too, and this one has not.
             RanksAgainError: another rank has to run the step again in another way.
@@ -189,6 +196,7 @@ class Unison:
         if self._raw:
             self.group.abandon()
             return
+        self.give_up_early()
         known, at = self._known, len(self.script)
         coming = known[at] if known is not None and at < len(known) else HEADER
         flagged = torch.zeros(SLOTS + coming.numbers, dtype=torch.float64)
@@ -198,6 +206,12 @@ class Unison:
         else:
             self.group.gather(flagged)
         self._hear(status, message)
+
+    def give_up_early(self) -> None:
+        """Send what was promised, as zeros where it is not yet on its way, and drop all of it."""
+        early, self.early = self.early, None
+        if early is not None:
+            early.give_up()
 
     def _announce(self, key: str, coming: Together) -> None:
         if self._known is None:
@@ -256,6 +270,7 @@ class Unison:
             RanksAgainError: nobody has, and a rank has to run the step again.
             AgainError: the same, from its plan.
         """
+        self.give_up_early()
         heard: list[tuple[Status, str]] = self.group.objects((status, message))
         said = {one for one, _ in heard}
         if "failed" in said:
