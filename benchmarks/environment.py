@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from anybatch.apps.allocator import running
+
 Environment = dict[str, str | int]
 PACKAGES = ("torch", "numpy", "mbp-pytorch", "accelerate", "lightning")
 LARGE = str(1 << 30)  # bytes; glibc then keeps freed blocks instead of unmapping them
@@ -32,8 +34,9 @@ def environment() -> Environment:
 
 
 def malloc_mode() -> str:
-    """`large` where glibc's thresholds were raised, `default` where nothing was set."""
-    return "large" if os.environ.get("MALLOC_MMAP_THRESHOLD_") == LARGE else "default"
+    """`large` where glibc's thresholds were raised, `default` where nothing was set, or `tight`."""
+    mode = running(os.environ)
+    return "large" if mode == "fast" else mode
 
 
 def _version(package: str) -> str | None:

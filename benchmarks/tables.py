@@ -4,11 +4,12 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.agbn.accuracy import rows as agbn_accuracy
+from benchmarks.agbn.adaptive_speed import rows as agbn_speed
 from benchmarks.agbn.global_bn import rows as global_rows
-from benchmarks.agbn.lanes import rows as agbn_lanes
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
+from benchmarks.agbn.overlap import rows as overlap_rows
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -54,12 +55,14 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "tables_summary": ("mbs/tables", paper.tables_summary),
     "prediction": ("mbs/prediction", prediction.prediction),
     "prediction_summary": ("mbs/prediction", prediction.prediction_summary),
-    "lanes": ("agbn/lanes", agbn_lanes.lanes),
     "global_bn": ("agbn/global_bn", global_rows.global_bn),
     "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
+    "overlap": ("agbn/overlap", overlap_rows.overlap),
+    "overlap_shares": ("agbn/overlap", overlap_rows.overlap_shares),
     "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
     "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
+    "lanes_memory_thresholds": ("agbn/lanes_memory", agbn_memory.lanes_memory_thresholds),
     "lanes_parts": ("agbn/lanes_parts", agbn_parts.lanes_parts),
     "lanes_parts_shares": ("agbn/lanes_parts", agbn_parts.lanes_parts_shares),
     "lanes_parts_scans": ("agbn/lanes_parts", agbn_parts.lanes_parts_scans),
@@ -69,6 +72,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "cheap": ("outofcore/cheap", cheap.cheap),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
+    "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
+    "adaptive_speed_accuracy": ("agbn/adaptive_speed", agbn_speed.adaptive_speed_accuracy),
+    "adaptive_speed_patience": ("agbn/adaptive_speed", agbn_speed.adaptive_speed_patience),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -85,22 +91,25 @@ TITLES = {
     "choice": "The choice of a micro-batch, beside five finders and a full sweep",
     "real_limit": "A training under a limit that the kernel keeps",
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
-    "lanes": "BatchNorm of the whole batch, one micro-batch at a time",
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
+    "overlap": "Gradients over ranks, summed during backward",
     "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
     "accuracy": "AGBN, Figure 4: accuracy that global BatchNorm gains over local",
     "cheap": "Results that are cheap to compute again",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
+    "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
+    "adaptive_speed": ("adaptive_speed_accuracy", "adaptive_speed_patience"),
+    "overlap": ("overlap_shares",),
     "choice": ("choice_sweep",),
-    "lanes_memory": ("lanes_memory_scan",),
+    "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
 }
@@ -112,6 +121,7 @@ OPTIONS = {
     "mbs/membrane": " --data DIR",
     "agbn/learns": " --images DIR",
     "agbn/accuracy": " --images DIR",
+    "agbn/adaptive_speed": " --images DIR",
 }
 
 

@@ -265,3 +265,22 @@ def test_gradients_of_every_layout_are_summed_apart(
     ones = {kind: KINDS[kind](1.0, dtype).to_dense() for kind in (first, second)}
     assert torch.equal(p.grad.to_dense(), 5.0 * ones[first] + 2.0 * ones[second])
     assert p.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_that_torch_lays_in_one_place_are_summed_each_by_itself(*, apart: bool) -> None:
+    """The leaves of a sum of views get views of one gradient, and a loop by hand adds to both."""
+    torch.manual_seed(1)
+    a, b = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(3, 2))
+    gradients, want = Gradients([a, b], apart=apart), torch.zeros(6)
+    for k in range(1, 4):
+        weight = k * torch.arange(6.0)
+        ((a.view(-1) + b.view(-1)) * weight).sum().backward()
+        gradients.collect()
+        want += weight
+    gradients.finish()
+    gradients.deliver()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert torch.equal(a.grad.view(-1), want)
+    assert torch.equal(b.grad.view(-1), want)

@@ -123,6 +123,23 @@ def test_what_one_lane_raises_ends_all_of_them(lane: int, place: str) -> None:
     assert set(left) == begun
 
 
+def test_a_system_that_starts_no_more_threads_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under RLIMIT_DATA 16 lanes, each with a stack of 8 MiB, have met this."""
+    start, begun = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(begun) == 3:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(
+        RuntimeError, match=r"of 5 threads the system started 3.*larger micro_batch"
+    ):
+        run(5, lambda lane: None)
+
+
 def test_lanes_that_meet_for_other_things_are_a_mismatch() -> None:
     with pytest.raises(
         LaneMismatchError, match="micro-batch 0 is at a while micro-batch 2 is at b"

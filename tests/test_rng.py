@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pickle
 import random
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,3 +82,22 @@ def test_a_generator_of_another_kind_is_asked_every_time() -> None:
         assert later.memory is None
     finally:
         np.random.set_bit_generator(before)
+
+
+def test_the_state_of_the_host_is_that_of_another_process() -> None:
+    dice = Dice.on([])
+    first, moved = draw(), Dice.on([])
+    assert len({dice.checksum(), moved.checksum()}) == 2
+    pickle.loads(pickle.dumps(dice)).put_on([])
+    assert Dice.on([]).checksum() == dice.checksum()
+    assert draw() == first
+    assert Dice.on([]).checksum() == moved.checksum()
+
+
+@pytest.mark.parametrize(
+    "move", [lambda: torch.rand(()), random.random, np.random.rand, np.random.randn]
+)
+def test_a_checksum_tells_states_apart(move: Any) -> None:
+    dice = Dice.now()
+    move()
+    assert Dice.now().checksum() != dice.checksum()

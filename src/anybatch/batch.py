@@ -101,6 +101,23 @@ class TensorBatch:
             )
 
 
+def made_up(batch: Batch, size: int) -> MicroBatch:
+    """Return rows of zeros in the form of a batch that has none.
+
+    Raises:
+        BatchError: the form of its rows is not known.
+    """
+    if not isinstance(batch, TensorBatch):
+        raise BatchError(
+            "a rank without samples must know what they look like, and its LazyBatch holds none: "
+            "pass tensors of shape [0, ...]"
+        )
+    rows = tree.map_tensors(
+        lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, batch.inputs
+    )
+    return MicroBatch(rows, None, size)
+
+
 class LazyBatch:
     """A mini-batch that is never whole in memory: samples of a data set, loaded when needed.
 
@@ -162,6 +179,8 @@ class LazyBatch:
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Load and yield micro-batches; the same ones each time the dice are the same.
 
+        Whatever loads them is seeded at once; the first one is loaded when it is asked for.
+
         Args:
             micro_batch: samples in a micro-batch; the last one may be smaller.
 
@@ -169,6 +188,9 @@ class LazyBatch:
             BatchError: `collate_fn` changed the number of rows, or gives a number that depends on
                 them; or an item is no pair.
         """
+        return self._loaded(micro_batch, int(torch.randint(2**31, ())))
+
+    def _loaded(self, micro_batch: int, seed: int) -> Iterator[MicroBatch]:
         chunks = [
             list(self.indices[start : start + micro_batch])
             for start in range(0, self.size, micro_batch)
@@ -178,7 +200,7 @@ class LazyBatch:
             batch_sampler=chunks,
             num_workers=self.workers,
             collate_fn=self.collate_fn,
-            generator=torch.Generator().manual_seed(int(torch.randint(2**31, ()))),
+            generator=torch.Generator().manual_seed(seed),
         )
         numbers: dict[str, Any] = {}
         begin = 0

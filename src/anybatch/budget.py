@@ -60,4 +60,4 @@ def _bytes_of_states(case: Case) -> int:
                 held[id(tensor)] = tensor
     states = list(held.values())
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
-    return sum(map(bytes_of, states))
+    return sum(map(bytes_of, states)) + (case.sharded.bytes if case.sharded is not None else 0)

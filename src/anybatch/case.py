@@ -22,6 +22,7 @@ from anybatch.fakes import Fakes
 from anybatch.loss.declared import Loss
 from anybatch.meter import Meter
 from anybatch.modules import Modules
+from anybatch.ranks.sharded import Sharded
 
 MICRO_BATCHES = 3
 """Of a rehearsal: the first has no gradients yet, the second has another on its way."""
@@ -45,6 +46,8 @@ class Case:
         lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
         draws: every draw is made for the whole batch.
+        everyone: samples of all ranks; 0 (default) is one process.
+        sharded: has made the model whole; None where it is.
     """
 
     model: nn.Module
@@ -60,6 +63,8 @@ class Case:
     lanes: bool = False
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws: bool = False
+    everyone: int = 0
+    sharded: Sharded | None = None
 
     @property
     def fake(self) -> bool:
@@ -144,6 +149,7 @@ def as_fakes(case: Case) -> Case:
         lanes=case.lanes,
         mode=fakes.entered,
         draws=case.draws,
+        everyone=case.everyone,
     )
 
 

@@ -29,7 +29,8 @@ from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.planner import Planner, planner_of
-from anybatch.ranks.crew import Crew, refuse_sharded, unwrapped
+from anybatch.ranks.crew import Crew, unwrapped
+from anybatch.ranks.sharded import sharded_of
 from anybatch.records import StepReport
 from anybatch.refusals import (
     as_function,
@@ -76,7 +77,8 @@ class Engine:
         rng: "lane" (default): each micro-batch draws its own random numbers, in order. "batch":
             each draws what the undivided batch would for its rows, so the gradient is that of the
             batch with dropout, too; while a draw is made, there is one for all samples in memory,
-            and the plan counts it. What cannot be drawn so is refused.
+            and the plan counts it. What cannot be drawn so is refused. Over ranks every step begins
+            with the random state of rank 0, and leaves all of them with that of the whole batch.
         plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
 
     Raises:
@@ -107,15 +109,16 @@ class Engine:
         plan: Plan | None = None,
     ) -> None:
         refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
-        refuse_sharded(model)
         model, group = unwrapped(model)
+        sharded = sharded_of(model)
         loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
         self._planner = planner_of(memory, micro_batch, plan)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
-        self._given = Given(model, loss, optimizer, norms, rng=rng)
-        self._crew = Crew(model, group, sizes=isinstance(norms, Adaptive))
+        self._given = Given(model, loss, optimizer, norms, rng=rng, sharded=sharded)
+        adaptive = isinstance(norms, Adaptive)
+        self._crew = Crew(model, group, adaptive=adaptive, dice=rng == "batch", sharded=sharded)
         self._runner = Runner(self._given)
         self._arranger = Arranger(self._given, self._runner, self._crew)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
@@ -193,7 +196,7 @@ class Engine:
         versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=False)
         with whole_or_nothing(before, partial(self._deliver, gradients)):
-            step, kind, allowed = self._arranged(batch, modules, before, gradients)
+            step, kind, allowed = self._arranged(batch, modules, before, gradients, scaler)
             step.scaler, step.observe, step.shown = scaler, observe, shown
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
@@ -242,10 +245,17 @@ class Engine:
         return self._note(step, loss, perf_counter() - start, allowed, peak)
 
     def _arranged(
-        self, batch: Batch, modules: Modules, before: Before, gradients: Gradients | None
+        self,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
+        scaler: Scaler | None = None,
     ) -> Arranged:
         arranged = self._arranger.step(
-            *(self._planner, batch, modules, before, gradients), micro_batch=self.micro_batch or 1
+            *(self._planner, batch, modules, before, gradients),
+            micro_batch=self.micro_batch or 1,
+            scaler=scaler,
         )
         self.micro_batch = arranged.step.everyone.micro_batch
         return arranged
@@ -259,13 +269,13 @@ class Engine:
         self, step: Step, kind: Kind | None, modules: Modules, before: Before
     ) -> tuple[Tensor, int | None]:
         """Run the step; the first after a forecast under the meter, where the device has none."""
-        planner = self._planner
+        planner, given = self._planner, self._given
         if planner is None or kind is None or planner.decided == self._measured:
             return self._runner.run(step, modules, before), None
         self._measured = planner.decided
-        with measured(self._given.device, modules, self._given.optimizer, before) as peak:
+        with measured(given.device, modules, given.optimizer, before, given.shards) as peak:
             loss = self._runner.run(step, modules, before)
-        planner.learn(kind, peak(), state_bytes(self._given.optimizer))
+        planner.learn(kind, peak(), state_bytes(given.optimizer))
         return loss, peak()
 
     def _note(
@@ -305,8 +315,8 @@ class Engine:
             targets: as in `backward`.
             timed: time the sizes that fit, where they have not been. Default True.
         """
-        with self._crew.apart():
-            return self._given.reach.again(partial(self._foresee, inputs, targets, timed=timed))
+        run = partial(self._foresee, inputs, targets, timed=timed)
+        return self._given.reach.again(partial(self._crew.foreseeing, run))
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)

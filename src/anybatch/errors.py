@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 
 class AnybatchError(Exception):
     """The base of every error that anybatch raises on purpose."""
@@ -38,6 +41,9 @@ class BudgetError(AnybatchError, RuntimeError):
     def __init__(self, text: str, *, needed: int, given: int) -> None:
         super().__init__(text)
         self.needed, self.given = needed, given
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), needed=self.needed, given=self.given), self.args
 
 
 class ScheduleError(AnybatchError, ValueError):

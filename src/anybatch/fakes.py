@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from anybatch import tree
+from anybatch.modules import local
 
 T = TypeVar("T")
 
@@ -55,10 +56,12 @@ class Fakes:
                     cached.cache_clear()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake of a tensor, with no gradient."""
+        """Return the fake of a tensor, with no gradient; of a spread one, of this rank's part."""
         if id(tensor) not in self._memo:
             self._originals.append(tensor)
-            self._memo[id(tensor)] = self.mode.from_tensor(tensor)
+            part = self.mode.from_tensor(local(tensor))
+            same = part.requires_grad == tensor.requires_grad
+            self._memo[id(tensor)] = part if same else part.requires_grad_()
         fake: Tensor = self._memo[id(tensor)]
         return fake
 

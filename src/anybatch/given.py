@@ -22,8 +22,9 @@ from anybatch.case import Case
 from anybatch.errors import AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.declared import Inside, Loss
-from anybatch.modules import Modules, parameters, walk
+from anybatch.modules import Modules, is_spread, parameters, walk
 from anybatch.norm.adaptive import Adaptive, Fixed
+from anybatch.ranks.sharded import Sharded
 from anybatch.reach import AgainError, Reach
 
 LOSS = "loss_fn: "
@@ -44,6 +45,7 @@ class Given:
         gathers: calls of `anybatch.all_gather`, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
         rng: "lane" or "batch": whose random draws a micro-batch makes.
+        sharded: has made the model whole for the step; None where it is.
     """
 
     model: nn.Module
@@ -55,6 +57,7 @@ class Given:
     gathers: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
     rng: str = "lane"
+    sharded: Sharded | None = None
 
     @property
     def batchnorm(self) -> str:
@@ -92,8 +95,14 @@ class Given:
             *self.closure,
             *(p for group in groups for p in group["params"]),
             *self.rows_leaves(batch),
+            *self.shards,
         ]
         return list({id(p): p for p in every}.values())
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """During a step, the parameters that stay when a model is spread again."""
+        return [] if self.sharded is None else self.sharded.shards
 
     def rows_leaves(self, batch: Batch) -> list[Tensor]:
         """Return the tensors of a batch that receive a gradient themselves."""
@@ -169,12 +178,17 @@ class Given:
             size=batch.size,
             lazy=not isinstance(batch, TensorBatch),
             modules=modules,
-            leaves=[leaf for leaf in self.leaves(modules, _NOTHING) if not is_lazy(leaf)],
+            leaves=[
+                leaf
+                for leaf in self.leaves(modules, _NOTHING)
+                if not (is_lazy(leaf) or is_spread(leaf))
+            ],
             device=self.device,
             batchnorm=self.batchnorm,
             trains=trains,
             lanes=bool(self.meets(modules)),
             draws=self.rng == "batch",
+            sharded=self.sharded,
         )
 
 

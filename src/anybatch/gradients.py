@@ -47,6 +47,7 @@ class Gradients:
         self.parameters = list(parameters)
         self._half: list[Tensor] = []
         self._choose(wide=wide, apart=apart)
+        self._separated = 0
         self._sums: dict[Tensor, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
         self._assigned: dict[Tensor, Tensor | None] = {}
@@ -103,6 +104,7 @@ class Gradients:
 
     def restart(self) -> None:
         """Throw away what was summed so far: the step starts over."""
+        self._separated = 0
         self._sums.clear()
         self._assigned.clear()
         self._added.clear()
@@ -111,11 +113,62 @@ class Gradients:
 
     def collect(self) -> None:
         """Add what the last micro-batch left, where autograd did not do it."""
-        if not (self._apart or self._half):
+        if self._wide:  # the step is divided
+            self._separate()
+        if self._apart or self._half:
+            self._collect(self.parameters if self._apart else self._half)
+
+    def _separate(self) -> None:
+        """Let no two gradients lie in one place, or what is added to one is added to both.
+
+        torch hands both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
+        """
+        there = [p for p in self.parameters if p.grad is not None]
+        if len(there) == self._separated:
             return
+        self._separated = len(there)
+        places: set[int] = set()
+        for parameter in there:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.layout != torch.strided:
+                continue
+            place = gradient.untyped_storage()._cdata
+            if place in places:
+                parameter.grad = gradient.detach().clone()
+            places.add(place)
+
+    def summed(self) -> set[int]:
+        """Return the ids of the parameters that have a sum already."""
+        return {id(p) for p in self.parameters if p.grad is not None or p in self._sums}
+
+    def take(
+        self, parameters: list[Tensor], factor: float | Tensor, old: set[int]
+    ) -> list[Tensor | None]:
+        """Return the sums of some parameters, times `factor`, and let go of them.
+
+        Inside a backward a gradient that it has made may lie where another one that still flows
+        lies too, as views of one sum do; so nobody writes to it, and a copy is returned.
+
+        Args:
+            parameters: they will get nothing more in this step.
+            factor: as in `finish`.
+            old: `summed` before that backward.
+        """
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in old:
+                parameter.grad = parameter.grad.clone()
+        wide = [p for p in parameters if self._wide and gradient_dtype(p) in HALF]
+        self._collect(parameters if self._apart else wide)
+        totals = [self._total(parameter, factor) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return totals
+
+    def _collect(self, parameters: list[Tensor]) -> None:
         dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         with torch.no_grad():
-            for parameter in self.parameters if self._apart else self._half:
+            for parameter in parameters:
                 gradient = parameter.grad
                 if gradient is None:
                     continue

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch._plan import Memory
+from anybatch.modules import local
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
@@ -46,6 +47,7 @@ class Kind:
         shapes: the shape of one row of each tensor.
         size: N_B, samples in the mini-batch.
         before: bytes of gradients that are there already and are added to.
+        everyone: samples of all ranks that are planned for; 0 (default) is one process.
     """
 
     tensors: Any
@@ -56,6 +58,7 @@ class Kind:
     shapes: Shapes
     size: int
     before: int
+    everyone: int = 0
 
     @property
     def elements(self) -> int:
@@ -138,7 +141,8 @@ def elements(shapes: Shapes) -> int:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; of a sparse one, of the entries that are there."""
+    """Return the bytes of a tensor that are here; of a sparse one, of the entries that are."""
+    tensor = local(tensor)
     if not tensor.is_sparse:
         return tensor.numel() * tensor.element_size()
     parts = tensor._indices(), tensor._values()

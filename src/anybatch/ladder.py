@@ -24,8 +24,9 @@ from anybatch import rehearse, tree, updates
 from anybatch.batchnorm import BatchStatisticsError
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
-from anybatch.forecast import Forecast
+from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
+from anybatch.ranks.pieces import copied_bytes
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -51,6 +52,9 @@ SLACK = 4096
 
 UNKNOWN_STATE = 2
 """Copies of its parameters that an optimizer nobody knows is expected to keep, as Adam does."""
+
+COLLECTIVES = 16384
+"""Bytes of the numbers that ranks tell each other."""
 
 FIXED = ("parameters", "buffers", "gradients", "rounding")
 """Owners whose bytes do not depend on the samples."""
@@ -82,7 +86,8 @@ def forecast(
     Raises:
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
-    state = _state(case, optimizer)
+    update, held = _state(case, optimizer)
+    state = update, held | _shards(case)
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
@@ -94,7 +99,7 @@ def forecast(
     if found is not None:
         missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
-            return found.with_constant({"activations": missing}) if missing > 0 else found
+            return found.with_more("activations", missing) if missing > 0 else found
     one = _of_one(case, state)
     if one is not None and _held_at(one, case, SMALL + 1) > room:
         return one
@@ -114,20 +119,36 @@ def forecast(
 
 
 State = tuple[Timeline | None, dict[str, int]]
-"""The update of an optimizer, and what is there because of it during a step."""
+"""The update of an optimizer, and what is there beside a step: its state, a piece that is sent."""
 
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    update, held = _state_of(case, optimizer)
+    if not case.everyone:
+        return update, held
+    sent = copied_bytes(case.leaves) if case.trains else 0
+    return update, held | {"transfer buffers": sent + COLLECTIVES}
+
+
+def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
-    update = updates.update(optimizer, [module for _, module in case.modules])
+    update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
     there = updates.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        coming = UNKNOWN_STATE * sum(p.numel() * p.element_size() for p in stepped)
+        coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
+
+
+def _shards(case: Case) -> dict[str, int]:
+    """Return the bytes beside a model that was gathered: its shards, and their gradients."""
+    if case.sharded is None:
+        return {}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
 
 
 def _of_one(case: Case, state: State) -> Forecast | None:
@@ -166,6 +187,7 @@ def _rehearsed(
         case=case if case.fake else None,
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
+        everyone=case.everyone,
     )
 
 

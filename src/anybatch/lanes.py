@@ -95,6 +95,7 @@ class Lanes:
 
         Raises:
             LaneMismatchError: the lanes do not meet in the same places.
+            RuntimeError: the system starts no thread for each of them.
             BaseException: what the first lane that failed has raised; the others were unwound.
         """
         started: list[threading.Thread] = []
@@ -103,7 +104,7 @@ class Lanes:
             with uninterrupted():
                 for lane in self._order:
                     thread = threading.Thread(target=self._lane, args=(lane, work))
-                    thread.start()
+                    self._start(thread, len(started))
                     started.append(thread)
                     self._alive.add(lane)
                 self._go[0].release()
@@ -124,6 +125,18 @@ class Lanes:
                 raise failure
             finally:
                 del failure
+
+    def _start(self, thread: threading.Thread, started: int) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            stack = threading.stack_size() or "of the system's size (ulimit -s)"
+            raise RuntimeError(
+                f"micro-batches that wait for each other need a thread each, and of "
+                f"{self._count} threads the system started {started}; a limit on the process's "
+                f"memory counts their stacks whole (now {stack}): take a larger micro_batch, raise "
+                "the limit, or call threading.stack_size(2**20) before the step"
+            ) from error
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for all lanes; the last combines their parts, which meet nobody else meanwhile."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
-from anybatch.batch import Batch, MicroBatch, TensorBatch
-from anybatch.errors import BatchError
+from anybatch.batch import MicroBatch, made_up
 from anybatch.gather import loss_of_all, shares
 from anybatch.lanes import Lanes
 from anybatch.loss.declared import Total
@@ -33,7 +32,7 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
-from anybatch.pager import Pager
+from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging, keep
 from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
@@ -93,8 +92,8 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
     if step.room is None or step.count < 2:
         return None
-    turns = 0 if step.budgeted else AHEAD
-    return Pager(step.room, store_on(step.device), step.device, meters, turns=turns)
+    turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
+    return Pager(step.room, store_on(step.device), step.device, meters, small=small, turns=turns)
 
 
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
@@ -133,7 +132,7 @@ class Together:
     def next(self) -> MicroBatch:
         """Return the micro-batch of the lane whose first turn it is."""
         if not self._step.batch.size:
-            return one_row(self._step.batch)
+            return made_up(self._step.batch, 1)
         micro = next(self._feed)
         return copied(micro) if self._step.copies else micro
 
@@ -167,7 +166,7 @@ class Together:
             step.found = step.loss.name
             rows = step.everyone.rows(None, None, (), 0)
             whole = MicroBatch(None, rows.targets, rows.size)
-            with torch.no_grad():
+            with torch.no_grad(), self._whole_loss():
                 self._coupled = step.loss.whole(rows.outputs, whole).detach()
         roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
         return roots, [torch.zeros_like(root) for root in roots]
@@ -178,6 +177,11 @@ class Together:
             self._normalize = normalization(self._step, totals)
         except NotAPartError:
             self._step.coupled = True
+
+    def _whole_loss(self) -> AbstractContextManager[None]:
+        """Return what the loss of all outputs is taken in, so that it draws as it should."""
+        draws = self._step.draws
+        return nullcontext() if draws is None else draws.whole_loss()
 
     def correction(self) -> float | Tensor:
         """Return what the sum of the gradients still lacks."""
@@ -202,7 +206,7 @@ class Together:
         """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
         step = self._step
         step.found = step.loss.name
-        with nullcontext() if step.draws is None else step.draws.whole_loss():
+        with self._whole_loss():
             return self._loss_of(parts)
 
     def _loss_of(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
@@ -212,6 +216,7 @@ class Together:
         joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
         aims = tree.join(targets, sizes=sizes, name="targets")
         rows = step.everyone.rows(joined, aims, step.layout or (), step.batch.size)
+        del joined, aims
         whole = MicroBatch(None, rows.targets, rows.size)
         gradients: list[Tensor | None] = []
         if step.gradients is None:
@@ -220,20 +225,3 @@ class Together:
             with torch.enable_grad():
                 self._coupled, gradients = loss_of_all(step, rows.outputs, whole, leads=rows.leads)
         return [(gradients, rows.begin + sum(sizes[:lane])) for lane in range(len(sizes))]
-
-
-def one_row(batch: Batch) -> MicroBatch:
-    """Return a row of zeros in the form of a batch that has none.
-
-    Raises:
-        BatchError: the form of its rows is not known.
-    """
-    if not isinstance(batch, TensorBatch):
-        raise BatchError(
-            "a rank without samples must know what they look like, and its LazyBatch holds none: "
-            "pass tensors of shape [0, ...]"
-        )
-    rows = tree.map_tensors(
-        lambda t: t.new_zeros((1, *t.shape[1:])) if t.dim() else t, batch.inputs
-    )
-    return MicroBatch(rows, None, 1)

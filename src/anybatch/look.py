@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -70,7 +70,7 @@ def look(step: Step) -> None:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
     if drawn or step.local or step.copies or guard.own_dice:
         return  # the rows are not the same, or need not come out the same
-    apart = apart_rows(outputs, fewer, layout, part.size)
+    apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
 
@@ -219,7 +219,18 @@ def _axis_by_size(tensor: Tensor, n: int) -> int | None:
     return 0 if tensor.dim() and tensor.shape[0] == n else None
 
 
-def apart_rows(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | None:
+def _computed(step: Step) -> set[torch.dtype]:
+    """Return the dtypes of a model; its outputs may have been cast to a finer one."""
+    return {p.dtype for p in step.model.parameters() if p.is_floating_point()}
+
+
+def apart_rows(
+    outputs: Any,
+    fewer: Any,
+    layout: Layout,
+    rows: int,
+    computed: Iterable[torch.dtype] = (),
+) -> str | None:
     """Say which output differs for the rows that both runs have, if one does."""
     for (path, a), (_, b), axis in zip(
         tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=False
@@ -229,8 +240,8 @@ def apart_rows(outputs: Any, fewer: Any, layout: Layout, rows: int) -> str | Non
             continue
         last = a.narrow(axis, a.shape[axis] - rows, rows).flip(axis)
         gap, size = _gap(last, b)
-        precise = a.dtype in (torch.float64, torch.complex128)
-        if gap > torch.finfo(a.dtype).eps ** (0.5 if precise else 0.25) * size:
+        eps = max(torch.finfo(dtype).eps for dtype in {a.dtype, *computed})
+        if gap > eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25) * size:
             return f"{path} of the same {rows} rows differs by {gap:.2g}"
     return None
 
@@ -241,7 +252,7 @@ def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, ap
     with quietly(), torch.no_grad(), Guard(step):
         again = step.forward(part)
     dice.put_back()
-    last = apart_rows(fewer, _flipped(again, layout), layout, part.size)
+    last = apart_rows(fewer, _flipped(again, layout), layout, part.size, _computed(step))
     if last is None:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {apart} when "

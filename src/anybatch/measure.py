@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from anybatch.look import eager
 from anybatch.meter import Meter
@@ -20,6 +21,7 @@ def measured(
     modules: Modules,
     optimizer: torch.optim.Optimizer | None,
     before: Before,
+    shards: list[Tensor],
 ) -> Iterator[Callable[[], int]]:
     """Count what the body holds at its peak, and what is there beside it.
 
@@ -28,6 +30,7 @@ def measured(
         modules: their tensors are there.
         optimizer: and its state.
         before: and the gradients that were there.
+        shards: and what stays of parameters that were gathered.
 
     Yields:
         What returns the bytes once the body is done.
@@ -38,7 +41,7 @@ def measured(
         return
     every = [module for _, module in modules]
     known = {
-        "parameters": tensors_of(every, "_parameters"),
+        "parameters": [*tensors_of(every, "_parameters"), *shards],
         "buffers": [
             *tensors_of(every, "_buffers"),
             *(b.values for b in before.buffers if b.values is not None),

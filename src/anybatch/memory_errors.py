@@ -20,6 +20,8 @@ from types import TracebackType
 
 import torch
 
+from anybatch.errors import AnybatchError
+
 WORDS = (
     "can't allocate memory",  # the CPU allocator
     "defaultcpuallocator: not enough memory",  # the same on other systems
@@ -107,8 +109,8 @@ def _says_so(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):  # the kernel's word for it: an import, a worker that starts
         return error.errno == errno.ENOMEM
-    if not isinstance(error, RuntimeError):
-        return False
+    if not isinstance(error, RuntimeError) or isinstance(error, AnybatchError):
+        return False  # ours may quote another rank, which ran out of its memory, not of this one's
     said = str(error).lower()
     if "cudnn" in said and "not enough workspace" in said:
         return True

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from anybatch.modules import local
 from anybatch.timeline import Timeline, record
 
 STEP = "activations"
@@ -198,6 +199,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def _storages(tensor: Tensor) -> Iterator[Any]:
     """Yield the storages that hold a tensor's data; a sparse tensor has several."""
+    tensor = local(tensor)
     if is_lazy(tensor):
         return
     if tensor.layout == torch.strided:

@@ -7,7 +7,9 @@ more than the rest of the bookkeeping together. The list made here is asked inst
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Modules = list[tuple[str, nn.Module]]
@@ -40,3 +42,18 @@ def tensors_of(modules: Iterable[nn.Module], kind: str) -> list[Tensor]:
     """Return the tensors of modules that are ``"_parameters"`` or ``"_buffers"``."""
     every = [tensor for module in modules for tensor in getattr(module, kind).values()]
     return [tensor for tensor in every if tensor is not None]
+
+
+def is_spread(tensor: Any) -> bool:
+    """Say whether a tensor is a DTensor; importing that class would take a second."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what of a tensor is on this rank: its part of a DTensor, and else all of it."""
+    if not is_spread(tensor):
+        return tensor
+    spread: Any = tensor
+    with torch.no_grad():  # else it would be a node of a graph
+        part: Tensor = spread.to_local()
+    return part

@@ -25,7 +25,7 @@ from anybatch.meter import Meter
 from anybatch.stores import Store
 
 SMALL = 256
-"""Bytes below which a storage stays: its copies would cost more than it holds."""
+"""Bytes below which a storage stays where no budget is to be kept: its copies would cost more."""
 
 
 class Pager:
@@ -36,6 +36,7 @@ class Pager:
         store: where the rest goes.
         device: of the storages; others stay.
         meters: count what is here. Default none.
+        small: bytes below which a storage stays. Default `SMALL`.
         turns: waiting lanes may hold, beside that, what a lane has held in a turn, so many times.
             Default 0.
     """
@@ -47,10 +48,11 @@ class Pager:
         device: torch.device,
         meters: Sequence[Meter] = (),
         *,
+        small: int = SMALL,
         turns: float = 0,
     ) -> None:
         self.room, self._device = room, device.type
-        self._turns = turns
+        self._turns, self._small = turns, small
         self._hold, self._book = Hold(store, device, meters), Book()
         self._turn = self._lane = 0
         self._number: dict[int, int] = {}
@@ -125,7 +127,7 @@ class Pager:
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        if size < SMALL or not storage.resizable():
+        if size < self._small or not storage.resizable():
             return
         self._made += 1  # from the start in every turn: who comes last makes some things for all
         number = (self._number.get(self._lane, 0) << 32) + self._made

@@ -215,6 +215,7 @@ class Planner:
         """
         assert self.budget is not None
         size = kind.size
+        foreseen = replace(foreseen, everyone=kind.everyone)
         if kind.before:
             foreseen = foreseen.with_more(ASIDE, kind.before)
         cap = foreseen.largest(self.budget, size)

@@ -34,7 +34,8 @@ def plan(
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
     The memory is foreseen by rehearsals on tensors without data, checked against one real step of
-    two samples; the sizes that fit are timed on the device, a few micro-batches each.
+    two samples; the sizes that fit are timed on the device, a few micro-batches each. A model that
+    FSDP has sharded is gathered for it, so there all ranks must call it.
 
     Args:
         model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch`,

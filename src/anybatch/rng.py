@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,9 +71,32 @@ class Dice(NamedTuple):
 
     def put_back(self) -> None:
         """Make this state the present one."""
-        torch.set_rng_state(self.cpu)
+        self._put_host()
         if self.cuda:
             torch.cuda.set_rng_state_all(list(self.cuda))
+
+    @classmethod
+    def on(cls, devices: Sequence[torch.device]) -> Dice:
+        """Return the state as another process may put it on: of the host, and of CUDA `devices`."""
+        cuda = tuple(torch.cuda.get_rng_state(device) for device in devices)
+        return cls.now()._replace(cuda=cuda, memory=None)
+
+    def put_on(self, devices: Sequence[torch.device]) -> None:
+        """Make a state that came from `on` the present one, its devices' that of `devices`."""
+        self._put_host()
+        for device, state in zip(devices, self.cuda, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def checksum(self) -> int:
+        """Return a number of 32 bits that tells one state from another."""
+        name, words, *rest = self.numpy
+        check = zlib.crc32(repr((self.python, name, rest)).encode())
+        for part in (words, self.cpu.numpy(), *(state.cpu().numpy() for state in self.cuda)):
+            check = zlib.crc32(part.tobytes(), check)
+        return check
+
+    def _put_host(self) -> None:
+        torch.set_rng_state(self.cpu)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 

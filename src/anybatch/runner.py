@@ -44,6 +44,7 @@ from anybatch.norm.batchnorm import Tracked
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.records import Seen
 from anybatch.retry import whole_step
+from anybatch.rng import Dice
 from anybatch.slots import LaneLook
 from anybatch.step import OutputsChangedError, Step
 from anybatch.stream import stream
@@ -94,6 +95,8 @@ class Runner:
             NotExactError: the batch would have to be divided, and must not be.
         """
         signature = self.signature(batch, modules, trains=gradients is not None)
+        shared = self._given.rng == "batch" and everyone is not None and everyone.several
+        start = Dice.now() if shared else before.dice
         fits = self._shrunk.get(signature, (0, micro_batch))[1]
         step = Step(
             model=self._given.model,
@@ -105,11 +108,13 @@ class Runner:
             gradients=gradients,
             signature=signature,
             batchnorm=self._given.batchnorm,
-            dice=before.dice,
+            dice=start,
+            start=start,
             apart=apart,
             room=room,
             everyone=everyone or Alone(batch.size),
-            private=frozenset(map(id, self._given.rows_leaves(batch))),
+            private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
+            sharded=self._given.sharded,
         )
         if self._given.rng == "batch":
             step.draws = self._draws(step)
@@ -153,9 +158,11 @@ class Runner:
         """
         run = partial(self._once, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
-            return whole_step(step, run, partial(self._prepare, step, modules, before))
+            loss = whole_step(step, run, partial(self._prepare, step, modules, before))
+            step.agree()
         finally:
             step.discover = None
+        return loss
 
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
@@ -166,8 +173,7 @@ class Runner:
                     return self._in_lanes(step, modules, before)
                 return self._divided(step, before)
             except UnknownDrawError:
-                step.put_back(before.dice)
-                step.restart()
+                step.begin_again()
                 with (
                     AloneNorms(step.counters, rows=step.everyone.size)
                     if step.lanes
@@ -175,21 +181,22 @@ class Runner:
                 ):
                     learn(step)
                 step.restart()
+                step.everyone.again(coupled=False)
 
     def _draws(self, step: Step) -> WholeDice:
         """Return what lets micro-batches draw as the whole batch would."""
-        if step.count > 1:
+        if step.divided:
             refuse_scripted(self._given.model)
         laws = self._laws.setdefault(step.signature, Laws())
         modules = {id(module) for module in self._given.model.modules()}
-        return WholeDice(Shared(laws, step.batch.size, modules))
+        everyone = step.everyone
+        return WholeDice(Shared(laws, everyone.size, modules, everyone.begin, everyone.several))
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
         """Put everything back but what was shown, for a run at a smaller size."""
-        step.put_back(before.dice)
         put_back_moved(before.buffers)
         whole = not step.divided
-        step.restart()
+        step.begin_again()
         if whole:
             self._divide(step, modules, before)
 
@@ -214,8 +221,7 @@ class Runner:
             loss = lockstep(step, tracked)
         except NotAPartError:  # some micro-batch shows what the first one did not
             step.everyone.again(coupled=True)
-            step.put_back(before.dice)
-            step.restart()
+            step.begin_again()
             step.coupled, tracked = True, Tracked(step.counters, names)
             loss = lockstep(step, tracked)
         except OutputsChangedError:
@@ -223,8 +229,7 @@ class Runner:
                 raise
             del self._seen[step.signature]
             step.everyone.again(coupled=False)
-            step.put_back(before.dice)
-            step.restart()
+            step.begin_again()
             step.coupled = False
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
@@ -237,29 +242,27 @@ class Runner:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
         seen = self._seen.get(step.signature)
         if not step.batch.size:
-            return self._streamed_or_gathered(step, before, None)
+            return self._streamed_or_gathered(step, None)
         if seen is None:
             with self._given.hearing(), attributes_of(step):
                 look(step)
             step.discover = discoverer(step, before, self._given.closure)
         try:
-            return self._streamed_or_gathered(step, before, seen)
+            return self._streamed_or_gathered(step, seen)
         except OutputsChangedError:
             if seen is None:
                 raise
         del self._seen[step.signature]
         step.everyone.again(coupled=False)
-        step.put_back(before.dice)
-        step.restart()
+        step.begin_again()
         step.coupled = False
         return self._divided(step, before)
 
-    def _streamed_or_gathered(self, step: Step, before: Before, seen: Seen | None) -> Tensor:
+    def _streamed_or_gathered(self, step: Step, seen: Seen | None) -> Tensor:
         loss = None if step.coupled else stream(step)
         if loss is None:
             step.coupled = True
-            step.put_back(before.dice)
-            step.restart()
+            step.begin_again()
             loss = gather(step)
         if not step.batch.size:  # a rank without samples has seen nothing
             return loss

@@ -24,7 +24,9 @@ from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
 from anybatch.memory_errors import forget
+from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
+from anybatch.ranks.sharded import Sharded
 from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
@@ -86,6 +88,7 @@ class Step:
         phase: of the micro-batch being computed.
         apart: gradients are summed in an accumulator, once the step is divided.
         dice: as they were noted last in this step.
+        start: those that it began with, on all ranks.
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
@@ -96,8 +99,10 @@ class Step:
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
         everyone: the batch over all ranks, as far as it is not here.
-        private: ids of leaves of this batch, whose gradients concern no other rank.
+        private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
+            other rank.
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
+        sharded: takes the gradients of a model that was spread; None where there is none.
     """
 
     model: nn.Module
@@ -126,6 +131,7 @@ class Step:
     apart: bool = False
     _rows: int = 0
     dice: Dice | None = None
+    start: Dice | None = None
     lanes: bool = False
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
@@ -138,6 +144,7 @@ class Step:
     everyone: Everyone = field(default_factory=Alone)
     private: frozenset[int] = frozenset()
     draws: WholeDice | None = None
+    sharded: Sharded | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -240,16 +247,39 @@ class Step:
         self.gradients.collect()
         return len(pairs)
 
+    def offer(self) -> None:
+        """Offer other ranks to send gradients before the last backward has ended."""
+        if self.gradients is not None and self.everyone.several:
+            every = self.gradients.parameters
+            self.everyone.offer([p for p in every if id(p) not in self.private])
+
+    def sending(
+        self, micro: MicroBatch, factor: Callable[[], float | Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what a backward runs in; the last one sends to other ranks what it completes.
+
+        Args:
+            micro: whose backward it is.
+            factor: returns what the sums still lack, where all ranks have agreed to send early.
+        """
+        gradients = self.gradients
+        last = micro.begin + micro.size == self.batch.size
+        if gradients is None or not (last and self.everyone.several):
+            return nullcontext()
+        old = gradients.summed()
+        return self.everyone.during(lambda some: gradients.take(some, factor(), old))
+
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
         if self.gradients is not None:
-            shared = self._of_all if self.everyone.several else None
+            shared = self._of_all if self.everyone.several or self.sharded else None
             self.gradients.finish(factor, shared)
 
     def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; what belongs to the rows of this one stays."""
         every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
-        return [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
@@ -301,6 +331,17 @@ class Step:
         dice.put_back()
         self.dice = dice
 
+    def begin_again(self) -> None:
+        """Put the dice back where the step began, and restart."""
+        assert self.start is not None
+        self.put_back(self.start)
+        self.restart()
+
+    def agree(self) -> None:
+        """See that all ranks have drawn alike, where they draw for each other."""
+        if self.draws is not None and self.everyone.several:
+            self.everyone.agree(devices_of(self.model))
+
     def go_back(self, moment: Moment, failure: Exception) -> None:
         """Undo what a micro-batch did until memory ran out, for another try in smaller parts.
 
@@ -317,8 +358,8 @@ class Step:
         self.forget_casts()
 
     def _can_go_back(self) -> bool:
-        if isinstance(self.loss, Algorithm1):  # its parts do not add up to it
-            return False
+        if isinstance(self.loss, Algorithm1) or self.everyone.sending:
+            return False  # its parts do not add up to it, or what they add up to has left
         if self.phase == "backward":
             return self.gradients is not None and self.gradients.apart
         return self.phase == "forward"
@@ -342,6 +383,8 @@ class Step:
         self.phase = "forward"
         self.buffers.restart()
         self.forget_casts()
+        if self.draws is not None:
+            self.draws.shared.begin()
         if self.gradients is not None:
             self.gradients.restart()
 

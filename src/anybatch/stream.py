@@ -39,6 +39,7 @@ def stream(step: Step) -> Tensor | None:
     Source: MBS, Algorithm 1; its lines are numbered on the right.
     """
     streaming = Streaming(step)
+    step.offer()
     try:
         for micro in step.feed():  # 8
             in_pieces(step, micro, streaming.train)
@@ -72,7 +73,8 @@ class Streaming:
         normalize = self.normalize or self._first(outputs, micro)
         parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
         weights = normalize(parts, micro.size)  # 11
-        trained = step.backward([part.numerator for part in parts], weights)  # 12
+        with step.sending(micro, normalize.correction):
+            trained = step.backward([part.numerator for part in parts], weights)  # 12
         normalize.count()
         self.trained += trained
         step.show(outputs, micro)

@@ -260,10 +260,13 @@ def whole_or_nothing(before: Before, deliver: Callable[[], None]) -> Iterator[No
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted(*, once: bool = False) -> Iterator[None]:
     """Hold back Ctrl-C while the body runs, and let it through afterwards.
 
     Only the main thread gets KeyboardInterrupt, and only a Python handler can be held back.
+
+    Args:
+        once: a second one is let through at once: the body may wait for ever. Default False.
     """
     handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
@@ -271,7 +274,13 @@ def uninterrupted() -> Iterator[None]:
         yield
         return
     held: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if once and len(held) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:

@@ -12,16 +12,20 @@ from anybatch import tree
 from anybatch.fakes import Fakes
 from anybatch.look import quietly
 from anybatch.meter import Meter
-from anybatch.modules import tensors_of
+from anybatch.modules import local, tensors_of
+from anybatch.ranks.sharded import Sharded
 from anybatch.timeline import Timeline
 
 
-def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeline | None:
+def update(
+    optimizer: torch.optim.Optimizer, modules: list[nn.Module], sharded: Sharded | None = None
+) -> Timeline | None:
     """Rehearse the first ``optimizer.step()``, on fakes, with every gradient there.
 
     Args:
         optimizer: the real one.
         modules: all that a step runs; their tensors are there too.
+        sharded: has made them whole for the step alone. Default None.
 
     Returns:
         What it holds; None where the optimizer is not torch's own, or reads a value.
@@ -34,7 +38,8 @@ def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeli
     device = next((p.device for p in stepped), torch.device("cpu"))
     try:
         there = {id(p) for p in stepped}
-        trained = [fakes.of(p) for p in tensors_of(modules, "_parameters") if p.requires_grad]
+        stay = _parameters(modules, sharded)
+        trained = [fakes.of(p) for p in stay if p.requires_grad]
         others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
         with fakes.mode:
             beside = [torch.empty_like(p) for p in others]
@@ -44,7 +49,7 @@ def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeli
             if device.type == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch does there, and not for fakes
         known = {
-            "parameters": [*stepped, *map(fakes.of, tensors_of(modules, "_parameters"))],
+            "parameters": [*stepped, *map(fakes.of, stay)],
             "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
             "gradients": [*beside, *(p.grad for p in stepped if p.grad is not None)],
         }
@@ -57,9 +62,18 @@ def update(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> Timeli
     return found
 
 
+def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tensor]:
+    """Return the parameters that are there at an update."""
+    every = tensors_of(modules, "_parameters")
+    if sharded is None:
+        return every
+    return [*(p for p in every if not sharded.holds(p)), *sharded.shards]
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor of an optimizer's state."""
-    return [tensor for state in optimizer.state.values() for _, tensor in tree.tensors(dict(state))]
+    """Return every tensor of an optimizer's state that is here."""
+    states = optimizer.state.values()
+    return [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,9 +122,16 @@ def over_and_over(net: Net, x: Tensor) -> Tensor:
     return net.head(h)
 
 
+def ends_in_norm(net: Net, x: Tensor) -> Tensor:
+    """Its backward was the first to ask for what a checkpoint computes anew, past all modes."""
+    norm = partial(F.batch_norm, running_mean=None, running_var=None, training=True)
+    h = checkpoint(lambda z: norm(net.second(norm(z).relu())), net.first(x), use_reentrant=False)
+    return net.head(h)
+
+
 BODIES: list[Body] = [
     attribute, skip_with_graph, swapped, no_rows, keywords, read_past_kernels, sparse, grown,
-    again_in_grad, over_and_over,
+    again_in_grad, over_and_over, ends_in_norm,
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine, RankError
 from anybatch.gradients import Gradients
-from anybatch.ranks import gradients as ranks_gradients
+from anybatch.ranks import pieces
 
 N = 12
 
@@ -104,6 +104,7 @@ def well(rank: int, size: int, kind: str, loss: str, learned: bool) -> Any:
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("loss", ["parts", "coupled"])
 @pytest.mark.parametrize("kind", ["lanes", "stream"])
@@ -168,7 +169,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(size: int, place: str) -> 
 def mismatched(rank: int, size: int, what: str) -> str:
     model, (x, y) = model_of("lanes"), rows(rank)
     if what == "path" and rank == 0:
-        model[1] = nn.Sequential(model[1], nn.BatchNorm1d(5).double())
+        model[2] = nn.Sequential(nn.BatchNorm1d(5, affine=False).double(), nn.Tanh())
     if what == "parameters" and rank == 0:
         model.register_parameter("more", nn.Parameter(torch.zeros(2)))
     engine = Engine(model, F.cross_entropy, micro_batch=4)
@@ -186,7 +187,7 @@ def mismatched(rank: int, size: int, what: str) -> str:
     ("what", "said"),
     [
         ("path", "LaneMismatchError: .*rank 0 is at batch norm.*rank 1 is at"),
-        ("parameters", "LaneMismatchError: .*the gradients"),
+        ("parameters", "RankError: all ranks must train parameters of the same names"),
         ("evaluate", r"RankError: all ranks must make the same step.*rank 0: evaluate, rank 1: ba"),
         ("samples", "BatchError: .*no rank has any"),
     ],
@@ -218,7 +219,7 @@ def late(rank: int, size: int, where: str) -> Any:
     """Fail on the last rank once gradients are being summed, or have been."""
     model, (x, y) = model_of("lanes"), rows(rank)
     engine = Engine(model, F.cross_entropy, micro_batch=4)
-    owner: Any = Gradients if where == "_prepare" else ranks_gradients
+    owner: Any = Gradients if where == "_prepare" else pieces
     real = getattr(owner, where)
 
     def fails(*_: Any) -> Any:
@@ -252,7 +253,7 @@ def test_memory_that_runs_out_at_the_end_of_a_step_ends_it_on_all_ranks(
 
 def test_a_rank_that_leaves_in_the_middle_of_a_sum_ends_the_others_wait() -> None:
     with ranks(2) as workers:
-        (said, got), (own, _) = workers.run(late, "_dense")
+        (said, got), (own, _) = workers.run(late, "dense")
     assert "all ranks must stay until the step ends" in said
     assert "memory" in own
     assert got == [None] * len(got)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LazyBatch
-from anybatch.ranks.gradients import SMALL
+from anybatch import Engine, LaneMismatchError, LazyBatch
+from anybatch.ranks.pieces import SMALL
 
 N = 12
 SHARDS = {2: (8, 4), 3: (5, 0, 7)}
@@ -146,3 +146,31 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(pool: tuple[int, P
             assert got.dtype == torch.bfloat16
             apart = (got.float() - p.grad.float()).abs()
             assert bool((apart <= eps * p.grad.float().abs().clamp(min=1e-6)).all())
+
+
+def scaled(rank: int, size: int, known: bool) -> Any:
+    """Train with a loss that holds a parameter of its own; only the first rank has samples."""
+    torch.manual_seed(4)
+    model, scale = nn.Linear(5, 3).double(), nn.Parameter(torch.ones(3).double())
+    x, y = torch.randn(N, 5).double(), torch.randint(3, (N,))
+    F.cross_entropy(model(x) * scale, y).backward()
+    assert scale.grad is not None
+    want, scale.grad = scale.grad, None
+    model.zero_grad()
+    n = 0 if rank else N
+    trained = torch.optim.SGD([*model.parameters(), scale]) if known else None
+    engine = Engine(
+        model, lambda out, y: F.cross_entropy(out * scale, y), micro_batch=4, optimizer=trained
+    )
+    try:
+        engine.backward(x[:n], y[:n])
+    except LaneMismatchError as error:
+        return str(error)
+    return {"": want}, {"": scale.grad}
+
+
+def test_a_rank_without_samples_must_be_told_what_the_loss_holds(pool: tuple[int, Pool]) -> None:
+    for said in pool[1].run(scaled, False):
+        assert "every rank must know the same parameters, and rank 0 is at the sum of 3" in said
+    for want, got in pool[1].run(scaled, True):
+        assert_exact(got, want)

@@ -139,11 +139,3 @@ def test_batchnorm_with_algorithm_1_and_what_is_compiled_is_refused() -> None:
         engine = anybatch.Engine(model, loss, micro_batch=2)
         with pytest.raises(anybatch.NotExactError, match='Use batchnorm="local"'):
             engine.backward(x, y)
-
-
-def test_a_model_that_fsdp_shards_is_refused() -> None:
-    class FSDPModule(nn.Linear):
-        """Called as torch's own."""
-
-    with pytest.raises(anybatch.NotYetError, match="sharded by FSDP, which is not there yet"):
-        anybatch.Engine(FSDPModule(3, 1), nn.MSELoss(), micro_batch=2)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from tests.claims.test_lanes import ROWS, N
-from tests.oracle import assert_exact, undivided
+from tests.oracle import assert_exact, state_of, undivided
+from tests.ranks.pool import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -61,6 +62,32 @@ def test_draws_are_those_of_the_whole_batch(micro_batch: int) -> None:
     found = Engine(model, F.cross_entropy, micro_batch=micro_batch, rng="batch").backward(x, y)
     got = {"loss": found} | {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     assert_exact(got, want)
+
+
+def dropped(rank: int, size: int, n: int) -> Any:
+    """Run a step of dropout on the rows of a rank, all ranks on one device; `size` 1 is torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double().cuda()
+    x, y = torch.randn(N, 6).double().cuda(), torch.randint(3, (N,)).cuda()
+    torch.manual_seed(1 + rank)
+    if size == 1:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+    else:
+        rows = slice(n) if rank == 0 else slice(n, N)
+        engine = Engine(model, F.cross_entropy, micro_batch=3, rng="batch")
+        loss = engine.backward(x[rows], y[rows])
+    found = {name: value.cpu() for name, value in state_of(model, loss).items()}
+    return found, torch.cuda.get_rng_state()
+
+
+@pytest.mark.parametrize("n", [7, N])
+def test_draws_are_those_of_the_batch_of_all_ranks(n: int) -> None:
+    want, dice = dropped(0, 1, N)
+    with ranks(2) as pool:
+        for got, its in pool.run(dropped, n):
+            assert_exact(got, want)
+            assert torch.equal(its, dice)
 
 
 def test_one_rank_on_nccl_is_one_process(tmp_path: Any) -> None:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.norm.moments import merged, moments_of
+from anybatch.meter import Meter
+from anybatch.norm.moments import CACHED, HALF, merged, moments_of
 
 
 @given(
@@ -43,3 +44,15 @@ def test_half_precision_is_summed_in_float32() -> None:
     found = moments_of(x)
     assert torch.allclose(found.mean.float(), x.float().mean(0), atol=1e-6)
     assert torch.allclose(found.variance.float(), x.float().var(0, correction=0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 700])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_rows_that_come_next_take_no_less_memory(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 4, 300).to(dtype)
+    vectors = 32 * 8 * 4
+    with Meter(x.device, {"x": [x]}) as meter:
+        moments_of(x)
+    cached = CACHED if dtype in HALF else 0
+    assert meter.peak - x.nbytes <= max(x.nbytes, cached) + vectors
+    assert meter.peak - x.nbytes <= CACHED + vectors

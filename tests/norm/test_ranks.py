@@ -120,6 +120,25 @@ def test_an_engine_meets_for_layers_that_would_meet_by_themselves(
         assert_exact(got, state(model, loss))
 
 
+def copied(rank: int, size: int) -> dict[str, Tensor]:
+    """Run a copy, as averages of weights are made."""
+    model, (x, _) = anybatch.global_batchnorm(make({}), group=dist.group.WORLD), batch()
+    begin = sum(SHARDS[size][:rank])
+    own = slice(begin, begin + SHARDS[size][rank])
+    again = copy.deepcopy(model)
+    assert again[1].process_group is dist.group.WORLD
+    assert again[1].weight is not model[1].weight
+    assert torch.equal(again(x[own]), model(x[own]))
+    return {name: b.clone() for name, b in again.named_buffers()}
+
+
+def test_a_copy_of_a_layer_is_for_the_same_ranks(pool: tuple[int, Pool]) -> None:
+    model, (x, _) = make({}), batch()
+    model(x)
+    for got in pool[1].run(copied):
+        assert_exact(got, dict(model.named_buffers()))
+
+
 def test_parameters_and_buffers_stay_the_same_tensors_and_one_process_is_plain() -> None:
     model = make({})
     before = [*model.parameters(), *model.buffers()]

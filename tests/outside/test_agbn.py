@@ -14,6 +14,9 @@ from benchmarks import tables
 from benchmarks.agbn.accuracy import jobs, rows
 from benchmarks.agbn.accuracy import run as accuracy
 from benchmarks.agbn.accuracy.ghost import GhostBatchNorm2d, ghosted
+from benchmarks.agbn.adaptive_speed import rows as speed_rows
+from benchmarks.agbn.adaptive_speed import run as speed
+from benchmarks.agbn.adaptive_speed.ranks import Steady
 from benchmarks.agbn.images import Images, mini_batches, moved, read
 from benchmarks.agbn.learns import arms
 from benchmarks.agbn.learns import rows as learns_rows
@@ -184,10 +187,90 @@ def test_accuracy_runs_resumes_and_is_written(
 
 
 def test_without_images_nothing_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for run in (learns, accuracy):
+    for run in (learns, accuracy, speed):
         run.main(out=tmp_path, folder=tmp_path)
         assert "give --images DIR to train" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_adaptive_speed_is_whole_trainings_that_take_turns_and_resumes(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    out = tmp_path / "agbn" / "adaptive_speed"
+    for _ in range(2):  # again: what is kept is not run again
+        speed.main(images=images, quick=True, epochs=3, out=out, folder=tmp_path / "runs")
+        monkeypatch.setattr(speed, "trained", lambda *_: pytest.fail("it is kept"))
+    results = json.loads((out / "results.json").read_text())
+    [run] = results["runs"]
+    arms = run["arms"]
+    local = speed_rows.changed(run)
+    assert arms["adaptive"]["batchnorm"] == ["local"] * local + ["exact"] * (3 - local)
+    assert local == speed_rows.would_change(run, results["patience"])
+    for name in ("train_loss", "validation_loss"):  # until then it is the local training
+        assert arms["adaptive"][name][:local] == arms["local"][name][:local]
+        assert arms["global"][name] != arms["local"][name]
+    assert arms["global"]["batchnorm"] == ["exact"] * 3
+    assert "| 2 | 8 |" in tables.table("adaptive_speed")
+    assert tables.table("adaptive_speed_accuracy").count("\n") == 4
+
+
+def test_a_steady_rate_rises_and_stays() -> None:
+    recipe = Steady(64, 4, 1, samples=640)
+    rates = [recipe.rate(step) for step in range(recipe.epochs * recipe.steps)]
+    assert rates[0] == pytest.approx(0.005)
+    assert set(rates[recipe.steps - 1 :]) == {0.05}
+
+
+def test_validation_images_are_a_fifth_of_each_class_and_are_not_trained_on(images: Path) -> None:
+    data = speed.prepare(images, Steady(8, 1, 1, samples=40, tests=10))
+    both = read(images, 50, 10)[0]
+    assert data.train.targets.bincount().tolist() == [20, 20]
+    assert data.validation.targets.bincount().tolist() == [5, 5]
+    assert torch.equal(data.validation.inputs, both.inputs[4::5])
+    rest = {tuple(x.flatten()[:50].tolist()) for x in data.train.inputs}
+    assert not rest & {tuple(x.flatten()[:50].tolist()) for x in data.validation.inputs}
+
+
+def made_up_speeds() -> dict[str, Any]:
+    """Global takes twice as long as local; adaptive is local for 3 epochs of 4 in seed 0, or 4."""
+    runs = []
+    for seed, losses in enumerate(([3, 2, 2, 2], [4, 3, 2, 1])):
+        kinds = ["local"] * (3 + seed) + ["exact"] * (1 - seed)
+        took = {"local": [1.0] * 4, "global": [2.0] * 4}
+        took["adaptive"] = [1.0 if kind == "local" else 2.0 for kind in kinds]
+        arms = {
+            arm: {
+                "seconds": seconds,
+                "batchnorm": kinds,
+                "validation_loss": losses,
+                "train_accuracy": [0.5],
+                "test_accuracy": 0.4 + 0.01 * seed,
+            }
+            for arm, seconds in took.items()
+        }
+        runs.append({"ranks": 4, "seed": seed, "arms": arms, "whole_seconds": 90})
+    recipe, sizes = {"epochs": 4}, {"batch": 16, "ranks": [2, 4]}
+    more = {"seeds": [0, 1], "patience": 1, "environment": {"cores": 2}}
+    return {"runs": runs, "recipe": recipe, "sizes": sizes, **more}
+
+
+def test_what_of_figure_5_reproduces_is_computed_from_the_seconds() -> None:
+    results = made_up_speeds()
+    said = speed_rows.adaptive_speed(results)
+    assert "| 4 | 4 | 0.50 (0.50 to 0.50) | 0.75 | 1.80 ± 0.28 | 1.10 | 3, 4 of 4 |" in said
+    assert "50 % of the speed of local; the paper's 75 % lies outside the quartiles" in said
+    assert (
+        "+80 % faster than global (+60 to +100 % by seed); the paper's +10 % lies outside" in said
+    )
+    assert "In 1 of 2 trainings it never became global." in said
+    assert "4 ranks share 2 cores." in said
+    composed = speed_rows.adaptive_speed_patience(results)
+    assert "| 4 ranks | 1 | 3, 4 | 1.80 ± 0.28 | 1.80 ± 0.28 |" in composed
+    assert "| 4 ranks | 3 | 4, 4 | 2.00 ± 0.00 | not run |" in composed
+    assert "| 4 ranks, global | 50.0 ± 0.0 | 40.5 ± 0.7 | 0.0 ± 0.0 |" in (
+        speed_rows.adaptive_speed_accuracy(results)
+    )
 
 
 def figures(gain: dict[tuple[int, int], float]) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import typer
 from benchmarks.mbs.tables import plain, rows, run
 from benchmarks.mbs.tables.data import Prepared, prepare_images, prepare_masks
 from benchmarks.mbs.tables.jobs import (
+    ALONE,
     AMOEBANET,
+    BATCHNORM,
     QUICK,
     RESNET_20,
     SMALL,
@@ -26,6 +28,7 @@ from benchmarks.mbs.tables.jobs import (
     in_micro_batches,
     of_table,
     undivided,
+    with_batchnorm,
 )
 from benchmarks.mbs.tables.limited import is_memory_failure
 from benchmarks.mbs.tables.one_run import first_line, job_of
@@ -71,7 +74,7 @@ def made_up(job: Job, data: Prepared, out: Path) -> dict[str, Any]:
     """Every undivided mini-batch above the case's guess fails; one model diverges at 64."""
     times = {"from": 10.0 * job.seed, "to": 10.0 * job.seed + 7}
     guess = {case.name: case.initial for case in SMALL.cases}[job.case]
-    if job.way == "undivided" and job.batch > guess:
+    if job.way in ALONE and job.batch > guess:
         return {"ended": "failed", "error": "RuntimeError: can't allocate memory", **times}
     if job.case == AMOEBANET.name and job.batch == 64:
         return {"ended": "diverged", "error": "TrainingError: the loss", **times}
@@ -95,10 +98,14 @@ def test_under_one_cap_the_undivided_batch_fails_and_micro_batches_train(
     fails = undivided(TINY, case, 64, seed=0)
     trains = in_micro_batches(TINY, case, 64, initial=8, seed=0)
     fits = undivided(TINY, case, 8, seed=0)
+    normed, exact = with_batchnorm(TINY, case, 64, 8, seed=0)
     runs = Runs(Working(tmp_path / "runs.jsonl"), {case.name: data}, tmp_path / "runs", 2)
-    runs.all([fails, trains, fits])
+    runs.all([fails, trains, fits, normed, exact])
     found = [runs.working.get(job) for job in (fails, trains, fits)]
     assert [one["ended"] for one in found if one] == ["failed", "trained", "trained"], found
+    both = [runs.one(job)["ended"] for job in (normed, exact)]
+    assert both == ["failed", "trained"]
+    assert (exact.lanes, exact.malloc, normed.lanes) == (8, "mapped", 0)
     assert all(len(one["train_loss"]) == 1 for one in found[1:] if one)
     again = Runs(Working(tmp_path / "runs.jsonl"), {}, tmp_path / "none", 2)
     assert [again.one(job) for job in (fails, trains, fits)] == found
@@ -222,7 +229,7 @@ def test_all_tables_are_written_from_what_was_run(
     text = (tmp_path / "out" / "results.json").read_text()
     assert not re.search(r'"[^"]*/[^"]*/', text), "a path"
     results = json.loads(text)
-    assert set(results["table_seconds"]) == set(TABLES)
+    assert set(results["table_seconds"]) == set(TABLES) - {BATCHNORM}
     assert results["table_seconds"]["table4"] == 21
     table = rows.table4(results)
     last = "Failed | 35.00 ± 10.00 | Failed | 0.38 |"
@@ -237,6 +244,47 @@ def test_all_tables_are_written_from_what_was_run(
     assert rows.tables(results).count("### Table") == 5
     with Image.open(tmp_path / "out" / "curves.png") as picture:
         assert picture.height > picture.width
+
+
+def test_the_columns_with_batchnorm_are_added_to_tables_that_were_run_elsewhere(
+    images: Path, masks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Job] = []
+    monkeypatch.setattr(run, "Runs", functools.partial(Runs, start=counting(calls)))
+    monkeypatch.setattr(run, "SMALL", replace(SMALL, largest=64))
+    again = functools.partial(run.main, images=images, membrane=masks, out=tmp_path / "out")
+    path = tmp_path / "out" / "results.json"
+    names = "table1,table2,table3,table4,table5,figure3"
+    again(only=names, folder=tmp_path / "elsewhere")
+    before = json.loads(path.read_text())
+    assert "not run" in rows.table3(before)
+    calls.clear()
+    add = functools.partial(again, only="batchnorm", folder=tmp_path / "here")
+    add(batches="16,64", models="resnet20", seeds=2)
+    assert {(job.model, job.batch, job.seed, job.way) for job in calls} == {
+        ("resnet20", batch, seed, way)
+        for batch in (16, 64)
+        for seed in (0, 1)
+        for way in ("norm", "exact")
+    }
+    found = json.loads(path.read_text())
+    assert found["table_seconds"] == before["table_seconds"]
+    assert "The 8 trainings with BatchNorm took 1 minutes, the sum" in rows.tables(found)
+    assert found["runs"][: len(before["runs"])] == before["runs"]
+    table = rows.table4(found).splitlines()
+    cells = {line.split(" | ")[1]: line.split(" | ")[13:] for line in table if "ResNet-20" in line}
+    figure = "50.00 ± 0.00 (2 epochs, 2 of 3 seeds)"
+    assert cells["16"][:2] == [figure, figure]
+    assert cells["32"][:2] == ["not run", "not run"]
+    assert cells["64"][:2] == ["Failed (2 of 3 seeds)", figure]
+    count = len(calls)
+    add(batches="16", models="resnet20,unet", seeds=1, epochs=1)
+    assert len(calls) == count + 4  # of both models: other epochs are other trainings
+    assert {job.epochs for job in calls[count:]} == {1}
+    later = json.loads(path.read_text())["runs"]
+    assert len(later) == len(found["runs"]) + 2  # U-Net's; the others take their places
+    with pytest.raises(typer.BadParameter, match="must have the size of the tables"):
+        add(quick=True)
 
 
 def test_a_cell_says_how_many_seeds_failed() -> None:

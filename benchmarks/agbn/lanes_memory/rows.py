@@ -55,5 +55,28 @@ def lanes_memory_scan(results: Results) -> str:
     return markdown(head, rows)
 
 
+def lanes_memory_thresholds(results: Results) -> str:
+    """Growth and time by the size from which blocks are mapped by themselves."""
+    found = results.get("thresholds", {})
+    if not found:
+        return "*Not run yet.*"
+    head = ["network", "mapped from, KiB"]
+    head += [f"{way}: {what}" for way in ("plain", "lanes") for what in ("growth, MB", "time")]
+    rows = [
+        [
+            name,
+            int(size) // 1024,
+            *(text for way in ("plain", "lanes") for text in _grown(ways[way])),
+        ]
+        for size, nets in sorted(found.items(), key=lambda item: -int(item[0]))
+        for name, ways in nets.items()
+    ]
+    return markdown(head, sorted(rows, key=lambda row: row[0]))
+
+
+def _grown(cell: Results) -> tuple[str, str]:
+    return _mb(cell["growth"]), f"{cell['time']:.2f}"
+
+
 def _mb(count: int) -> str:
     return f"{count / 1e6:.1f}"

@@ -10,13 +10,16 @@ Live bytes are those of tensors at the peak of the second step: parameters, buff
 all that the step allocates, without the mini-batch. The goal is a tenth of the undivided batch's,
 plus a set of gradients. From outside: the most that the process has had in memory, as its parent
 reads it from the system, less what it had after a step of two samples; in the malloc mode "tight",
-where blocks over 1 MiB return to the system when they are freed.
+where large blocks return to the system when they are freed.
 
-A scan over the number of micro-batches of a small ResNet shows both fall together.
+A scan over the number of micro-batches of a small ResNet shows both fall together. Another changes
+the size from which mode tight maps blocks by themselves: growth and time, each size in a process of
+its own and the processes taking their steps in turns, the time over that of the largest size.
 """
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,40 +28,95 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from anybatch.apps.allocator import glibc, settings_of
+from anybatch.apps.allocator import TUNABLES, glibc, settings_of
 from benchmarks.agbn.lanes_memory.one import NETS
+from benchmarks.environment import environment
 from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
 LANES = 16
 COUNTS = (2, 4, 8, 16, 32, 64, 128)
 SMALL = "small"
+THRESHOLDS = (2**20, 2**19, 2**17)
+ROUNDS = 8
 SHARE = 0.10
 WAYS = ("undivided", "plain", "lanes")
 Results = dict[str, Any]
 
 
+class Child:
+    """A network trained one way in a process of its own, whose malloc was set before it started.
+
+    Attributes:
+        found: what it has counted, and by how much it has grown.
+    """
+
+    def __init__(self, name: str, way: str, lanes: int, malloc: dict[str, str]) -> None:
+        other = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", TUNABLES))}
+        command = [sys.executable, "-m", "benchmarks.agbn.lanes_memory.one", name, way, str(lanes)]
+        self._process = subprocess.Popen(
+            command,
+            env={**other, **malloc},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._heard()
+        before = resident(self._process.pid, "VmRSS")
+        self._say("go on")
+        self.found: Results = json.loads(self._heard())
+        self.found["growth"] = resident(self._process.pid, "VmHWM") - before
+
+    def step(self) -> float:
+        """Take a step more; its seconds."""
+        self._say("step")
+        return float(self._heard())
+
+    def close(self) -> None:
+        """End the process."""
+        self._say("end")
+        self._process.communicate()
+
+    def _say(self, word: str) -> None:
+        print(word, file=self._process.stdin, flush=True)
+
+    def _heard(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a step must end, and its process did with {self._process.wait()}")
+        return line
+
+
 def child(name: str, way: str, lanes: int) -> Results:
-    """Run one way in a new process; what it counted, and by how much it has grown."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    command = [sys.executable, "-m", "benchmarks.agbn.lanes_memory.one", name, way, str(lanes)]
-    with subprocess.Popen(
-        command,
-        env={**ours, **settings_of("tight", glibc())},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        before = resident(process.pid, "VmRSS")
-        print(file=process.stdin, flush=True)
-        said = process.stdout.readline()
-        most = resident(process.pid, "VmHWM")
-        print(file=process.stdin, flush=True)
-    found: Results = json.loads(said)
-    return {**found, "growth": most - before}
+    """Run one way in a new process in mode tight."""
+    one = Child(name, way, lanes, settings_of("tight", glibc()))
+    one.close()
+    return one.found
+
+
+def thresholds(names: tuple[str, ...], sizes: tuple[int, ...], rounds: int) -> Results:
+    """Growth and time of mode tight if its blocks are mapped from other sizes on.
+
+    The processes of a network and way take their steps in turns; times are over the first size's.
+    """
+    found: Results = {}
+    for name, way in [(name, way) for name in names for way in WAYS[1:]]:
+        lanes = 2 if name == SMALL else LANES
+        every = {}
+        for size in track(sizes, description=f"{name}, {way}", console=console, auto_refresh=False):
+            malloc = settings_of("tight", glibc()) | {"MALLOC_MMAP_THRESHOLD_": str(size)}
+            every[size] = Child(name, way, lanes, malloc)
+        taken = []
+        for turn in track(range(rounds), description="in turns", console=console):
+            order = sizes if turn % 2 else sizes[::-1]
+            taken.append({size: every[size].step() for size in order})
+        for size, one in every.items():
+            one.close()
+            ratio = statistics.median(row[size] / row[sizes[0]] for row in taken)
+            cell = {"growth": one.found["growth"], "peak": one.found["peak"], "time": ratio}
+            found.setdefault(str(size), {}).setdefault(name, {})[way] = cell
+    return found
 
 
 def resident(pid: int, field: str) -> int:
@@ -80,40 +138,42 @@ def judged(cells: Results) -> Results:
     return {"ways": cells, "share": share, "kept": inside <= SHARE}
 
 
+def scanned(counts: tuple[int, ...]) -> Results:
+    """What the small network holds by the number of micro-batches."""
+    scan = {"1": {"undivided": child(SMALL, "undivided", 1)}}
+    for count in track(counts, description="scan", console=console, auto_refresh=False):
+        scan[str(count)] = {way: child(SMALL, way, count) for way in WAYS[1:]}
+    return scan
+
+
 def main(
     *,
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
-    only: Annotated[str, typer.Option(help="networks, or scan; comma between")] = "",
+    only: Annotated[str, typer.Option(help="networks, scan or thresholds; comma between")] = "",
 ) -> None:
     """Train each way in a process of its own and write results.json."""
     names = [name for name in NETS if name != SMALL]
-    chosen = only.split(",") if only else [*names, "scan"]
+    chosen = only.split(",") if only else [*names, "scan", "thresholds"]
     if quick:
-        chosen = ["scan"]
+        chosen = ["scan", "thresholds"]
     results = read(out / "results.json") or {"nets": {}, "scan": {}}
     for name in (n for n in names if n in chosen):
         cells = {
             way: child(name, way, LANES)
             for way in track(WAYS, description=name, console=console, auto_refresh=False)
         }
-        results["environment"] = cells["lanes"]["environment"]
-        results["nets"][name] = judged({w: _without(cell) for w, cell in cells.items()})
+        results["nets"][name] = judged(cells)
     if "scan" in chosen:
-        counts = (2,) if quick else COUNTS
-        scan = {"1": {"undivided": child(SMALL, "undivided", 1)}}
-        results["environment"] = scan["1"]["undivided"]["environment"]
-        for count in track(counts, description="scan", console=console, auto_refresh=False):
-            scan[str(count)] = {way: child(SMALL, way, count) for way in ("plain", "lanes")}
-        results["scan"] = {
-            k: {way: _without(cell) for way, cell in ways.items()} for k, ways in scan.items()
-        }
+        results["scan"] = scanned((2,) if quick else COUNTS)
+    if "thresholds" in chosen:
+        nets = (SMALL,) if quick else tuple(names[::2])
+        taken = thresholds(nets, THRESHOLDS[:2] if quick else THRESHOLDS, 1 if quick else ROUNDS)
+        results["thresholds"] = taken
     sizes = {n: {"pixels": net.pixels, "batch": net.batch} for n, net in NETS.items()}
-    write(out / "results.json", results | {"seed": 0, "sizes": sizes, "lanes": LANES})
-
-
-def _without(cell: Results) -> Results:
-    return {key: value for key, value in cell.items() if key != "environment"}
+    where = environment() | {"malloc": "tight", "threads": 1}
+    facts = {"environment": where, "seed": 0, "sizes": sizes, "lanes": LANES}
+    write(out / "results.json", results | facts)
 
 
 if __name__ == "__main__":

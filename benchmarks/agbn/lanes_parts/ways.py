@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from benchmarks.agbn.lanes.run import AMPLE, local, normalised, undivided
 from benchmarks.mbs.models import ResNet
 
 PIXELS = 32
+AMPLE = "1000GiB"
 ROOMS = {"stays": None, "watched": 1 << 60, "leaves": 0}
 WAYS = ("undivided", "plain", *ROOMS)
 Run = Callable[[nn.Module, Tensor, Tensor], None]
@@ -37,6 +37,33 @@ class Subject:
     x: Tensor
     y: Tensor
     micro_batch: int
+
+
+def normalised(model: nn.Module) -> nn.Module:
+    """Return the model with BatchNorm in the place of GroupNorm."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.GroupNorm):
+            setattr(model, name, nn.BatchNorm2d(child.num_channels))
+        else:
+            normalised(child)
+    return model
+
+
+def undivided(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Torch alone."""
+    torch.autograd.backward(F.cross_entropy(model(x), y))
+
+
+def local(micro_batch: int) -> Run:
+    """Return the loop by hand, whose BatchNorm is that of each micro-batch."""
+
+    def run(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        parts = zip(torch.split(x, micro_batch), torch.split(y, micro_batch), strict=True)
+        for part, target in parts:
+            share = len(part) / len(x)
+            torch.autograd.backward(F.cross_entropy(model(part), target) * share)
+
+    return run
 
 
 def network(width: int, blocks: tuple[int, ...], norms: int | None = None) -> nn.Module:

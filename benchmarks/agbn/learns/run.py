@@ -32,10 +32,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor, nn
 
+from anybatch.meter import Meter
 from benchmarks.agbn.images import Images, mini_batches, read
-from benchmarks.agbn.lanes.run import peak
 from benchmarks.agbn.learns.arms import ARMS, ORDERS, Arm, agreement, backward_of
 from benchmarks.agbn.learns.curves import draw
 from benchmarks.agbn.training import Outcome, Recipe, initial, train
@@ -94,14 +93,16 @@ def trained(job: Training, data: Data) -> Outcome:
 
 
 def peak_of(arm: Arm, size: Size, images: Images) -> int:
-    """Return the live bytes at the peak of a step of an arm."""
+    """Return the live bytes at the peak of a step of an arm that is not the first."""
     model = initial(0)
     backward = backward_of(arm, model, size.micro_batch)
-
-    def step(_: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+    inputs, targets = next(mini_batches(images, size.recipe.batch, 0, 0))
+    backward(inputs, targets, lambda *_: None)
+    model.zero_grad()
+    known = {"parameters": model.parameters(), "buffers": model.buffers()}
+    with Meter(inputs.device, known) as meter:
         backward(inputs, targets, lambda *_: None)
-
-    return peak(step, model, *next(mini_batches(images, size.recipe.batch, 0, 0)))
+    return int(meter.peak)
 
 
 def run(size: Size, data: Data, working: Working) -> dict[str, Any]:

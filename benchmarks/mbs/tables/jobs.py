@@ -12,7 +12,8 @@ from anybatch.apps.settings import RecipeName, Settings, Task
 from benchmarks.environment import MALLOC as MODES
 
 MIB, GIB = 2**20, 2**30
-TABLES = ("table1", "table2", "table3", "table4", "table5", "figure3")
+BATCHNORM = "batchnorm"
+TABLES = ("table1", "table2", "table3", "table4", "table5", "figure3", BATCHNORM)
 OF_TASK: dict[str, Task] = {
     "table3": "segmentation",
     "table5": "segmentation",
@@ -21,7 +22,18 @@ OF_TASK: dict[str, Task] = {
 }
 BATCHES_OF_TABLE1 = (2, 16)
 TIGHT = {"MALLOC_MMAP_THRESHOLD_": str(8 * MIB), "MALLOC_TRIM_THRESHOLD_": str(64 * MIB)}
-MALLOC = {**MODES, "tight": TIGHT}
+# Lanes take turns, so one arena is enough; parked blocks go back to the system at once.
+MAPPED = {
+    "MALLOC_MMAP_THRESHOLD_": str(MIB // 4),
+    "MALLOC_TRIM_THRESHOLD_": str(MIB),
+    "MALLOC_ARENA_MAX": "1",
+}
+MALLOC = {**MODES, "tight": TIGHT, "mapped": MAPPED}
+
+
+Way = Literal["undivided", "micro", "norm", "exact"]
+NORMED: tuple[Way, ...] = ("norm", "exact")
+ALONE: tuple[Way, ...] = ("undivided", "norm")
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,11 @@ class Preset:
 
 @dataclass(frozen=True)
 class Job:
-    """One training. `way` is "undivided", or "micro" in micro-batches of `micro`."""
+    """One training. `way` is "undivided", or "micro" in micro-batches of `micro`.
+
+    Both have GroupNorm; "norm" is undivided with BatchNorm, and "exact" is BatchNorm of the whole
+    mini-batch in micro-batches. A new field would be another job: finished ones would not be found.
+    """
 
     case: str
     model: str
@@ -85,7 +101,7 @@ class Job:
     samples: int | None
     batch: int
     micro: int
-    way: Literal["undivided", "micro"]
+    way: Way
     seed: int
     epochs: int
     cap: int
@@ -100,7 +116,7 @@ class Job:
             data=data,
             model=self.model,
             recipe=self.recipe,
-            norm="group",
+            norm="batch" if self.way in NORMED else "group",
             batch_size=self.batch,
             micro_batch=self.micro,
             epochs=self.epochs,
@@ -116,8 +132,14 @@ class Job:
         )
 
     def __str__(self) -> str:
-        how = "undivided" if self.way == "undivided" else f"in micro-batches of {self.micro}"
+        how = "undivided" if self.way in ALONE else f"in micro-batches of {self.micro}"
+        how += " with BatchNorm" if self.way in NORMED else ""
         return f"{self.case} at {self.look.pixels} px, batch {self.batch} {how}, seed {self.seed}"
+
+    @property
+    def lanes(self) -> int:
+        """Threads of a step: micro-batches that wait for each other; 0 where none does."""
+        return -(-self.batch // self.micro) if self.way == "exact" else 0
 
 
 def _square(size: int, pad: int = 0) -> Look:
@@ -219,6 +241,14 @@ def in_micro_batches(preset: Preset, case: Case, batch: int, initial: int, seed:
     return replace(undivided(preset, case, batch, seed), micro=micro, way="micro")
 
 
+def with_batchnorm(preset: Preset, case: Case, batch: int, initial: int, seed: int) -> list[Job]:
+    """Return the training with BatchNorm without micro-batches, and the exact one in the same."""
+    exact = replace(in_micro_batches(preset, case, batch, initial, seed), way="exact")
+    if preset.device == "cpu":
+        exact = replace(exact, malloc="mapped")
+    return [replace(undivided(preset, case, batch, seed), way="norm"), exact]
+
+
 def batches(preset: Preset, initial: int) -> list[int]:
     """Return the mini-batches of tables 4 and 5: the initial one, doubled up to the largest."""
     sizes = [initial]
@@ -230,9 +260,18 @@ def batches(preset: Preset, initial: int) -> list[int]:
 def of_table(table: str, preset: Preset, initial: Mapping[str, int]) -> list[Job]:
     """Return the trainings of a table, given the initial mini-batch of each case.
 
-    Table 2 is the search for those, so it has no other training.
+    Table 2 is the search for those, so it has no other training. BATCHNORM are the columns of
+    tables 3 to 5 with BatchNorm.
     """
     jobs: list[Job] = []
+    if table == BATCHNORM:
+        return [
+            job
+            for seed in preset.seeds
+            for case in preset.cases
+            for batch in (batches(preset, initial[case.name]) if case.name in initial else [])
+            for job in with_batchnorm(preset, case, batch, initial[case.name], seed)
+        ]
     for case in preset.cases:
         if table == "table1" and case.small is not None:
             looks = (case.small, case.large)

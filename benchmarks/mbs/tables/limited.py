@@ -8,8 +8,10 @@ writable page of the process:
 
 The cap stands for the device of the paper, so what would lie in host memory there comes on top:
 the decoded images and the mini-batch itself, three times, because the loader holds the views and
-their stack while the loop still holds the last mini-batch. On CUDA the cap is torch's own limit on
-its allocator.
+their stack while the loop still holds the last mini-batch; and where micro-batches wait for each
+other, the stack of each one's thread, which the kernel counts whole, used or not: 8 MiB by default,
+so that a step of 64 would need half a GiB of nothing. On CUDA the cap is torch's own limit on its
+allocator.
 
 Source: getrlimit(2); MBS, section 4.2.1, where the cap is the 24 GB of an RTX 3090.
 """
@@ -25,9 +27,11 @@ from anybatch.apps.build import Parts
 from anybatch.apps.sources import CACHE_BYTES
 
 COPIES = 3  # of a mini-batch on the host
+STACK = 256 * 1024  # bytes, of a thread that waits
 PHRASES = (
     *("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc"),
     *("could not create a primitive", "could not create a memory", "unable to mmap"),
+    "can't start new thread",
     *("failed to allocate", "alloc_failed", "memory allocation still failed", "memoryerror"),
 )
 
@@ -81,11 +85,14 @@ class CudaLimit:
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
-def make_limit(parts: Parts, batch: int, cap: int) -> Limit:
-    """Return the limit for a training of `parts` in mini-batches of `batch`, not yet begun."""
+def make_limit(parts: Parts, batch: int, cap: int, lanes: int = 0) -> Limit:
+    """Return the limit for a training of `parts` in mini-batches of `batch`, not yet begun.
+
+    `lanes` are the threads of a step, each with a stack of `STACK` bytes.
+    """
     if parts.device.type == "cuda":
         return CudaLimit(parts.device, cap)
-    return DataLimit(cap + host_bytes(parts, batch))
+    return DataLimit(cap + host_bytes(parts, batch) + lanes * STACK)
 
 
 def data_bytes() -> int:

@@ -7,6 +7,7 @@ and because the heap that one training leaves behind would be room for the next.
 import json
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,8 @@ from anybatch.apps.faults import TrainingError
 from anybatch.apps.progress import Silent
 from anybatch.apps.settings import Settings
 from anybatch.apps.train import train
-from benchmarks.mbs.tables.jobs import Job, Look
-from benchmarks.mbs.tables.limited import Limit, is_memory_failure, make_limit
+from benchmarks.mbs.tables.jobs import ALONE, Job, Look
+from benchmarks.mbs.tables.limited import STACK, Limit, is_memory_failure, make_limit
 from benchmarks.mbs.tables.plain import Row, train_undivided
 from benchmarks.mbs.training_rows import CURVES
 
@@ -56,9 +57,11 @@ def in_micro_batches(settings: Settings, limit: Limit) -> list[Row]:
 
 def outcome(job: Job, settings: Settings) -> Outcome:
     """Train `job` under its cap; return how it ended, and its figures or the error's first line."""
-    limit = make_limit(build(settings), job.batch, job.cap)
+    limit = make_limit(build(settings), job.batch, job.cap, job.lanes)
+    if job.lanes:
+        threading.stack_size(STACK)
     try:
-        if job.way == "undivided":
+        if job.way in ALONE:
             rows = train_undivided(settings, limit.begin)
         else:
             rows = in_micro_batches(settings, limit)

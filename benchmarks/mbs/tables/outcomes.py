@@ -1,7 +1,9 @@
 """From the working file to the results file: what is finished of each table, and nothing else.
 
 The results file is made from the working file alone, so it is the same whether a table was run in
-one go or in ten, and a table of which a training is missing is not in it.
+one go or in ten, and a table of which a training is missing is not in it. The columns with
+BatchNorm are the exception: they hold what there is of them, and can be added to a file whose
+tables were run elsewhere.
 """
 
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from benchmarks.environment import environment
 from benchmarks.mbs.tables.jobs import (
     BATCHES_OF_TABLE1,
+    BATCHNORM,
     TABLES,
     Case,
     Job,
@@ -51,6 +54,7 @@ def finished(preset: Preset, working: Working) -> tuple[dict[str, int], dict[str
     initial = {name: size for name, (size, _) in searches.items() if size is not None}
     jobs = {name: of_table(name, preset, initial) for name in TABLES}
     jobs["table2"] = [job for _, asked in searches.values() for job in asked]
+    jobs[BATCHNORM] = [job for job in jobs[BATCHNORM] if working.get(job)]
     whole = {name: of for name, of in jobs.items() if of and all(working.get(job) for job in of)}
     return initial, whole
 
@@ -65,7 +69,9 @@ def collected(preset: Preset, working: Working, processes: int) -> Results:
         "seeds": list(preset.seeds),
         "processes": processes,
         "table_seconds": {
-            name: round(busy_seconds(outcomes[job] for job in of), 1) for name, of in whole.items()
+            name: round(busy_seconds(outcomes[job] for job in of), 1)
+            for name, of in whole.items()
+            if name != BATCHNORM
         },
         "batches_of_table1": list(BATCHES_OF_TABLE1),
         "order": [case.name for case in preset.cases],
@@ -77,6 +83,18 @@ def collected(preset: Preset, working: Working, processes: int) -> Results:
         },
         "runs": [_run(job, found) for job, found in outcomes.items()],
     }
+
+
+def added(before: Results, jobs: list[Job], working: Working) -> Results:
+    """Return a results file with those of `jobs` that are finished, all with BatchNorm, in it.
+
+    Each takes the place of the same one with another number of epochs; everything else stays.
+    """
+    found = [_run(job, one) for job in jobs if (one := working.get(job)) is not None]
+    names = ("case", "pixels", "batch", "micro", "way", "seed")
+    new = {tuple(run[name] for name in names) for run in found}
+    kept = [run for run in before["runs"] if tuple(run[name] for name in names) not in new]
+    return before | {"runs": kept + found}
 
 
 def _modes(preset: Preset) -> str:

@@ -17,6 +17,7 @@ Results = dict[str, Any]
 Run = dict[str, Any]
 Pick = Callable[[Run], float]
 WAYS = {"undivided": "w/o MBS", "micro": "w/ MBS"}
+NORMED = {"norm": "w/o MBS", "exact": "w/ MBS, exact"}  # with BatchNorm
 METRICS = {"classification": "accuracy", "segmentation": "IoU"}
 
 
@@ -99,9 +100,14 @@ def table3(results: Results) -> str:
             for way in _ways(results)
         ]
         theirs = [WITHOUT[case["paper"]][0], WITH[case["paper"]][first][0]]
-        rows.append([f"{name}: IoU (%)", *cells, *theirs])
+        found = {
+            way: selected(results, name, way, first, case["pixels"]["large"]) for way in NORMED
+        }
+        normed = [cell(found[way], best) + _shorter(results, found[way]) for way in NORMED]
+        rows.append([f"{name}: IoU (%)", *cells, *theirs, *normed])
     ways = [WAYS[way] for way in _ways(results)]
-    return _markdown(["model", *ways, "paper: w/o MBS", "w/ MBS"], rows)
+    head = ["model", *ways, "paper: w/o MBS", "w/ MBS"]
+    return _markdown([*head, *(f"BatchNorm: {how}" for how in NORMED.values())], rows)
 
 
 def table4(results: Results) -> str:
@@ -127,11 +133,19 @@ def _by_batch(results: Results, task: str) -> str:
             cells = [cell(found[way], pick) for pick in (best, last) for way in ways]
             cells += [seconds(found[way]) for way in ways]
             micro = str(found["micro"][0]["micro"])
-            rows.append([name, str(batch), micro, *cells, *_paper(case, batch)])
+            found = {way: selected(results, name, way, batch, pixels) for way in NORMED}
+            normed = [
+                cell(found[way], pick) + _shorter(results, found[way])
+                for pick in (best, last)
+                for way in NORMED
+            ]
+            normed += [seconds(found[way]) for way in NORMED]
+            rows.append([name, str(batch), micro, *cells, *_paper(case, batch), *normed])
     said = (f"max. {metric} (%)", f"{metric} of the last epoch (%)", "seconds an epoch")
     head = [f"{what}, {WAYS[way]}" for what in said for way in ways]
     theirs = [f"paper: {metric} (%), w/o MBS", "w/ MBS", "seconds, w/o MBS", "w/ MBS"]
-    return _markdown(["model", "batch", "micro-batch", *head, *theirs], rows)
+    ours = [f"BatchNorm: {what}, {NORMED[way]}" for what in said for way in NORMED]
+    return _markdown(["model", "batch", "micro-batch", *head, *theirs, *ours], rows)
 
 
 def _paper(case: Results, batch: int) -> list[str]:
@@ -140,6 +154,17 @@ def _paper(case: Results, batch: int) -> list[str]:
         return [""] * 4
     figure, seconds = WITHOUT[case["paper"]] if batch == min(theirs) else ("Failed", "Failed")
     return [figure, theirs[batch][0], seconds, theirs[batch][1]]
+
+
+def _shorter(results: Results, runs: list[Run]) -> str:
+    """How the runs of a cell differ from the others of the table, if they are fewer or shorter."""
+    trained = [run for run in runs if run["ended"] == TRAINED]
+    epochs, seeds = {len(run["test_metric"]) for run in trained}, {run["seed"] for run in runs}
+    others = sorted(epochs - {results["sizes"]["epochs"]})
+    words = [f"{n} epoch{'s' if n > 1 else ''}" for n in others]
+    if seeds and len(seeds) < len(results["seeds"]):
+        words.append(f"{len(seeds)} of {len(results['seeds'])} seeds")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def cases(results: Results) -> list[tuple[str, Results]]:
@@ -177,6 +202,12 @@ def tables(results: Results) -> str:
             minutes = results["table_seconds"][name] / 60
             took = f"Took {minutes:.0f} minutes, {results['processes']} trainings at a time."
             parts += [f"### {title}", write(results), took]
+    normed = [run["whole_seconds"] for run in results["runs"] if run["way"] in NORMED]
+    if normed:
+        parts.append(
+            f"The {len(normed)} trainings with BatchNorm took {sum(normed) / 60:.0f} minutes, the "
+            "sum of what each took by itself."
+        )
     return "\n\n".join(parts)
 
 

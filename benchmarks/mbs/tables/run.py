@@ -9,7 +9,13 @@ At the size for two cores the models are ResNet-20, AmoebaNet-D (3, 32) and U-Ne
 2,000 training images an epoch of 32 pixels (64 for AmoebaNet-D, enlarged), or crops of 64 pixels of
 microscope images. The recipes are those of the paper's section 4.2.4, but for AmoebaNet-D's
 learning rate: 0.01, because at the paper's 0.1 the small model stays at chance. The paper's models
-have BatchNorm; here it is GroupNorm, which keeps each sample to itself.
+have BatchNorm, whose statistics there are those of each micro-batch; here it is GroupNorm, which
+keeps each sample to itself. The last columns of tables 3 to 5 are the same models with BatchNorm:
+undivided, and in the same micro-batches with `batchnorm="exact"`, which normalises by the whole
+mini-batch. What waits for the others is in an unlinked file meanwhile; each that waits is a thread,
+whose stack of 256 KiB comes on top of the cap as the host's. Parked memory must go back to the
+system at once to be refused to nobody: these run in a malloc mode, "mapped", where blocks of
+256 KiB do, which alone makes GroupNorm's steps slower too.
 Dice is computed over the whole mini-batch, which joins its samples: with MBS there is a second
 forward pass, and the time holds it. Eight epochs at batch 1024 are 16 steps, so a figure that falls
 there at a fixed learning rate says little about longer trainings.
@@ -22,10 +28,12 @@ segmentation crops of the same part of the image at two resolutions.
 
 `--images` is a folder with train/CLASS and test/CLASS, `--membrane` one with image and label.
 Finished trainings are kept in a file beside the run folders: a table that was stopped goes on
-where it stopped. `--full --device cuda --cap 24GiB` is the paper's size.
+where it stopped. `--full --device cuda --cap 24GiB` is the paper's size. `--only batchnorm` runs
+the columns with BatchNorm and adds them to the results file that is there; `--batches`, `--models`,
+`--seeds` and `--epochs` take fewer of those. What was not run is said to be.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -35,12 +43,22 @@ from anybatch.apps.settings import Task
 from anybatch.units import parse_bytes
 from benchmarks.mbs.tables.curves import draw
 from benchmarks.mbs.tables.data import Prepared, prepare_images, prepare_masks
-from benchmarks.mbs.tables.jobs import FULL, OF_TASK, QUICK, SMALL, TABLES, Preset, of_table
-from benchmarks.mbs.tables.outcomes import collected
+from benchmarks.mbs.tables.jobs import (
+    BATCHNORM,
+    FULL,
+    OF_TASK,
+    QUICK,
+    SMALL,
+    TABLES,
+    Job,
+    Preset,
+    of_table,
+)
+from benchmarks.mbs.tables.outcomes import Results, added, collected
 from benchmarks.mbs.tables.schedule import Runs, largest_undivided
 from benchmarks.mbs.tables.working import Working
 from benchmarks.mbs.trainings import RUNS
-from benchmarks.results import console, write
+from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
 
@@ -48,13 +66,60 @@ HERE = Path(__file__).parent
 def run_tables(names: tuple[str, ...], preset: Preset, runs: Runs) -> None:
     """Run what the named tables need and the working file does not have."""
     wanted = {OF_TASK[name] for name in names if name in OF_TASK}
-    searched = [case for case in preset.cases if case.task in wanted or "table2" in names]
+    all_of_them = "table2" in names or BATCHNORM in names
+    searched = [case for case in preset.cases if case.task in wanted or all_of_them]
     found = runs.each(lambda case: largest_undivided(preset, case, runs.one), searched)
     initial = {case.name: size for case, size in zip(searched, found, strict=True) if size}
     for name in names:
         jobs = of_table(name, preset, initial)
         console.print(f"{name}: {len(jobs)} trainings, {runs.missing(jobs)} of them to be run")
         runs.all(jobs)
+
+
+@dataclass(frozen=True)
+class Fewer:
+    """Which of the columns with BatchNorm to run; None and () are all."""
+
+    batches: tuple[int, ...] = ()
+    models: tuple[str, ...] = ()
+    seeds: int | None = None
+    epochs: int | None = None
+
+    def preset(self, preset: Preset) -> Preset:
+        """Return the preset whose trainings they are."""
+        return replace(preset, epochs=self.epochs or preset.epochs)
+
+    def takes(self, job: Job, preset: Preset) -> bool:
+        """Say whether a training is one of them."""
+        return (
+            (not self.batches or job.batch in self.batches)
+            and (not self.models or job.model.startswith(self.models))
+            and job.seed in preset.seeds[: self.seeds]
+        )
+
+
+def add_batchnorm(before: Results, preset: Preset, runs: Runs, fewer: Fewer) -> Results:
+    """Run the columns with BatchNorm for the cases of a results file, and return it with them.
+
+    Raises:
+        typer.BadParameter: when the file is of other data or caps.
+    """
+    caps = {case.name: case.cap for case in preset.cases}
+    there = {name: case["cap"] for name, case in before["cases"].items() if name in caps}
+    sizes = before["sizes"]["training images"], there
+    if sizes != (preset.samples or "all", caps):
+        raise typer.BadParameter(
+            "the columns with BatchNorm must have the size of the tables in the results file, "
+            f"{sizes}; got {(preset.samples or 'all', caps)}: name another folder with --out"
+        )
+    preset = fewer.preset(preset)
+    known = {name: case["initial"] for name, case in before["cases"].items() if case["initial"]}
+    jobs = of_table(BATCHNORM, preset, known)
+    chosen = [job for job in jobs if fewer.takes(job, preset)]
+    missing = runs.missing(chosen)
+    console.print(f"{BATCHNORM}: {len(chosen)} trainings, {missing} of them to be run")
+    runs.all(chosen)
+    return added(before, jobs, runs.working)
 
 
 def chosen_tables(only: str) -> tuple[str, ...]:
@@ -87,7 +152,7 @@ def main(
     *,
     images: Annotated[Path | None, typer.Option(help="folder of train/CLASS, test/CLASS")] = None,
     membrane: Annotated[Path | None, typer.Option(help="folder of image/*, label/*")] = None,
-    only: Annotated[str, typer.Option(help="table1 ... table5, figure3; comma between")] = "",
+    only: Annotated[str, typer.Option(help="table1 ... figure3, batchnorm; comma between")] = "",
     quick: bool = False,
     full: Annotated[bool, typer.Option(help="the paper's models and image sizes")] = False,
     processes: Annotated[int, typer.Option(help="trainings at a time")] = 2,
@@ -95,6 +160,12 @@ def main(
     cap: Annotated[str, typer.Option(help="of every model, such as 24GiB")] = "",
     malloc: Annotated[str, typer.Option(help="default, large or tight")] = "",
     workers: Annotated[int, typer.Option(help="processes that read images, each training")] = 0,
+    batches: Annotated[str, typer.Option(help="of --only batchnorm, such as 16,128")] = "",
+    models: Annotated[str, typer.Option(help="of --only batchnorm, such as resnet20")] = "",
+    seeds: Annotated[
+        int | None, typer.Option(help="of --only batchnorm: the first so many")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="of --only batchnorm")] = None,
     out: Path = HERE,
     folder: Annotated[Path, typer.Option("--runs", help="where run folders are made")] = RUNS,
 ) -> None:
@@ -114,7 +185,14 @@ def main(
     preset = replace(preset, cases=tuple(case for case in preset.cases if case.task in data))
     of_case = {case.name: data[case.task] for case in preset.cases}
     working = Working(at / "runs.jsonl")
-    run_tables(names, preset, Runs(working, of_case, at.resolve(), processes))
+    runs = Runs(working, of_case, at.resolve(), processes)
+    before = read(out / "results.json") if names == (BATCHNORM,) else None
+    if before is not None:
+        numbers = tuple(map(int, batches.split(","))) if batches else ()
+        fewer = Fewer(numbers, tuple(models.split(",")) if models else (), seeds, epochs)
+        write(out / "results.json", add_batchnorm(before, preset, runs, fewer))
+        return
+    run_tables(names, preset, runs)
     results = collected(preset, working, processes)
     write(out / "results.json", results)
     draw(results, out / "curves.png")

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch import tree
-from anybatch.batch import MicroBatch
+from anybatch.batch import MicroBatch, made_up
 from anybatch.dice.kernels import fault_of
 from anybatch.dice.law import Law, Rows, candidates, fitted
 from anybatch.dice.learning import Learning, Mark, Met
@@ -33,7 +33,7 @@ from anybatch.dice.refuse import WAY_OUT
 from anybatch.dice.trial import Trial
 from anybatch.errors import AnybatchError, NotExactError
 from anybatch.kept import Kept
-from anybatch.look import apart_rows, quietly, rough_layout, turned, two_sizes
+from anybatch.look import apart_rows, layout_of, quietly, rough_layout, turned, two_sizes
 from anybatch.memory_errors import out_of_memory
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, call_model, copied
@@ -65,7 +65,7 @@ def learn(step: Step) -> None:
     dice = Dice.now()
     try:
         with attributes_of(step), quietly(), torch.no_grad():
-            whole, part = two_sizes(step)
+            whole, part = two_sizes(step) if step.batch.size else _made_up(step)
             start, few = Dice.now(), _fewer(whole)
             pairs = ([few] if whole.size > FEW else []) + [(whole, part)]
             if not any(Lesson(step, start, *pair).run() for pair in pairs):
@@ -103,6 +103,14 @@ def _fewer(whole: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
     few, half = tree.rows(whole.inputs, 0, FEW, whole.size), FEW // 2
     last = turned(tree.rows(few, FEW - half, FEW, FEW), half)
     return MicroBatch(few, None, FEW), MicroBatch(last, None, half)
+
+
+def _made_up(step: Step) -> tuple[MicroBatch, MicroBatch]:
+    """Return rows of a rank that has none, and the last half of these in reverse."""
+    whole = made_up(step.batch, max(2, min(FEW, step.everyone.size)))
+    half = whole.size // 2
+    rows = tree.rows(whole.inputs, whole.size - half, whole.size, whole.size)
+    return whole, MicroBatch(turned(rows, half), None, half)
 
 
 class Lesson:
@@ -170,7 +178,7 @@ class Lesson:
         step, n = self._step, micro.size
         reverse = micro is self._part
         begin = self._whole.size - n if reverse else 0
-        rows = Rows(begin, n, step.batch.size, reverse)
+        rows = self._shared.rows(begin, n, turned=reverse)
         mode = Learning(self._shared, rows, among or Rows(0, n, n), dict(self._fitted), mark)
         self._start.put_back()
         try:
@@ -217,6 +225,8 @@ class Lesson:
         if step.layout:
             return step.layout
         n, m = self._whole.size, self._part.size
+        if step.loss.takes_outputs:
+            return layout_of(first.outputs, second.outputs, n, m)
         return rough_layout(first.outputs, second.outputs, n, m)
 
     def _settle(self, base: Run, micro: MicroBatch, layout: Layout) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from anybatch.dice.law import Law, Pattern
+from anybatch.dice.law import Law, Pattern, Rows
 from anybatch.dice.refuse import WAY_OUT
 from anybatch.dice.site import Site
 from anybatch.errors import NotExactError
@@ -61,8 +61,10 @@ class Shared:
 
     Attributes:
         laws: what is known of draws.
-        size: N_B, samples in the mini-batch.
+        size: N_B, samples in the mini-batch, over all ranks.
         modules: ids of the modules of the model.
+        before: samples of the ranks before this one.
+        several: there are other ranks.
         start: the dice with which every micro-batch begins.
         end: those after the forward of one.
         draws: of the forward of the first micro-batch, in order.
@@ -72,11 +74,27 @@ class Shared:
     laws: Laws
     size: int
     modules: Collection[int]
+    before: int = 0
+    several: bool = False
     start: Dice | None = None
     end: Dice | None = None
     draws: list[Drawn] = field(default_factory=list)
     by_state: dict[Any, Drawn] = field(default_factory=dict)
     paused: bool = False
+
+    def begin(self) -> None:
+        """Forget what was drawn: the first micro-batch comes, perhaps again."""
+        self.start = self.end = None
+        self.draws.clear()
+        self.by_state.clear()
+
+    def rows(self, begin: int, size: int, *, turned: bool = False) -> Rows:
+        """Return where rows of this rank are among those of all.
+
+        A look may take more rows than there are, from a rank that has one sample or none.
+        """
+        of = max(self.size, size)
+        return Rows(min(self.before + begin, of - size), size, of, turned)
 
 
 def ask(laws: Laws, what: Any, words: str) -> None:

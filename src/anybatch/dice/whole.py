@@ -76,20 +76,17 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             NotExactError: loading draws, between the forwards of micro-batches.
         """
         shared, loaded = self.shared, iter(micro_batches)
-        shared.start = shared.end = None
-        shared.draws.clear()
-        shared.by_state.clear()
+        shared.begin()
+        before = Dice.now() if shared.several else None
         micro, dice = next(loaded, None), None
+        if before is not None and not before.same_as(before.later()):
+            raise _loaded()  # every rank loads other samples
         while micro is not None:
             yield micro
             dice = Dice.now() if dice is None else dice.later()
             micro = next(loaded, None)
             if not dice.same_as(dice.later()):
-                raise NotExactError(
-                    "samples must be loaded without the global random generators, and loading a "
-                    "micro-batch moved them: the whole batch would be loaded before its forward "
-                    f"draws. Load with workers=1 or more, or draw from a generator. {WAY_OUT}"
-                )
+                raise _loaded()
 
     def forward(self, micro: MicroBatch, run: Callable[[], T]) -> T:
         """Run the forward of a micro-batch, from the dice of the step's start.
@@ -101,7 +98,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._on:
             return run()
         shared = self.shared
-        self.rows = Rows(micro.begin, micro.size, shared.size)
+        self.rows = shared.rows(micro.begin, micro.size)
         if shared.start is None:
             shared.start = Dice.now()
         else:
@@ -226,6 +223,14 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _same(one: Pattern | None, other: Pattern) -> bool:
     return one is not None and one.clean() == other.clean()
+
+
+def _loaded() -> NotExactError:
+    return NotExactError(
+        "samples must be loaded without the global random generators, and loading a "
+        "micro-batch moved them: the whole batch would be loaded before its forward "
+        f"draws. Load with workers=1 or more, or draw from a generator. {WAY_OUT}"
+    )
 
 
 def _other(draw: Draw) -> NotExactError:

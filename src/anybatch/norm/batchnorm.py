@@ -244,12 +244,13 @@ class _Normalise(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # autograd may run it in another thread than forward; and a mode would hear every line
-        with meeting_in(ctx.meeting), torch._C.DisableTorchFunction():
-            return _backward(ctx, dy)
+        with meeting_in(ctx.meeting):
+            x, weight = ctx.saved_tensors  # a checkpoint computes them anew, with all modes on
+            with torch._C.DisableTorchFunction():
+                return _backward(ctx, x, weight, dy)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, own = ctx.saved_tensors
+def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
     weight = _wide(own, x.dtype)
     total, needs = ctx.total, ctx.needs_input_grad
     words = f"the backward of {x.shape[1]} channels"

@@ -10,6 +10,7 @@ Source: AGBN, Algorithms 1-5.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -95,6 +96,13 @@ class GlobalBatchNorm(_BatchNorm):
         if self.training and self.track_running_stats:
             self._track(total)
         return out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalBatchNorm:
+        """Copy the layer for the same ranks: a process group cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        memo[id(self)] = new = GlobalBatchNorm.__new__(GlobalBatchNorm)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
     @torch.no_grad()
     def _track(self, total: Moments) -> None:

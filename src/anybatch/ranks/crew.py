@@ -10,17 +10,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.errors import NotYetError, RankError
+from anybatch.errors import RankError
 from anybatch.norm.ranks import meeting_layers, plain
+from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
+from anybatch.ranks.dice import devices_of, same_dice
 from anybatch.ranks.everyone import Alone, Everyone
-from anybatch.ranks.group import group_of
+from anybatch.ranks.group import Group, group_of
 from anybatch.ranks.ranks import Here, Ranks
+from anybatch.ranks.sharded import Sharded, in_unison
 from anybatch.ranks.unison import Together, Unison, guarded
 
 T = TypeVar("T")
@@ -39,19 +43,34 @@ class Crew:
     Args:
         model: the person's, without DistributedDataParallel.
         handle: their process group; None is the one of all ranks, if there is one.
-        sizes: every step asks how many samples there are before all else.
+        adaptive: BatchNorm is chosen at every step, by how many samples there are.
+        dice: every step begins with those of rank 0.
+        sharded: makes the model whole for a step; None (default) where it is.
 
     Attributes:
         everyone: the batch of the present step, over all ranks.
     """
 
-    def __init__(self, model: nn.Module, handle: Any, *, sizes: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: Any,
+        *,
+        adaptive: bool,
+        dice: bool = False,
+        sharded: Sharded | None = None,
+    ) -> None:
         self.everyone: Everyone = Alone()
-        self._handle, self._sizes = None if _is_all(handle) else handle, sizes
-        self._meeting = meeting_layers(model)
+        self._handle, self._model = None if _is_all(handle) else handle, model
+        self._adaptive, self._dice = adaptive, dice
+        self._rolls = False
+        self._meeting, self._sharded = meeting_layers(model), sharded
         self._unison: Unison | None = None
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
+        self._form, self._counts = Form(), False
+        self._most: dict[bool, int] = {}
+        self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
         """Run a step in unison with the others, if there are any; each learns of a failure.
@@ -60,12 +79,28 @@ class Crew:
             RankError: this process was started as one of several, and they do not know each other;
                 or one was lost in an earlier step.
         """
-        self._unison = self._begun()
+        self._unison = unison = self._begun()
+        self._rolls = self._dice
         try:
             with self.apart():
-                return guarded(self._unison, run)
+                if self._sharded is None:
+                    return guarded(unison, run)
+                return guarded(unison, partial(self._whole, self._sharded, run))
         finally:
             self._unison = None
+
+    def foreseeing(self, run: Callable[[], T]) -> T:
+        """Run what foresees a step; only where a model is sharded all ranks must call it."""
+        with self.apart():
+            if self._sharded is None:
+                return run()
+            group = group_of(self._handle) if several(self._handle) else None
+            return self._sharded.around(run, group)
+
+    def _whole(self, sharded: Sharded, run: Callable[[], T]) -> T:
+        if self._unison is None:
+            return sharded.around(run, None)
+        return sharded.around(run, self._unison.group, partial(in_unison, self._unison))
 
     def apart(self) -> AbstractContextManager[None]:
         """Let no layer of the model meet other ranks by itself."""
@@ -76,34 +111,55 @@ class Crew:
         """Whether the present step has others."""
         return self._unison is not None
 
-    def size(self, here: int) -> int:
-        """Return the samples of all ranks, where every step asks for them."""
-        return here if self._unison is None else self._unison.sizes(here)
+    def most(self, *, trains: bool) -> int:
+        """Return the most samples that all ranks have had in a step; 0 where there is none yet."""
+        return self._most.get(trains, 0)
 
-    def join(self, here: Here, kind: Any) -> Everyone:
-        """Return the batch over all ranks.
+    def join(self, here: Here, kind: Any, named: Named, scale: float = 1.0) -> Everyone:
+        """Return the batch over all ranks; the dice may be others then.
 
         Args:
             here: what this rank brings.
             kind: of the batch; steps of one kind run the same collectives.
+            named: the parameters, which all ranks must have alike.
+            scale: what gradients are multiplied by. Default 1.
         """
         self._kind = kind, here.lanes, here.coupled
+        if self._unison is not None and self._rolls:
+            self._rolls = False
+            with self._unison.met():
+                same_dice(self._unison, devices_of(self._model))
         if self._unison is None:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
-            self.everyone = Ranks(self._unison, here, self._scripts.get(self._kind))
+            alike = self._alike(self._unison.group, named, scale)
+            script, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
+            self.everyone = Ranks(self._unison, here, alike, script, dense)
+            most = self.most(trains=bool(here.trains))
+            known = most if here.covers else 0  # no more than there are, where that did not fit
+            self._most[bool(here.trains)] = max(known, self.everyone.size)
         return self.everyone
+
+    def _alike(self, group: Group, named: Named, scale: float) -> Alike:
+        order = group.orders.get(self, 0)
+        self._counts = not order and not has_lazy(named)  # which get values in their first step
+        values = 0 if order else values_of(named)
+        return Alike(self._form.number(named), order, values, scale, self._adaptive)
 
     def end(self) -> None:
         """Let nobody keep what not all can keep, and remember what this kind of step has run."""
         self.everyone.end()
-        if isinstance(self.everyone, Ranks):
+        if isinstance(self.everyone, Ranks) and self._unison is not None:
             self._scripts[self._kind] = self.everyone.script
+            self._dense[self._kind] = self.everyone.dense
+            if self._counts:
+                self._unison.group.number(self)
 
     def _begun(self) -> Unison | None:
         if not several(self._handle):
             return None
-        return Unison(group_of(self._handle), sizes=self._sizes)
+        called = self._sharded is not None
+        return Unison(group_of(self._handle), facts=int(self._dice), called=called)
 
 
 def _is_all(handle: Any) -> bool:
@@ -126,22 +182,3 @@ def several(handle: Any = None) -> bool:
             "on CUDA, before the first step"
         )
     return False
-
-
-def refuse_dice(rng: str, everyone: Everyone) -> None:
-    """Refuse draws of a batch whose samples are on several ranks."""
-    if rng == "batch" and everyone.several:
-        raise NotYetError(
-            'the draws of the undivided batch must be made by one process, and rng="batch" over '
-            'several ranks is not there yet: leave rng="lane"'
-        )
-
-
-def refuse_sharded(model: nn.Module) -> None:
-    """Refuse a model whose parameters are spread over ranks."""
-    names = [type(module).__mro__ for module in model.modules()]
-    if any(cls.__name__.startswith(("FSDPModule", "FullySharded")) for mro in names for cls in mro):
-        raise NotYetError(
-            "parameters must be whole on every rank, and this model is sharded by FSDP, which is "
-            "not there yet: use DistributedDataParallel, or the plain model"
-        )

@@ -8,13 +8,16 @@ are all outputs, what do gradients add up to. `Alone` answers them for one proce
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from anybatch.loss.declared import Total
 
 Layout = tuple[int | None, ...]
+Take = Callable[[list[Tensor]], list[Tensor | None]]
 
 
 class Rows(NamedTuple):
@@ -44,6 +47,9 @@ class Everyone(Protocol):
     size: int
     """N_B over all ranks."""
 
+    begin: int
+    """The place of the first sample of this rank among them."""
+
     micro_batch: int
     """Samples in a micro-batch: the smallest of all ranks."""
 
@@ -52,6 +58,27 @@ class Everyone(Protocol):
 
     coupled: bool
     """Whether any rank knows that the loss needs all outputs at once."""
+
+    settled: bool
+    """Whether every rank has planned for so many samples; else all have to, once more."""
+
+    @property
+    def sending(self) -> bool:
+        """Whether gradients are on their way: all ranks run again what fails from here on."""
+
+    def offer(self, parameters: Sequence[Tensor]) -> None:
+        """Offer to send gradients before the last backward has ended, where `totals` is next.
+
+        Args:
+            parameters: the same in the same order on every rank, and as `gradients` gets them.
+        """
+
+    def during(self, take: Take) -> AbstractContextManager[None]:
+        """Return what the last backward runs in, so that it sends what it completes.
+
+        Args:
+            take: returns this rank's sums for some parameters, and lets go of them.
+        """
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; None where the loss couples samples.
@@ -75,6 +102,13 @@ class Everyone(Protocol):
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks, for (parameter, this rank's sum)."""
 
+    def agree(self, devices: Sequence[torch.device]) -> None:
+        """See that all ranks have drawn alike, and give their dice to those without samples.
+
+        Args:
+            devices: CUDA devices of the model.
+        """
+
     def again(self, *, coupled: bool) -> None:
         """Take in that this rank runs the step again; the others then do too, where they must."""
 
@@ -96,6 +130,9 @@ class Alone:
     """
 
     several = False
+    settled = True
+    begin = 0
+    sending = False
 
     def __init__(
         self,
@@ -106,6 +143,13 @@ class Alone:
     ) -> None:
         self.size, self.micro_batch = size, micro_batch
         self.lanes, self.coupled = lanes, coupled
+
+    def offer(self, parameters: Sequence[Tensor]) -> None:
+        """Offer nothing."""
+
+    def during(self, take: Take) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return a body that sends nothing."""
+        return nullcontext()
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return them."""
@@ -130,6 +174,9 @@ class Alone:
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return them."""
         return [total for _, total in sums]
+
+    def agree(self, devices: Sequence[torch.device]) -> None:
+        """Agree with nobody."""
 
     def again(self, *, coupled: bool) -> None:
         """Tell nobody."""

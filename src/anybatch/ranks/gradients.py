@@ -1,8 +1,8 @@
 """The gradients of all ranks, summed once a step.
 
 Half precision was summed in float32 before it comes here, and no number of ranks divides it: every
-rank's share was weighted by the denominator of the whole batch. Large gradients are summed where
-they lie, small ones in one piece, and each sum is under way while the next is made ready.
+rank's share was weighted by the denominator of the whole batch. What is dense goes in pieces
+(`anybatch.ranks.pieces`), some of which may be on their way since before backward had ended.
 
 Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is the library's own.
 """
@@ -10,101 +10,86 @@ Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anybatch.ranks.unison import Unison
+from anybatch.ranks.pieces import Pieces
+from anybatch.ranks.unison import SUMS, RanksAgainError, Unison
 
-SMALL = 2**18
-"""Elements up to which a gradient goes with others, in pieces of no more than four times that."""
+OVERLAP = True
+"""Whether gradients may be sent while the last backward of a step still runs."""
 
-NONE, DENSE, SPARSE = 0.0, 1.0, 2.0
+NONE, DENSE, SPARSE, TWICE = 0.0, 1.0, 2.0, 3.0
 
 
-def summed(unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
+class AddedTwiceError(RanksAgainError):
+    """Backward has added to a gradient again that was on its way: all ranks run the step again."""
+
+    def __init__(self) -> None:
+        super().__init__(coupled=False)
+
+
+class Summed(NamedTuple):
+    """What a step has summed.
+
+    Attributes:
+        totals: a tensor for each parameter; None where no rank has one.
+        dense: places of those that some rank had dense.
+    """
+
+    totals: list[Tensor | None]
+    dense: tuple[int, ...]
+
+
+def summed(
+    unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]], early: Pieces | None = None
+) -> Summed:
     """Return the sums over all ranks.
 
     Args:
         unison: the collectives of the step.
         sums: (parameter, this rank's sum), the same parameters in the same order on every rank.
+        early: pieces of which some are on their way; None (default) where nothing was agreed on.
 
-    Returns:
-        A tensor for each; None where no rank has one.
+    Raises:
+        AddedTwiceError: on some rank, of a checkpointed layer that is called twice for example.
     """
-    here = torch.tensor([_kind(total) for _, total in sums], dtype=torch.float64)
-    there = torch.stack(unison.gather("the gradients", here))
+    parameters, totals = [p for p, _ in sums], [total for _, total in sums]
+    given = {} if early is None else dict(early.given)
+    if early is not None:
+        early.send(totals)
+    here = [TWICE if at in given and t is not None else _kind(t) for at, t in enumerate(totals)]
+    for at, some in ({} if early is None else early.given).items():
+        here[at] = DENSE if some and here[at] != TWICE else here[at]
+    kinds_here = torch.tensor(here, dtype=torch.float64)
+    there = torch.stack(unison.gather(f"{SUMS} {len(sums)} gradients", kinds_here))
+    kinds = [set(column) for column in there.T.tolist()]
+    if early is not None and any(TWICE in found for found in kinds):
+        unison.give_up_early()
+        unison.learn_anew()
+        raise AddedTwiceError
+    places = tuple(at for at, found in enumerate(kinds) if DENSE in found)
     found: list[Tensor | None] = [None] * len(sums)
-    dense: list[tuple[int, Tensor]] = []
     with unison.raw(), torch.no_grad():
+        sent = set() if early is None else set(early.given)
+        late = Pieces(unison.group, parameters, [at for at in places if at not in sent])
+        late.send(totals)
         for at, (parameter, total) in enumerate(sums):
-            kinds = set(there[:, at].tolist())
-            if DENSE in kinds:
-                dense.append((at, _dense(parameter, total)))
-            elif SPARSE in kinds:
+            if SPARSE in kinds[at] and at not in {*places, *sent}:
                 found[at] = _sparse(unison, parameter, total)
-        for at, total in _all_dense(unison, dense):
-            found[at] = total
-    return found
+        del totals, total
+        for pieces in (early, late):
+            for at, whole in () if pieces is None else pieces.sums():
+                found[at] = whole if DENSE in kinds[at] else None
+    return Summed(found, places)
 
 
 def _kind(total: Tensor | None) -> float:
     if total is None:
         return NONE
     return SPARSE if total.is_sparse else DENSE
-
-
-def _dense(parameter: Tensor, total: Tensor | None) -> Tensor:
-    """Return a gradient in the order in which all ranks lay it out."""
-    if total is None:
-        wide = torch.float32 if parameter.itemsize < 4 else parameter.dtype
-        return torch.zeros(parameter.shape, dtype=wide, device=parameter.device)
-    return (total.to_dense() if total.is_sparse else total).contiguous()
-
-
-def _all_dense(unison: Unison, gradients: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    group = unison.group
-    large = [(at, t) for at, t in gradients if t.numel() > SMALL]
-    under_way: list[Any] = [
-        (t, on, group.start_sum(_real(on))) for _, t in large for on in [t.to(group.device)]
-    ]
-    for bucket in _buckets([t for _, t in gradients if t.numel() <= SMALL]):
-        flat = torch.cat([_real(t).reshape(-1) for t in bucket]).to(group.device)
-        under_way.append((bucket, flat, group.start_sum(flat)))
-    for target, flat, work in under_way:
-        group.wait(work)
-        if isinstance(target, Tensor):
-            if target is not flat:
-                target.copy_(flat)
-        else:
-            _spread(flat, target)
-    return gradients
-
-
-def _buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Return gradients of one dtype together, as many as make a piece."""
-    found: list[list[Tensor]] = []
-    room: dict[torch.dtype, int] = {}
-    last: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        kind, size = _real(gradient).dtype, _real(gradient).numel()
-        if room.get(kind, -1) < size:
-            last[kind], room[kind] = [], 4 * SMALL
-            found.append(last[kind])
-        last[kind].append(gradient)
-        room[kind] -= size
-    return found
-
-
-def _spread(flat: Tensor, gradients: list[Tensor]) -> None:
-    sizes = [_real(gradient).numel() for gradient in gradients]
-    for gradient, piece in zip(gradients, torch.split(flat, sizes), strict=True):
-        _real(gradient).copy_(piece.reshape(_real(gradient).shape))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _sparse(unison: Unison, parameter: Tensor, total: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ import pickle
 import weakref
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ ROLL = timedelta(seconds=5)
 FEW = 2**15
 """Numbers of all ranks up to which a gather takes less time than a sum, which goes around twice."""
 
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers into one tensor, by the name that it has since torch 2.13, or by that before."""
+
 LATER = timedelta(milliseconds=100)
 """How long each has when that time is over."""
 
@@ -47,20 +51,30 @@ class Group:
 
     Args:
         handle: a process group of ``torch.distributed``.
+
+    Attributes:
+        orders: who makes steps -> its number.
     """
 
     def __init__(self, handle: Any) -> None:
         self._handle = weakref.ref(handle)
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
+        self._name = handle.group_name  # others write to the same store
         gloo = "gloo" in str(dist.get_backend_config(handle))
         self.device = torch.device("cpu" if gloo else "cuda")
         self.broken = False
         self._incident = 0
+        self._numbers = count(1)
+        self.orders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     @property
     def handle(self) -> Any:
         """The process group."""
         return self._handle()
+
+    def number(self, who: Any) -> None:
+        """Give a number to who has made a first step with the others, the same on all ranks."""
+        self.orders[who] = next(self._numbers)
 
     def begin(self) -> None:
         """Count the steps: what is said of a broken one does not concern the next.
@@ -92,6 +106,16 @@ class Group:
         """Begin to sum a contiguous tensor in place; return what `wait` waits for."""
         return self._started(dist.all_reduce, part)
 
+    def start_gather(self, whole: Tensor, part: Tensor, handle: Any) -> Any:
+        """Begin to gather parts of one size, over a part of the ranks; return as `start_sum`.
+
+        Args:
+            whole: contiguous, for the parts in order.
+            part: contiguous.
+            handle: the process group of those that take part.
+        """
+        return self._started(GATHER, whole, part, handle=handle)
+
     def sent(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source`, in the memory of `tensor`."""
         self.wait(self._started(partial(dist.broadcast, group_src=source), tensor))
@@ -99,7 +123,10 @@ class Group:
 
     def objects(self, one: Any) -> list[Any]:
         """Return one picklable object of each rank, in order."""
-        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        return self.unpacked(packed(one))
+
+    def unpacked(self, data: Tensor) -> list[Any]:
+        """Return what each rank has `packed`, in order."""
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
@@ -108,6 +135,14 @@ class Group:
             pickle.loads(row[:size].cpu().numpy().tobytes())
             for row, size in zip(rows, sizes, strict=True)
         ]
+
+    def told(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter."""
+        data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
+        size = int(self.gather(torch.tensor([len(data)]))[source])
+        there = data if self.rank == source else torch.empty(size, dtype=torch.uint8)
+        sent = self.sent(there.to(self.device), source)
+        return pickle.loads(sent.cpu().numpy().tobytes())
 
     def wait(self, work: Any) -> None:
         """Wait for a collective.
@@ -130,14 +165,14 @@ class Group:
         with contextlib.suppress(RuntimeError):
             _store().set(self._key("any"), "1")
 
-    def _started(self, collective: Any, *args: Any) -> Any:
+    def _started(self, collective: Any, *args: Any, handle: Any = None) -> Any:
         try:
-            return collective(*args, group=self.handle, async_op=True)
+            return collective(*args, group=handle or self.handle, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def _key(self, name: object) -> str:
-        return f"anybatch/lost/{self._incident}/{name}"
+        return f"anybatch/lost/{self._name}/{self._incident}/{name}"
 
     def _told(self) -> bool:
         """Say whether another rank has met a broken collective in this step."""
@@ -169,6 +204,11 @@ class Group:
             except RuntimeError:
                 gone.append(rank)
         return gone
+
+
+def packed(one: Any) -> Tensor:
+    """Return a picklable object as bytes."""
+    return torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
 
 
 _GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()

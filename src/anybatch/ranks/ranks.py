@@ -5,7 +5,8 @@ Every rank runs its own samples, in micro-batches of its own number; what is sha
     begin       sizes; whether samples meet; a rank without samples learns what it misses
     totals      denominators of the loss, counted over all samples
     meetings    moments of BatchNorm forward, two sums backward: from the last lane of each rank
-    gradients   one sum over all ranks, in float32 or better, with no division by their number
+    gradients   one sum over all ranks, in float32 or better, with no division by their number; of
+                a streamed step, from the second on, while its last backward still runs
     end         nobody keeps what not all can keep
 
 Source: AGBN, Algorithms 2 and 5 (means weighted by m_i); design of this project, section 5.4.
@@ -15,20 +16,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from anybatch import tree
 from anybatch.errors import BatchError, RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
-from anybatch.ranks.everyone import Layout, Rows
-from anybatch.ranks.gradients import summed
+from anybatch.ranks import gradients
+from anybatch.ranks.alike import Alike, refuse_unlike
+from anybatch.ranks.dice import drawn_apart
+from anybatch.ranks.everyone import Layout, Rows, Take
+from anybatch.ranks.gradients import AddedTwiceError, summed
+from anybatch.ranks.pieces import Pieces
+from anybatch.ranks.rows import joined_rows, rows_of_all
 from anybatch.ranks.unison import Together, Unison
+from anybatch.rng import Dice
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ANY = -1
+"""Samples of all ranks that a micro-batch is good for, where that does not depend on them."""
 
 TERMS = 8
 """Terms of a loss that are counted over ranks; one with more counts as coupled."""
@@ -40,6 +53,8 @@ class Here(NamedTuple):
     Attributes:
         size: samples.
         micro_batch: samples in a micro-batch.
+        covers: the samples of all ranks that it is good for; `ANY` where it does not depend on
+            them, 0 where they must be known first.
         lanes: 1 where samples meet in BatchNorm.
         trains: 1 with backward.
         coupled: 1 where the loss is known to need all outputs at once.
@@ -47,9 +62,21 @@ class Here(NamedTuple):
 
     size: int
     micro_batch: int
+    covers: int
     lanes: int
     trains: int
     coupled: int
+
+
+def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
+    """Let a method come to its end before Ctrl-C does: the others would wait for this rank."""
+
+    @wraps(method)
+    def whole(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._unison.met():
+            return method(self, *args, **kwargs)
+
+    return whole
 
 
 class Ranks:
@@ -58,37 +85,57 @@ class Ranks:
     Args:
         unison: the collectives of the step.
         here: what this rank brings.
+        alike: what must be the same on all.
         script: the collectives of an earlier step of this kind, where there was one.
+        dense: places of the parameters that had a dense gradient in it, on some rank; None where
+            they cannot be sent before the end of backward. Default empty.
 
     Attributes:
         size: N_B over all ranks.
+        begin: the place of this rank's first sample among them.
         micro_batch: the smallest of any rank that has samples.
         lanes: samples meet in BatchNorm on some rank.
         coupled: some rank knows that the loss needs all outputs.
+        settled: no rank has to plan for more samples than it has, so the step can begin; else all
+            ranks come together once more.
+        dense: as given, and after `gradients` as this step has found it.
 
     Raises:
         BatchError: no rank has a sample.
-        RankError: some call `backward`, others `evaluate`.
+        RankError: some call `backward`, others `evaluate`; or they are not alike.
     """
 
     several = True
 
     def __init__(
-        self, unison: Unison, here: Here, script: tuple[Together, ...] | None = None
+        self,
+        unison: Unison,
+        here: Here,
+        alike: Alike,
+        script: tuple[Together, ...] | None = None,
+        dense: tuple[int, ...] | None = (),
     ) -> None:
-        self._unison, self._here = unison, here
-        rows = unison.begin([float(fact) for fact in here], script)
-        every = [Here(*map(int, row)) for row in rows]
+        self._unison, self._here, self.dense = unison, here, dense
+        self._offered: Pieces | None = None
+        with unison.met():
+            rows = unison.begin([*map(float, here), *alike], script)
+        every = [Here(*map(int, row[: len(here)])) for row in rows]
         self._sizes = [one.size for one in every]
         self.size = sum(self._sizes)
+        self.begin = sum(self._sizes[: unison.group.rank])
         if self.size == 0:
             raise BatchError("a batch must hold at least one sample, and no rank has any")
         if len({one.trains for one in every}) > 1:
             said = ", ".join(f"rank {r}: {_CALL[bool(o.trains)]}" for r, o in enumerate(every))
             raise RankError(f"all ranks must make the same step, and they do not ({said})")
+        refuse_unlike([Alike(*row[len(here) :]) for row in rows])
         self.micro_batch = min(one.micro_batch for one in every if one.size)
         self.lanes = any(one.lanes for one in every)
         self.coupled = any(one.coupled for one in every)
+        self.settled = all(one.covers == ANY or one.covers >= self.size for one in every)
+        if not self.settled:
+            unison.begin_again()
+        self._first = next(rank for rank, size in enumerate(self._sizes) if size)
         self._counted: list[list[Total] | None] = []
         self._shared = self._ending = False
 
@@ -97,17 +144,40 @@ class Ranks:
         """The collectives of the step."""
         return tuple(self._unison.script)
 
+    @property
+    def sending(self) -> bool:
+        """Whether gradients are on their way."""
+        return self._unison.early is not None and self._unison.early.begun
+
+    def offer(self, parameters: Sequence[Tensor]) -> None:
+        """Offer to send those early that were dense in the last step of this kind."""
+        places = self.dense or ()
+        if gradients.OVERLAP and not self._counted and max(places, default=-1) < len(parameters):
+            self._offered = Pieces(self._unison.group, parameters, places) if places else None
+
+    def during(self, take: Take) -> AbstractContextManager[None]:
+        """Return what the last backward runs in: it sends early, if all have agreed on that."""
+        early = self._unison.early
+        return nullcontext() if early is None else early.during(take)
+
+    @meets
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; a rank without samples brings an empty list.
 
         A step that begins again on this rank alone gets what was counted before.
         """
         if not self._counted:
-            part = _packed(totals, has_rows=self._here.size > 0)
+            offer = 0 if self._offered is None else self._offered.digest
+            part = _packed(totals, has_rows=self._here.size > 0, offer=offer)
             rows = [row.tolist() for row in self._unison.gather("the loss", part)]
-            self._counted.append(_counted(rows, totals or []))
+            found = _counted(rows, totals or [])
+            self._counted.append(found)
+            known = found is not None and all(one.denominator is not None for one in found)
+            if known and offer and all(row[-1] == offer for row in rows):
+                self._unison.early = self._offered
         return self._counted[0]
 
+    @meets
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
         self._shared = True
@@ -118,79 +188,72 @@ class Ranks:
             return total.to(value.device, value.dtype if value.dtype != torch.long else None)
         return float(total)
 
+    @meets
     def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
         """Return the sum of tensors, or of moments, over all ranks."""
         self._shared = True
         if isinstance(part, Tensor):
-            total = self._unison.sum(str(key), part)
-            return total.reshape(part.shape).to(part.device, part.dtype)
+            real = torch.view_as_real(part) if part.is_complex() else part
+            total = self._unison.sum(str(key), real).reshape(real.shape)
+            total = total.to(real.device, real.dtype)
+            return torch.view_as_complex(total) if part.is_complex() else total
         rows = self._unison.gather(str(key), part.packed())
         return merged_in_order([row.to(part.mean.device) for row in rows], add)
 
+    @meets
     def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of all ranks, and where these begin among them."""
         self._shared = True
         self._unison.call(str(key))
         with self._unison.raw():
-            kinds = [(tuple(rows.shape), rows.dtype)]
-            every = self._unison.group.objects((len(rows), None, None, kinds))
-            parts = [own for (own,) in self._tensors(every, [rows])]
-        before = sum(size for size, *_ in every[: self._unison.group.rank])
-        return torch.cat(parts), before
+            sizes = self._unison.group.objects(len(rows))
+            whole = joined_rows(self._unison.group, rows, sizes)
+        return whole, sum(sizes[: self._unison.group.rank])
 
+    @meets
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return outputs and targets of all ranks, in their order; see `Rows`."""
         self._shared = True
-        tensors: list[Tensor] = []
+        found, aims = rows_of_all(self._unison, outputs, targets, layout, size)
+        leads = self._unison.group.rank == self._first
+        return Rows(found, aims, self.size, self.begin, leads=leads)
 
-        def marked(tensor: Tensor) -> Any:
-            tensors.append(tensor)
-            return _Place(len(tensors) - 1)
-
-        here = tree.map_tensors(marked, (outputs, targets)) if size else None
-        kinds = [(tuple(t.shape), t.dtype) for t in tensors]
-        self._unison.call("the outputs")
-        with self._unison.raw():
-            every = self._unison.group.objects((size, layout, here, kinds))
-            parts = self._tensors(every, tensors)
-        there = [
-            (n, tree.map_leaves(partial(_placed, own), values))
-            for (n, _, values, _), own in zip(every, parts, strict=True)
-            if n
-        ]
-        sizes = [n for n, _ in there]
-        found = next(axes for n, axes, _, _ in every if n)
-        return Rows(
-            tree.join([values[0] for _, values in there], list(found), sizes=sizes),
-            tree.join([values[1] for _, values in there], sizes=sizes, name="targets"),
-            self.size,
-            sum(self._sizes[: self._unison.group.rank]),
-            leads=self._leads(),
-        )
-
-    def _tensors(self, every: list[Any], mine: list[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors of every rank, in one gather for each rank and tensor."""
-        group = self._unison.group
-        device = mine[0].device if mine else group.device
-        found: list[list[Tensor]] = []
-        for rank, (_, _, _, kinds) in enumerate(every):
-            found.append([])
-            for at, (shape, dtype) in enumerate(kinds):
-                empty = torch.empty(shape, dtype=dtype, device=group.device)
-                one = mine[at].detach().to(group.device) if rank == group.rank else empty
-                found[-1].append(group.sent(one.contiguous(), rank).to(device))
-        return found
-
-    def _leads(self) -> bool:
-        """Say whether this is the first rank that has samples."""
-        first = next(rank for rank, size in enumerate(self._sizes) if size)
-        return self._unison.group.rank == first
-
+    @meets
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; None where no rank has one."""
         self._shared = self._ending = True
-        return summed(self._unison, sums)
+        early = self._unison.early
+        try:
+            totals, dense = summed(self._unison, sums, early)
+        except AddedTwiceError:
+            self.dense = None
+            raise
+        self._unison.early = None
+        if self.dense is not None:
+            self.dense = dense
+        return totals
 
+    @meets
+    def agree(self, devices: Sequence[torch.device]) -> None:
+        """See that all ranks have drawn alike, and give their dice to those without samples.
+
+        Raises:
+            NotExactError: a rank has drawn otherwise than another; all of them say so.
+        """
+        self._shared = True
+        own = Dice.on(devices)
+        check = torch.tensor([own.checksum()], dtype=torch.float64)
+        found = [float(row) for row in self._unison.gather("where the dice are", check)]
+        first = found[self._first]
+        other = [r for r, size in enumerate(self._sizes) if size and found[r] != first]
+        if other:
+            raise drawn_apart(self._first, other)
+        if not all(self._sizes):
+            dice: Dice = self._unison.told(own, self._first)
+            if not self._here.size:
+                dice.put_on(devices)
+
+    @meets
     def again(self, *, coupled: bool) -> None:
         """Tell the others that this rank runs the step again, where that concerns them.
 
@@ -203,35 +266,29 @@ class Ranks:
                 "memory must last until a step has ended on all ranks, and it ran out on this one "
                 "after the gradients had been summed: give less memory= or a smaller micro_batch"
             )
-        if self._shared or coupled:
+        if self._shared or self.sending or coupled:
             self._unison.fail("coupled" if coupled else "smaller")
 
     def anew(self) -> None:
         """Forget what was counted: all ranks run the step again."""
-        self._counted = []
+        self._counted, self._offered = [], None
         self._shared = self._ending = False
 
+    @meets
     def end(self) -> None:
         """Wait until all have come to the end of the step."""
-        self._unison.call("the end of the step")
+        self._unison.end()
 
 
 _CALL = {True: "backward", False: "evaluate"}
 
 
-class _Place:
-    """Stands for a tensor in a tree that is sent."""
+def _packed(totals: list[Total] | None, *, has_rows: bool, offer: int) -> Tensor:
+    """Return what a rank says of its loss, [4 + 3 TERMS].
 
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-
-def _placed(tensors: list[Tensor], leaf: Any) -> Any:
-    return tensors[leaf.at] if isinstance(leaf, _Place) else leaf
-
-
-def _packed(totals: list[Total] | None, *, has_rows: bool) -> Tensor:
-    """Return what a rank says of its loss, [3 + 3 TERMS]: coupled, terms, late, then each term."""
+    It is: whether samples meet, whether there are rows, terms, each term, and which pieces of
+    gradients it offers to send early.
+    """
     coupled = has_rows and (totals is None or len(totals) > TERMS)
     numbers = [float(coupled), float(has_rows)]
     terms = [] if coupled or totals is None else totals
@@ -239,13 +296,14 @@ def _packed(totals: list[Total] | None, *, has_rows: bool) -> Tensor:
     for total in terms:
         denominator = math.nan if total.denominator is None else float(total.denominator)
         numbers += [total.weight, denominator, float(total.adds)]
-    return torch.tensor(numbers + [0.0] * (3 + 3 * TERMS - len(numbers)), dtype=torch.float64)
+    numbers += [0.0] * (3 + 3 * TERMS - len(numbers)) + [float(offer)]
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _counted(rows: list[list[float]], mine: list[Total]) -> list[Total] | None:
     """Return the totals over all ranks; None where a rank couples samples, or has other terms."""
     there = [row for row in rows if row[1]]
-    forms = {(row[2], *row[3::3], *row[5::3]) for row in there}
+    forms = {(row[2], *row[3:-1:3], *row[5:-1:3]) for row in there}
     if any(row[0] for row in there) or len(forms) > 1:
         return None
     found = []

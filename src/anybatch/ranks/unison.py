@@ -8,7 +8,8 @@ flag that says "listen", and then all tell each other what has happened.
     rank 1:  begin  BN1  fails ──> flag in BN2         tells it, begins again
 
 To raise the flag it must know the shape of that collective. In the first step of a kind a header
-of fixed shape goes before each; what came is kept, and later steps need no headers.
+of fixed shape goes before each; what came is kept, and later steps need no headers. For the same
+reason Ctrl-C waits until a collective that has begun is over.
 
 Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
 """
@@ -16,16 +17,18 @@ Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from anybatch.errors import LaneMismatchError, RankError
 from anybatch.ranks.group import FEW, Group
+from anybatch.ranks.pieces import Pieces
 from anybatch.reach import AgainError
+from anybatch.undo import uninterrupted
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
 T = TypeVar("T")
@@ -41,8 +44,12 @@ class Together(NamedTuple):
     numbers: int
 
 
-HEADER = Together("header", 1)
-SIZES, BEGIN = Together("gather", 1), Together("gather", 6)
+HEADER, FACTS = Together("header", 12), Together("gather", 12)
+"""What may meet another collective is of one shape: ranks that differ hear of it by the key."""
+
+SUMS = "the sum of"
+"""What the place begins with where gradients are summed, so many of them."""
+
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
 
@@ -64,36 +71,63 @@ class Unison:
 
     Args:
         group: the ranks.
-        sizes: `sizes` is asked for before all else. Default False.
+        facts: gathers before `begin`. Default 0.
+        called: `call` comes before all else. Default False.
 
     Attributes:
         script: the collectives of this step so far, without the first.
+        early: pieces of gradients that all ranks send before the next collective; None if none are.
     """
 
-    def __init__(self, group: Group, *, sizes: bool = False) -> None:
+    def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
         self.group = group
         self.script: list[Together] = []
-        self._known: tuple[Together, ...] | None = (SIZES, BEGIN) if sizes else (BEGIN,)
+        self.early: Pieces | None = None
+        first = (HEADER,) if called else ()
+        self._known: tuple[Together, ...] | None = first + (FACTS,) * (facts + 1)
         self._over = False
         self._raw = False
         group.begin()
 
-    def sizes(self, here: int) -> int:
-        """Return the samples of all ranks."""
-        return int(torch.stack(self.gather("sizes", torch.tensor([float(here)]))).sum())
+    def fact(self, key: str) -> None:
+        """Make sure that all have come here; only before `begin`."""
+        self.gather(key, _filled([]))
+
+    def begin_again(self) -> None:
+        """Take in that all ranks come to `begin` once more."""
+        self.script, self._known = [], (FACTS,)
+
+    def told(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter.
+
+        All ranks must be known to come here.
+        """
+        with self.raw():
+            return self.group.told(one, source)
 
     def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
-            facts: five numbers.
+            facts: fewer numbers than `FACTS` has.
             script: the collectives of an earlier step of this kind; None learns them.
         """
         known = 0 if script is None else 1 + _number(repr(script))
-        rows = [row.tolist() for row in self.gather("begin", torch.tensor([*facts, known]))]
-        same = script is not None and all(row[-1] == known for row in rows)
+        parts = self.gather("the beginning of a step", _filled([known, *facts]))
+        rows = [row.tolist() for row in parts]
+        same = script is not None and all(row[0] == known for row in rows)
         self.script, self._known = [], script if same else None
-        return [row[:-1] for row in rows]
+        return [row[1 : 1 + len(facts)] for row in rows]
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Let Ctrl-C wait until the collectives of the body are over; a second one leaves them."""
+        with uninterrupted(once=True):
+            try:
+                yield
+            except KeyboardInterrupt:  # where the others are is not known
+                self.group.abandon()
+                raise
 
     @contextmanager
     def raw(self) -> Iterator[None]:
@@ -143,8 +177,15 @@ class Unison:
         self._header(key, 0)
         self.script.append(HEADER)
 
+    def end(self) -> None:
+        """Make sure that all have come to the end of the step; what fails after it is one's own."""
+        self.call("the end of the step")
+        self._over = True
+
     def fail(self, status: Status, message: str = "") -> None:
         """Raise the flag in the next collective, unless all know already that the step is over.
+
+        What was promised to come before it is sent as zeros.
 
         Raises:
             RankError: another rank has failed too, and this one has not.
@@ -155,6 +196,7 @@ class Unison:
         if self._raw:
             self.group.abandon()
             return
+        self.give_up_early()
         known, at = self._known, len(self.script)
         coming = known[at] if known is not None and at < len(known) else HEADER
         flagged = torch.zeros(SLOTS + coming.numbers, dtype=torch.float64)
@@ -164,6 +206,12 @@ class Unison:
         else:
             self.group.gather(flagged)
         self._hear(status, message)
+
+    def give_up_early(self) -> None:
+        """Send what was promised, as zeros where it is not yet on its way, and drop all of it."""
+        early, self.early = self.early, None
+        if early is not None:
+            early.give_up()
 
     def _announce(self, key: str, coming: Together) -> None:
         if self._known is None:
@@ -183,11 +231,11 @@ class Unison:
             )
 
     def _header(self, key: str, numbers: int) -> None:
-        rows = self.group.gather(_slotted(torch.tensor([float(numbers)]), key))
+        rows = self.group.gather(_slotted(_filled([numbers]), key))
         flags = torch.stack(rows).sum(0)
         self._check(flags[:SLOTS], key)
         if any(float(row[SLOTS]) != numbers for row in rows):
-            self._elsewhere(key)
+            self._elsewhere(f"{key} of {numbers}")
 
     def _check(self, flags: Tensor, key: str) -> None:
         flag, keys, squares = (float(value) for value in flags)
@@ -202,10 +250,16 @@ class Unison:
         self._over = True
         places = self.group.objects(key)
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        if all(place.startswith(SUMS) for place in places):
+            raise LaneMismatchError(
+                f"every rank must know the same parameters, and {said}: a rank without samples "
+                "does not see those that only the loss holds. Give Engine the optimizer that "
+                "trains them (optimizer=)"
+            )
         raise LaneMismatchError(
             "every rank must go through the same layers where samples meet, with the same number "
             f"of values, and {said}: the model takes another path for other samples. Use "
-            'batchnorm="local", or give every rank the same model, loss and parameters'
+            'batchnorm="local", or give every rank the same model, loss, parameters and engine'
         )
 
     def _hear(self, status: Status, message: str) -> None:
@@ -216,6 +270,7 @@ class Unison:
             RanksAgainError: nobody has, and a rank has to run the step again.
             AgainError: the same, from its plan.
         """
+        self.give_up_early()
         heard: list[tuple[Status, str]] = self.group.objects((status, message))
         said = {one for one, _ in heard}
         if "failed" in said:
@@ -243,7 +298,8 @@ def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
     try:
         return run()
     except AgainError:
-        unison.fail("anew")
+        with unison.met():
+            unison.fail("anew")
         raise
     except BaseException as error:
         _tell(unison, error)
@@ -252,7 +308,8 @@ def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
 
 def _tell(unison: Unison, error: BaseException) -> None:
     try:
-        unison.fail("failed", f"{type(error).__name__}: {error}")
+        with unison.met():
+            unison.fail("failed", f"{type(error).__name__}: {error}")
     except (RankError, RanksAgainError) as other:
         error.add_note(f"and while the other ranks were told: {other}")
 
@@ -270,6 +327,10 @@ def _slotted(part: Tensor, key: str) -> Tensor:
     number = _number(key)
     slots = torch.tensor([0.0, number, number**2], dtype=torch.float64, device=part.device)
     return torch.cat([slots, part.detach().double().reshape(-1)])
+
+
+def _filled(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([*numbers, *[0.0] * (FACTS.numbers - len(numbers))], dtype=torch.float64)
 
 
 def _number(key: str) -> int:

@@ -1,1 +1,0 @@
-"""What exact BatchNorm in lanes costs, and what it holds."""
