@@ -51,6 +51,7 @@ class Forecast:
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
         everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
+        pieces: bytes of the small gradients, which ranks sum in pieces.
     """
 
     how: str
@@ -67,6 +68,7 @@ class Forecast:
     entries: int = 0
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
     everyone: int = 0
+    pieces: int = 0
 
     @property
     def meets_ranks(self) -> bool:
@@ -117,7 +119,7 @@ class Forecast:
             confirmed: rehearse it, where that costs no memory; else a bound will do.
         """
         if self.kept is not None:
-            line = self.kept.at(n).at_peak()
+            line = self._summed(self.kept.at(n))
             held = _total(line) + _total(self._held(size, divided=True)) + self._grown(n, size)
             return max(held, *map(_total, self._beside(n, size)))
         if self.case is None or not confirmed:
@@ -139,7 +141,7 @@ class Forecast:
             found = rehearse.divided(case, n, self.look, apart=apart)
         else:
             found = rehearse.whole(self.case, size, self.look)
-        return found.peak + _total(self._held(size, divided=divided))
+        return _total(self._summed(found)) + _total(self._held(size, divided=divided))
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""
@@ -153,10 +155,18 @@ class Forecast:
         """Say whether a step goes the way of several micro-batches; over ranks it always does."""
         return n < size or self.everyone > 0
 
+    def _summed(self, line: Timeline) -> dict[str, int]:
+        """Return who holds what at the peak of a step, up to where ranks sum their gradients."""
+        held = line.at_peak()
+        if not self.everyone:
+            return held
+        ended = _merged(line.final(), {"gradients": self.pieces})
+        return max(held, ended, key=_total)
+
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
         divided = self._divides(n, size)
-        line = (self.divided.at(n) if divided else self.undivided.at(size)).at_peak()
+        line = self._summed(self.divided.at(n) if divided else self.undivided.at(size))
         held = _merged(line, self._held(size, divided=divided))
         if grown := self._grown(n, size):
             held = _merged(held, {"gradients": grown})

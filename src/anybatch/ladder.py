@@ -26,7 +26,7 @@ from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
-from anybatch.ranks.pieces import copied_bytes
+from anybatch.ranks.pieces import copied_bytes, small_bytes
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -188,6 +188,7 @@ def _rehearsed(
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
         everyone=case.everyone,
+        pieces=small_bytes(case.leaves) if case.everyone and case.trains else 0,
     )
 
 
