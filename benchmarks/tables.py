@@ -31,6 +31,7 @@ from benchmarks.mbs.rows import (
 )
 from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
+from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.results import HERE, read
@@ -69,6 +70,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "learns": ("agbn/learns", agbn_learns.learns),
     "learns_summary": ("agbn/learns", agbn_learns.summary),
     "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
+    "cheap": ("outofcore/cheap", cheap.cheap),
     "offload": ("outofcore/offload", offload_rows.offload),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
@@ -97,6 +99,7 @@ TITLES = {
     "lanes_parts": "Where the time of a step in lanes goes",
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
     "accuracy": "AGBN, Figure 4: accuracy that global BatchNorm gains over local",
+    "cheap": "Results that are cheap to compute again",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",

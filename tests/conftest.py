@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from hypothesis import settings
 
 SEED = 0
 EXAMPLES = 1000
+FEW = 8
+"""Cases of which none is left out."""
 settings.register_profile("tenth", max_examples=EXAMPLES // 10, derandomize=True, deadline=None)
 settings.register_profile("soak", max_examples=EXAMPLES, derandomize=True, deadline=None)
 
@@ -24,6 +27,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.getoption("--soak") else "tenth")
+    config.addinivalue_line("markers", "large: of its cases a seeded tenth, or all under --soak")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out nine tenths of the cases of tests that are marked large, the same ones always."""
+    if config.getoption("--soak"):
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("large"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    out = [
+        item
+        for name, every in cases.items()
+        for item in _others(every, random.Random(name), max(FEW, len(every) // 10))
+    ]
+    config.hook.pytest_deselected(items=out)
+    gone = set(map(id, out))
+    items[:] = [item for item in items if id(item) not in gone]
+
+
+def _others(every: list[pytest.Item], dice: random.Random, count: int) -> list[pytest.Item]:
+    kept = set(map(id, dice.sample(every, min(count, len(every)))))
+    return [item for item in every if id(item) not in kept]
 
 
 @pytest.fixture(autouse=True)

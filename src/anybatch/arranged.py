@@ -1,11 +1,19 @@
 """How a step will be run, before it is: its batch over all ranks, its size, its room.
 
 Every rank foresees what it can hold, all take the smallest micro-batch, and where samples meet on
-one rank they meet on all. What is arranged is a `Step`, which a mechanism then runs.
+one rank they meet on all. What a rank holds may depend on the samples of all of them, so it plans
+for the most that they have had, and says so when they come together; where there are more now, or
+fewer would fit, they come together once more.
+
+    step 1:  how many? 13 ──> plan for 13 ── begin     steps of 13 or fewer: begin
+    step 9:  planned for 13; they are 20 ──> plan for 20 ── begin
+
+What is arranged is a `Step`, which a mechanism then runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.batch import Batch, LazyBatch
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.given import Given
 from anybatch.gradients import Gradients
 from anybatch.kinds import Allowed, Kind, bytes_of
@@ -22,10 +31,13 @@ from anybatch.planner import Planner
 from anybatch.ranks.alike import Named, named_parameters
 from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
-from anybatch.ranks.ranks import Here
+from anybatch.ranks.ranks import ANY, Here
 from anybatch.runner import Runner
 from anybatch.step import Scaler, Step
 from anybatch.undo import Before
+
+Planned = tuple[Kind, Allowed]
+"""What a plan for a step belongs to, and what it says."""
 
 
 class Arranged(NamedTuple):
@@ -53,16 +65,12 @@ class Arranger:
 
     def __init__(self, given: Given, runner: Runner, crew: Crew) -> None:
         self._given, self._runner, self._crew = given, runner, crew
-        self._everyone = 0
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
         """Return the mini-batch of this rank, and every module that it runs."""
         batch = self._given.batch(inputs, targets, several=self._crew.several)
-        adaptive = isinstance(self._given.norms, Adaptive)
-        if adaptive or self._given.rng == "batch":
-            self._everyone = self._crew.size(batch.size)
-        if isinstance(self._given.norms, Adaptive):
-            self._given.norms.choose(self._everyone)
+        if not self._crew.several:
+            self._given.norms.choose(batch.size)
         return batch, self._given.modules()
 
     def step(
@@ -89,13 +97,18 @@ class Arranger:
         """
         make = partial(self._runner.step, batch, modules, before, gradients)
         join = partial(self._join, batch, modules, scaler, trains=gradients is not None)
-        if planner is None or not batch.size:
-            everyone = join(micro_batch)
+        plan = None
+        if planner is not None and batch.size:
+            plan = partial(self._planned, planner, batch, modules, gradients)
+        if self._crew.several:
+            everyone, planned = self._together(join, plan, micro_batch, gradients is not None)
+        else:
+            planned = None if plan is None else plan(0)
+            everyone = join(micro_batch if planned is None else planned[1].micro_batch)
+        if planned is None:
             step = make(everyone.micro_batch, apart=False, everyone=everyone)
             return Arranged(step, None, None)
-        kind = self.kind(batch, modules, gradients)
-        allowed = self.allow(planner, kind, batch, modules)
-        everyone = join(allowed.micro_batch)
+        kind, allowed = planned
         allowed = replace(allowed, micro_batch=everyone.micro_batch)
         room = allowed.memory.room
         step = make(allowed.micro_batch, apart=allowed.apart, room=room, everyone=everyone)
@@ -104,20 +117,64 @@ class Arranger:
             step.watch = self._given.reach.watch
         return Arranged(step, kind, allowed)
 
+    def _planned(
+        self,
+        planner: Planner,
+        batch: Batch,
+        modules: Modules,
+        gradients: Gradients | None,
+        everyone: int,
+    ) -> Planned:
+        """Return how a batch is run beside so many samples of all ranks."""
+        kind = replace(self.kind(batch, modules, gradients), everyone=everyone)
+        return kind, self.allow(planner, kind, batch, modules)
+
+    def _together(
+        self,
+        join: Callable[..., Everyone],
+        plan: Callable[[int], Planned] | None,
+        micro_batch: int,
+        trains: bool,  # noqa: FBT001
+    ) -> tuple[Everyone, Planned | None]:
+        """Return the batch over all ranks, and how this one runs its share."""
+        crew, adaptive = self._crew, isinstance(self._given.norms, Adaptive)
+        total = 0
+        while True:
+            planned, covers = None, ANY
+            most = crew.most(trains=trains)
+            if adaptive and not total:
+                covers = 0
+            elif plan is not None:
+                covers = most
+                try:
+                    planned = plan(most) if most else None
+                except (BudgetError, NotExactError):
+                    if most == total:
+                        raise
+                    covers = total  # what does not fit beside so many may fit beside these
+                    planned = plan(total) if total else None
+            n = micro_batch if planned is None else planned[1].micro_batch
+            everyone = join(n, covers)
+            if everyone.settled:
+                return everyone, planned
+            total = everyone.size
+            self._given.norms.choose(total)
+
     def kind(self, batch: Batch, modules: Modules, gradients: Gradients | None) -> Kind:
-        """Return what a plan for a step belongs to."""
+        """Return what a plan for a step of one process belongs to."""
         leaves = self._given.leaves(modules, batch)
         there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
         before = sum(map(bytes_of, there.values()))
-        kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
-        return replace(kind, everyone=max(self._everyone, batch.size))
+        return self._given.kind(batch, modules, trains=gradients is not None, before=before)
 
     def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
         """Return how a batch is run, within the budget."""
         with self._given.hearing():
             return planner.allow(
                 kind,
-                lambda: self._given.case(batch, modules, trains=kind.trains),
+                lambda: replace(
+                    self._given.case(batch, modules, trains=kind.trains), everyone=kind.everyone
+                ),
                 self._given.optimizer,
                 lambda: self._runner.refuse_division(modules),
             )
@@ -128,6 +185,7 @@ class Arranger:
         modules: Modules,
         scaler: Scaler | None,
         micro_batch: int,
+        covers: int = ANY,
         *,
         trains: bool,
     ) -> Everyone:
@@ -136,6 +194,7 @@ class Arranger:
         here = Here(
             size=batch.size,
             micro_batch=micro_batch,
+            covers=covers,
             lanes=bool(self._given.meets(modules)),
             trains=trains,
             coupled=self._runner.coupled(kind),

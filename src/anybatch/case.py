@@ -46,6 +46,7 @@ class Case:
         lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
         draws: every draw is made for the whole batch.
+        everyone: samples of all ranks; 0 (default) is one process.
         sharded: has made the model whole; None where it is.
     """
 
@@ -62,6 +63,7 @@ class Case:
     lanes: bool = False
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws: bool = False
+    everyone: int = 0
     sharded: Sharded | None = None
 
     @property
@@ -147,6 +149,7 @@ def as_fakes(case: Case) -> Case:
         lanes=case.lanes,
         mode=fakes.entered,
         draws=case.draws,
+        everyone=case.everyone,
     )
 
 

@@ -39,7 +39,8 @@ def describe(
     if trains and n < size and not lanes:
         kept = foreseen.apart(n, size, confirmed=confirmed)
         apart, peak = kept <= budget, max(peak, kept) if kept <= budget else peak
-    more, owner = peak - sum(owners.values()), "gradients" if apart else "activations"
+    more = peak - sum(owners.values())
+    owner = "gradients" if apart and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)
     considered = _considered(foreseen, n, size, timed, budget)
     memory = Memory(

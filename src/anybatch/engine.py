@@ -117,8 +117,8 @@ class Engine:
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
         self._given = Given(model, loss, optimizer, norms, rng=rng, sharded=sharded)
-        asks = isinstance(norms, Adaptive)
-        self._crew = Crew(model, group, sizes=asks, dice=rng == "batch", sharded=sharded)
+        adaptive = isinstance(norms, Adaptive)
+        self._crew = Crew(model, group, adaptive=adaptive, dice=rng == "batch", sharded=sharded)
         self._runner = Runner(self._given)
         self._arranger = Arranger(self._given, self._runner, self._crew)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch

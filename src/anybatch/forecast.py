@@ -50,7 +50,8 @@ class Forecast:
         case: the fakes, where there are some: a size can be rehearsed exactly.
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
-        everyone: samples that such a draw is made for, where other ranks have some of them.
+        everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
+        pieces: bytes of the small gradients, which ranks sum in pieces.
     """
 
     how: str
@@ -67,6 +68,12 @@ class Forecast:
     entries: int = 0
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
     everyone: int = 0
+    pieces: int = 0
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether more samples on other ranks are more bytes here."""
+        return self.look.coupled or self.look.lanes
 
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
@@ -112,8 +119,9 @@ class Forecast:
             confirmed: rehearse it, where that costs no memory; else a bound will do.
         """
         if self.kept is not None:
-            held = _merged(self.kept.at(n).at_peak(), self._held(size, divided=True))
-            return max(_total(held) + self._grown(n, size), *map(_total, self._beside(n, size)))
+            line = self._summed(self.kept.at(n))
+            held = _total(line) + _total(self._held(size, divided=True)) + self._grown(n, size)
+            return max(held, *map(_total, self._beside(n, size)))
         if self.case is None or not confirmed:
             return self.peak(n, size) + self.gradients
         return max(self._rehearsed(n, size, apart=True), *map(_total, self._beside(n, size)))
@@ -127,11 +135,13 @@ class Forecast:
     def _rehearsed(self, n: int, size: int, *, apart: bool) -> int:
         """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
         assert self.case is not None
-        if n >= size:
-            found = rehearse.whole(self.case, size, self.look)
+        divided = self._divides(n, size)
+        if divided:
+            case = replace(first_rows(self.case, size), everyone=self.everyone)
+            found = rehearse.divided(case, n, self.look, apart=apart)
         else:
-            found = rehearse.divided(first_rows(self.case, size), n, self.look, apart=apart)
-        return found.peak + _total(self._held(size, divided=n < size))
+            found = rehearse.whole(self.case, size, self.look)
+        return _total(self._summed(found)) + _total(self._held(size, divided=divided))
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""
@@ -141,10 +151,23 @@ class Forecast:
         """Return the forecast with `count` more bytes of one owner."""
         return self.with_constant({owner: self.constant.get(owner, 0) + count})
 
+    def _divides(self, n: int, size: int) -> bool:
+        """Say whether a step goes the way of several micro-batches; over ranks it always does."""
+        return n < size or self.everyone > 0
+
+    def _summed(self, line: Timeline) -> dict[str, int]:
+        """Return who holds what at the peak of a step, up to where ranks sum their gradients."""
+        held = line.at_peak()
+        if not self.everyone:
+            return held
+        ended = _merged(line.final(), {"gradients": self.pieces})
+        return max(held, ended, key=_total)
+
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
-        line = self.divided.at(n) if n < size else self.undivided.at(size)
-        held = _merged(line.at_peak(), self._held(size, divided=n < size))
+        divided = self._divides(n, size)
+        line = self._summed(self.divided.at(n) if divided else self.undivided.at(size))
+        held = _merged(line, self._held(size, divided=divided))
         if grown := self._grown(n, size):
             held = _merged(held, {"gradients": grown})
         return [held, *self._beside(n, size)]
@@ -156,7 +179,7 @@ class Forecast:
     def _beside(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peaks of the first look, where there is one, and of the update."""
         found: list[dict[str, int]] = [{}]
-        if n < size:  # in units of two rows: see `anybatch.look.two_sizes`
+        if self._divides(n, size):  # in units of two rows: see `anybatch.look.two_sizes`
             looked = self.looked.at(n if n < 4 else (n + 1) // 2)
             found.append(_merged(looked.at_peak(), self._held(size, divided=True)))
         if self.update is not None:
@@ -168,7 +191,7 @@ class Forecast:
     def _held(self, size: int, *, divided: bool) -> dict[str, int]:
         copies = self.copied * (2 if divided else 1)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
-        shared = any(found) and (divided or self.everyone > size)
+        shared = any(found) and divided
         draw = largest_draw(found, counts, max(size, self.everyone)) if shared else 0
         beside = {"buffers": copies, DRAW: draw}
         return _merged(self.constant, {owner: count for owner, count in beside.items() if count})

@@ -51,7 +51,8 @@ class Foreseen:
         """Say whether just this kind has been foreseen."""
         return any(
             replace(known, before=kind.before, everyone=kind.everyone) == kind
-            for known, _ in self._known
+            and (known.everyone == kind.everyone or _same_ranks(known, forecast, kind))
+            for known, forecast in self._known
         )
 
     def hold_more(self, count: int) -> None:
@@ -64,6 +65,7 @@ class Foreseen:
             (known.elements, forecast)
             for known, forecast in self._known
             if known.bounds(kind) and known.size >= kind.size
+            if known.everyone >= kind.everyone > 0 or _same_ranks(known, forecast, kind)
         ]
         if not above:
             return self._stand_in(kind)
@@ -102,7 +104,9 @@ class Foreseen:
             for before, now in zip(first.shapes, kind.shapes, strict=True)
         )
         size = kind.size if kind.size <= first.size else _power(kind.size)
-        return replace(kind, shapes=shapes, size=size)
+        most = max(known.everyone for known, _ in self._known)
+        everyone = _power(kind.everyone) if kind.everyone > most > 0 else kind.everyone
+        return replace(kind, shapes=shapes, size=size, everyone=everyone)
 
     def _compare(self, kind: Kind, found: Forecast) -> None:
         """Remember where another number has held the same."""
@@ -122,6 +126,7 @@ class Foreseen:
             forecast
             for known, forecast in self._known
             if replace(known, numbers=kind.numbers).bounds(kind) and known.size >= kind.size
+            if known.everyone >= kind.everyone > 0 or _same_ranks(known, forecast, kind)
         ]
         if len(others) < MANY:
             return None
@@ -136,7 +141,8 @@ def _at(
     On CUDA nothing is run: an index beyond a table ends all work on the device.
     """
     count = MICRO_BATCHES * max(FARTHER)
-    larger = replace(case, size=kind.size, rows=stretched(case.rows, kind.shapes, count))
+    rows = stretched(case.rows, kind.shapes, count)
+    larger = replace(case, size=kind.size, rows=rows, everyone=kind.everyone)
     try:
         found = forecast(larger, optimizer, room=room, verify=case.device.type != "cuda")
     except (MemoryError, torch.OutOfMemoryError):
@@ -150,6 +156,13 @@ def _at(
     # What a loss counts over all targets was counted over a few.
     row = sum(bytes_of(t[:1]) for _, t in tensors(larger.rows.targets) if t.dim())
     return found.with_more("activations", row * kind.size)
+
+
+def _same_ranks(known: Kind, forecast: Forecast, kind: Kind) -> bool:
+    """Say whether samples of other ranks make no difference: there are none, or they hold none."""
+    if known.everyone == 0 or kind.everyone == 0:
+        return known.everyone == kind.everyone
+    return not forecast.meets_ranks
 
 
 def _but_numbers(kind: Kind) -> Any:

@@ -24,6 +24,7 @@ from torch import Tensor
 from anybatch import graph, tree
 from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
 from anybatch.errors import LossError, NotReproducibleError
+from anybatch.ranks.everyone import Rows
 from anybatch.retry import StartOverError, attempt, in_pieces
 from anybatch.rng import Dice
 from anybatch.step import Step, check_trains
@@ -50,6 +51,7 @@ def gather(step: Step) -> Tensor:
     first = FirstPass(step)
     first.run()
     rows = step.everyone.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
+    first.leave_to(rows)
     step.agree()  # a rank without samples has drawn nothing, and takes the same loss
     whole = MicroBatch(None, rows.targets, rows.size)
     if step.gradients is None or not step.batch.size:
@@ -110,6 +112,13 @@ class FirstPass:
             return
         self.outputs = tree.join(self.outputs, list(step.layout or ()), sizes=sizes)
         self.targets = tree.join(self.targets, sizes=sizes, name="targets")
+
+    def leave_to(self, rows: Rows) -> None:
+        """Hold this rank's part of what is there of all ranks, and no more."""
+        step, size = self._step, self._step.batch.size
+        if step.everyone.several and size:
+            self.outputs = step.rows(rows.outputs, rows.begin, size, rows.size)
+            self.targets = tree.rows(rows.targets, rows.begin, rows.begin + size, rows.size)
 
     def _forward(self, micro: MicroBatch) -> None:
         step = self._step

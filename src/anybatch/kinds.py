@@ -47,8 +47,7 @@ class Kind:
         shapes: the shape of one row of each tensor.
         size: N_B, samples in the mini-batch.
         before: bytes of gradients that are there already and are added to.
-        everyone: samples that draws are made for, over all ranks where they share them; no fewer
-            than `size`.
+        everyone: samples of all ranks that are planned for; 0 (default) is one process.
     """
 
     tensors: Any

@@ -26,8 +26,7 @@ from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
-from anybatch.ranks.crew import several
-from anybatch.ranks.pieces import copied_bytes
+from anybatch.ranks.pieces import copied_bytes, small_bytes
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -53,6 +52,9 @@ SLACK = 4096
 
 UNKNOWN_STATE = 2
 """Copies of its parameters that an optimizer nobody knows is expected to keep, as Adam does."""
+
+COLLECTIVES = 16384
+"""Bytes of the numbers that ranks tell each other."""
 
 FIXED = ("parameters", "buffers", "gradients", "rounding")
 """Owners whose bytes do not depend on the samples."""
@@ -97,7 +99,7 @@ def forecast(
     if found is not None:
         missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
-            return found.with_constant({"activations": missing}) if missing > 0 else found
+            return found.with_more("activations", missing) if missing > 0 else found
     one = _of_one(case, state)
     if one is not None and _held_at(one, case, SMALL + 1) > room:
         return one
@@ -122,8 +124,10 @@ State = tuple[Timeline | None, dict[str, int]]
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     update, held = _state_of(case, optimizer)
-    sent = copied_bytes(case.leaves) if case.trains and several() else 0
-    return update, held | ({"transfer buffers": sent} if sent else {})
+    if not case.everyone:
+        return update, held
+    sent = copied_bytes(case.leaves) if case.trains else 0
+    return update, held | {"transfer buffers": sent + COLLECTIVES}
 
 
 def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
@@ -183,6 +187,8 @@ def _rehearsed(
         case=case if case.fake else None,
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
+        everyone=case.everyone,
+        pieces=small_bytes(case.leaves) if case.everyone and case.trains else 0,
     )
 
 

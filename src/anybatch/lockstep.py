@@ -216,6 +216,7 @@ class Together:
         joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
         aims = tree.join(targets, sizes=sizes, name="targets")
         rows = step.everyone.rows(joined, aims, step.layout or (), step.batch.size)
+        del joined, aims
         whole = MicroBatch(None, rows.targets, rows.size)
         gradients: list[Tensor | None] = []
         if step.gradients is None:

@@ -109,7 +109,7 @@ def divided(case: Case, n: int, seen: Look, *, apart: bool) -> Timeline:
         step.discover = discoverer(step, before)
         with torch.set_grad_enabled(case.trains):
             if seen.coupled:
-                _gathered(step, case.rows)
+                _gathered(step, case)
             else:
                 stream(step)
         _claim_gradients(meter, gradients)
@@ -174,9 +174,12 @@ def whole(case: Case, size: int, seen: Look | None = None) -> Timeline:
     return meter.timeline()
 
 
-def _gathered(step: Step, rows: TensorBatch) -> None:
-    """Rehearse both passes of a coupled loss: few micro-batches, and the loss of all samples."""
-    micro_batches = step.feed()
+def _gathered(step: Step, case: Case) -> None:
+    """Rehearse both passes of a coupled loss: few micro-batches, and the loss of all samples.
+
+    Over ranks what is joined here is sent to where the samples of all of them are.
+    """
+    rows, micro_batches = case.rows, step.feed()
     first = next(micro_batches)
     with torch.no_grad():
         outputs = step.forward(first)
@@ -184,14 +187,19 @@ def _gathered(step: Step, rows: TensorBatch) -> None:
     kept = _rows_of_all(step, outputs, size)
     last = step.forward(first)
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
-    targets = tree.map_tensors(lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, cut)
-    joined = _rows_of_all(step, outputs, size)
-    del kept, outputs
+    every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+    del kept
+    if case.everyone:
+        here = every, targets
+        size = max(size, case.everyone)
+        every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+        del here
+    del outputs
     whole = MicroBatch(None, targets, size)
     if step.gradients is None:
-        step.loss.whole(joined, whole)
+        step.loss.whole(every, whole)
         return
-    _, gradients = loss_of_all(step, joined, whole)
+    _, gradients = loss_of_all(step, every, whole)
     step.pull(*shares(step, last, gradients, 0))
     del last
     for micro in chain([first], micro_batches):
@@ -210,6 +218,10 @@ def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
         return tensor.new_zeros(shape)
 
     return tree.map_tensors(grown, outputs)
+
+
+def _targets_of_all(few: Any, size: int) -> Any:
+    return tree.map_tensors(lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, few)
 
 
 def unharmed(case: Case, rows: int, seen: Look) -> Case:
@@ -255,7 +267,8 @@ def put_back(case: Case) -> Iterator[Before]:
 
 def _alone(case: Case) -> AbstractContextManager[Any]:
     """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
-    return AloneNorms(counters(case.modules), rows=case.size) if case.lanes else nullcontext()
+    rows = max(case.size, case.everyone)
+    return AloneNorms(counters(case.modules), rows=rows) if case.lanes else nullcontext()
 
 
 def _in_one_piece(case: Case) -> AbstractContextManager[None]:

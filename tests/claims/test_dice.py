@@ -412,6 +412,7 @@ def assert_same(got: Any, want: Any) -> None:
     assert all(a.same_as(b) for a, b in zip(got[1], want[1], strict=True))
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("micro_batch", SPLITS)
 @pytest.mark.parametrize("row", NOISE)
 def test_draws_are_those_of_the_whole_batch(row: str, micro_batch: int) -> None:
@@ -421,6 +422,7 @@ def test_draws_are_those_of_the_whole_batch(row: str, micro_batch: int) -> None:
     assert_same(in_parts(model, F.cross_entropy, x, y, micro_batch, "streaming"), want)
 
 
+@pytest.mark.large
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("micro_batch", [3, WIDE])
 @pytest.mark.parametrize("row", NOISE)
@@ -449,6 +451,7 @@ class Normed(Noisy):
         return out.flatten(1, -2).mean(1) if out.dim() > 2 else out
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(
     ("loss", "micro_batch"),
     [(F.cross_entropy, 3), (F.cross_entropy, WIDE), (coupled, 1), (coupled, 11)],

@@ -180,6 +180,7 @@ def test_every_place_is_come_by_once_a_lane_or_more() -> None:
             assert least["loss"] >= 1
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(("kind", "place"), [(k, p) for k, found in PLACES.items() for p in found])
 def test_what_is_raised_anywhere_leaves_nothing_behind(

@@ -64,6 +64,7 @@ def of_row(rank: int, size: int, row: str, kind: str, micro_batch: int, ddp: boo
     return trained(step)(model, x, y)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize(("kind", "micro_batch"), [("uneven", 3), ("empty", 22)])
 @pytest.mark.parametrize("row", ROWS)
 def test_batchnorm_is_that_of_all_ranks(
@@ -110,6 +111,7 @@ def of_case(rank: int, size: int, at: int, micro_batch: int) -> Any:
     return state_after(problem.model, run)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_every_loss_is_that_of_all_ranks(pool: tuple[int, Pool], at: int) -> None:
     _, workers = pool

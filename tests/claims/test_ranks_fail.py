@@ -104,6 +104,7 @@ def well(rank: int, size: int, kind: str, loss: str, learned: bool) -> Any:
     return [p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("loss", ["parts", "coupled"])
 @pytest.mark.parametrize("kind", ["lanes", "stream"])

@@ -33,6 +33,11 @@ def test_the_next_use_of_a_dead_variable_is_never() -> None:
     assert trace.dies == ((), (), (0,))
 
 
+def test_a_step_without_functions_needs_what_is_there() -> None:
+    trace = Trace((Variable("w", 3, before=True, after=True),), ())
+    assert (trace.floor, trace.peak, trace.seconds) == (3, 0, 0)
+
+
 X = Variable("x", 1, before=True)
 BAD = [
     ((X, Variable("y", 1)), (Function("f", (1,)),), "made before it is used"),

@@ -48,7 +48,9 @@ class Pool:
         """Do the same, and fail where any rank does."""
         found = self.each(work, *args)
         failed = [(rank, one) for rank, one in enumerate(found) if isinstance(one, BaseException)]
-        assert not failed, "\n".join(f"rank {r}: {e!r} {e.__notes__}" for r, e in failed)
+        assert not failed, "\n".join(
+            f"rank {r}: {e!r} {getattr(e, '__notes__', '')}" for r, e in failed
+        )
         return found
 
     def close(self) -> None:

@@ -5,6 +5,8 @@
     prefetch k      what backward needs leaves after its last forward use, returns k functions ahead
     fixed distance  what is not used for `threshold` functions leaves, returns `ahead` of its use
 
+Distances are counted in functions of the trace; the graph of Le et al. has its own edges.
+
 Sources: Hayakawa and Narihira, section 1 (naive) and 2; Rhu et al. 2016, "vDNN" (prefetch, k = 1);
 Le et al. 2019, "Large Model Support": swapout_threshold and swapin_ahead.
 """

@@ -15,11 +15,37 @@ Source: design 5.7; AGBN's "memory monger"; Chen et al. 2016, "Sublinear memory 
 
 from __future__ import annotations
 
-from anybatch.outofcore.rewrite import Recipe, Rewriter, rewrite
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anybatch.outofcore.rewrite import Rewriter, rewrite
 from anybatch.outofcore.trace import Trace
 
 SOON = 8
 """Functions of backward within which a result made again is used itself."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """How to make a variable again.
+
+    Attributes:
+        functions: to run again, in any order; they run in that of the trace.
+        makes: the variable, and what has to be made again on the way to it.
+        sources: what this starts from, beside what is there all the time.
+    """
+
+    functions: frozenset[int] = frozenset()
+    makes: frozenset[int] = frozenset()
+    sources: frozenset[int] = frozenset()
+
+    def __or__(self, other: Again) -> Again:
+        """Do both."""
+        return Again(
+            self.functions | other.functions,
+            self.makes | other.makes,
+            self.sources | other.sources,
+        )
 
 
 def cheap(trace: Trace, share: float = 1.0) -> Trace:
@@ -32,19 +58,19 @@ def cheap(trace: Trace, share: float = 1.0) -> Trace:
     """
     recipes = cheap_recipes(trace)
     wanted = share * trace.bytes_of(recipes)
-    dropped: dict[int, Recipe] = {}
+    dropped: dict[int, Again] = {}
     for v in sorted(recipes, key=lambda v: trace.uses[v][0]):
         if trace.bytes_of(dropped) < wanted:
             dropped[v] = recipes[v]
 
     def remake(rewriter: Rewriter, v: int) -> None:
-        _make(trace, dropped, rewriter, v)
+        _make(dropped, rewriter, v)
 
     return rewrite(trace, dropped, remake)
 
 
-def cheap_recipes(trace: Trace) -> dict[int, Recipe]:
-    """Return the variables that are cheap to make again, and the functions that do it.
+def cheap_recipes(trace: Trace) -> dict[int, Again]:
+    """Return the variables that are cheap to make again, and how.
 
     The largest come first. What a recipe starts from is kept from then on, and that must not be
     more bytes than it saves.
@@ -60,60 +86,63 @@ class _Book:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.needed = {
-            v: first
-            for v, variable in enumerate(trace.variables)
-            if not (variable.before or variable.after or variable.stays)
-            and not trace.functions[trace.uses[v][0]].backward
-            and (first := first_in_backward(trace, v)) is not None
-        }
-        self.chosen: dict[int, Recipe] = {}
+        self.needed = {v: i for v in saved(trace) if (i := first_in_backward(trace, v)) is not None}
+        self.chosen: dict[int, Again] = {}
         self.kept: set[int] = set()  # what recipes start from, beside what backward needs anyway
 
     def consider(self, v: int) -> None:
         """Choose `v` if there is a cheap recipe that starts from little."""
         found = self._recipe(v, self.needed[v], depth=0)
-        if found is None or v in self.kept:
+        if found is None or v in self.kept or v in found.sources:
             return
-        recipe, sources = found
-        more = sources - self.kept - self.needed.keys()
+        more = found.sources - self.kept - self.needed.keys()
         if self.trace.bytes_of(more) <= self.trace.size(v):
-            self.chosen[v] = tuple(sorted(recipe))
-            self.kept |= sources
+            self.chosen[v] = found
+            self.kept |= found.sources
 
-    def _recipe(self, v: int, when: int, depth: int) -> tuple[set[int], set[int]] | None:
-        """Return functions and what they start from; None where `v` is not cheap."""
-        recipe, sources = set(), set()
+    def _recipe(self, v: int, when: int, depth: int) -> Again | None:
+        """Return how to make `v` again at function `when`; None where that is not cheap."""
+        found = Again(makes=frozenset({v}))
         for k in self.trace.written[v]:
             function = self.trace.functions[k]
             if function.backward:
                 continue
             if function.flops or function.draws or depth > SOON:
                 return None
-            recipe.add(k)
+            found |= Again(frozenset({k}))
             for read in function.reads:
                 if read == v or read in function.writes:
                     continue
                 if any(k < other <= when for other in self.trace.written[read]):
                     return None  # it has been written to since
-                found = self._source(read, when, depth)
-                if found is None:
+                source = self._source(read, when, depth)
+                if source is None:
                     return None
-                recipe |= found[0]
-                sources |= found[1]
-        return recipe, sources
+                found |= source
+        return found
 
-    def _source(self, v: int, when: int, depth: int) -> tuple[set[int], set[int]] | None:
+    def _source(self, v: int, when: int, depth: int) -> Again | None:
         """Return how to have a source: it is there, it is made again soon anyway, or on the way."""
         one = self.trace.variables[v]
         if one.before or one.stays:
-            return set(), set()
-        if v in self.needed:
-            soon = v not in self.chosen or self.needed[v] - when <= SOON
-            return (set(), set() if v in self.chosen else {v}) if soon else None
-        if v in self.kept:
-            return set(), {v}
-        return self._recipe(v, when, depth + 1) or (set(), {v})
+            return Again()
+        kept = Again(sources=frozenset({v}))
+        if v in self.chosen:
+            return Again() if self.needed[v] - when <= SOON else None
+        if v in self.needed or v in self.kept:
+            return kept
+        return self._recipe(v, when, depth + 1) or kept
+
+
+def saved(trace: Trace) -> list[int]:
+    """Return what forward makes, backward uses, and may be dropped between."""
+    return [
+        v
+        for v, variable in enumerate(trace.variables)
+        if not (variable.before or variable.after or variable.stays)
+        and not trace.functions[trace.uses[v][0]].backward
+        and first_in_backward(trace, v) is not None
+    ]
 
 
 def first_in_backward(trace: Trace, v: int) -> int | None:
@@ -121,21 +150,14 @@ def first_in_backward(trace: Trace, v: int) -> int | None:
     return next((i for i in trace.uses[v] if trace.functions[i].backward), None)
 
 
-def _make(trace: Trace, dropped: dict[int, Recipe], rewriter: Rewriter, v: int) -> None:
+def _make(dropped: Mapping[int, Again], rewriter: Rewriter, v: int) -> None:
     """Run the recipe of `v` again; what it has on the way dies with it."""
-    recipe = dropped[v]
-    results = {w for k in recipe for w in trace.functions[k].makes}
-    for k in recipe:
-        for read in trace.functions[k].reads:
-            if read in dropped and read not in results and read not in rewriter.now:
-                _make(trace, dropped, rewriter, read)
+    recipe, functions = dropped[v], rewriter.trace.functions
+    for k in sorted(recipe.functions):
+        others = set(functions[k].reads) - recipe.makes - set(functions[k].writes)
+        for read in sorted(others.intersection(dropped).difference(rewriter.now)):
+            _make(dropped, rewriter, read)
     made = dict(rewriter.now)
-    for k in recipe:
-        wanted = {w for w in trace.functions[k].makes if _leads_to(trace, recipe, w, v)}
-        wanted |= {w for w in trace.functions[k].writes if w in made and w in results}
-        rewriter.again(k, wanted, made)
+    for k in sorted(recipe.functions):
+        rewriter.again(k, set(recipe.makes), made)
     rewriter.now[v] = made[v]
-
-
-def _leads_to(trace: Trace, recipe: Recipe, w: int, v: int) -> bool:
-    return w == v or any(w in trace.functions[k].reads for k in recipe)

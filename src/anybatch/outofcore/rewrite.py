@@ -9,13 +9,10 @@ updates beside its result (running statistics of BatchNorm) is not updated again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 from anybatch.outofcore.trace import Function, Trace, Variable
-
-Recipe = tuple[int, ...]
-"""Functions to run again, in order."""
 
 
 class Rewriter:
@@ -79,13 +76,13 @@ class Rewriter:
 
 
 def rewrite(
-    trace: Trace, dropped: Mapping[int, Recipe], remake: Callable[[Rewriter, int], None]
+    trace: Trace, dropped: Container[int], remake: Callable[[Rewriter, int], None]
 ) -> Trace:
     """Return the step in which variables are dropped after the forward pass and made again.
 
     Args:
         trace: the step.
-        dropped: variable -> what makes it again.
+        dropped: the variables.
         remake: is called with a variable before the first function of backward that reads it, and
             must make it in `Rewriter.now`.
     """

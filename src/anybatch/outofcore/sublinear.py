@@ -15,8 +15,8 @@ from bisect import bisect_right
 from itertools import accumulate
 from math import ceil
 
-from anybatch.outofcore.recompute import first_in_backward
-from anybatch.outofcore.rewrite import Recipe, Rewriter, rewrite
+from anybatch.outofcore.recompute import first_in_backward, saved
+from anybatch.outofcore.rewrite import Rewriter, rewrite
 from anybatch.outofcore.trace import Trace
 
 
@@ -31,18 +31,21 @@ def sublinear(trace: Trace, stretches: int, share: float = 1.0) -> Trace:
     """
     cuts = _cuts(trace, stretches)
     cuts = cuts[: ceil(share * len(cuts))]
-    recipes: dict[int, Recipe] = {}
+    recipes: dict[int, tuple[int, ...]] = {}
+    of: dict[int, int] = {}
     inside: dict[int, list[int]] = {}
-    for v in _saved(trace):
+    for v in saved(trace):
         stretch = bisect_right(cuts, trace.uses[v][0])
         forward = [i for i in trace.uses[v] if not trace.functions[i].backward]
         if stretch < len(cuts) and forward[-1] < cuts[stretch]:
             inside.setdefault(stretch, []).append(v)
-    of = {v: stretch for stretch, variables in inside.items() for v in variables}
     for stretch, variables in inside.items():
         begin = cuts[stretch - 1] if stretch else 0
         needed = _slice(trace, range(begin, cuts[stretch]), set(variables))
-        recipes |= dict.fromkeys(variables, needed)
+        when = min(i for v in variables if (i := first_in_backward(trace, v)) is not None)
+        if _as_it_was(trace, needed, when):
+            recipes |= dict.fromkeys(variables, needed)
+            of |= dict.fromkeys(variables, stretch)
 
     def remake(rewriter: Rewriter, v: int) -> None:
         made = dict(rewriter.now)
@@ -54,22 +57,11 @@ def sublinear(trace: Trace, stretches: int, share: float = 1.0) -> Trace:
     return rewrite(trace, recipes, remake)
 
 
-def _saved(trace: Trace) -> list[int]:
-    """Return what forward makes and backward uses."""
-    return [
-        v
-        for v, variable in enumerate(trace.variables)
-        if not (variable.before or variable.after or variable.stays)
-        and not trace.functions[trace.uses[v][0]].backward
-        and first_in_backward(trace, v) is not None
-    ]
-
-
 def _cuts(trace: Trace, stretches: int) -> list[int]:
     """Return the functions before which one stretch ends, so that nobody writes across a cut."""
     turn = next((i for i, f in enumerate(trace.functions) if f.backward), len(trace.functions))
     made = [0] * turn
-    for v in _saved(trace):
+    for v in saved(trace):
         made[trace.uses[v][0]] += trace.size(v)
     crossed: set[int] = set()
     for v, variable in enumerate(trace.variables):
@@ -88,7 +80,7 @@ def _cuts(trace: Trace, stretches: int) -> list[int]:
     return sorted(found)
 
 
-def _slice(trace: Trace, stretch: range, wanted: set[int]) -> Recipe:
+def _slice(trace: Trace, stretch: range, wanted: set[int]) -> tuple[int, ...]:
     """Return the functions of a stretch on which what is wanted rests."""
     found, needed = [], set(wanted)
     for k in reversed(stretch):
@@ -97,3 +89,14 @@ def _slice(trace: Trace, stretch: range, wanted: set[int]) -> Recipe:
             found.append(k)
             needed.update(function.reads)
     return tuple(reversed(found))
+
+
+def _as_it_was(trace: Trace, recipe: tuple[int, ...], when: int) -> bool:
+    """Say whether what a recipe starts from has not been written to when it runs again."""
+    results = {v for k in recipe for v in trace.functions[k].makes}
+    for k in recipe:
+        function = trace.functions[k]
+        for v in set(function.reads) - set(function.writes) - results:
+            if any(k < i < when for i in trace.written[v]):
+                return False
+    return True

@@ -162,7 +162,8 @@ class Trace:
     def floor(self) -> int:
         """Bytes below which no schedule exists: of one function, and what never leaves."""
         held = self.bytes_of(v for v in self.before if self.variables[v].stays)
-        first = self.bytes_of(self.before) + self.bytes_of(self.functions[0].makes)
+        begins = self.functions[0].makes if self.functions else ()
+        first = self.bytes_of(self.before) + self.bytes_of(begins)
         most = max(held, first)  # nothing has left yet when the first function runs
         for function, dead in zip(self.functions, self.dies, strict=True):
             held += self.bytes_of(v for v in function.makes if self.variables[v].stays)

@@ -5,7 +5,8 @@ another order or frozen differently, or engines that are called in another order
 look like any other. DistributedDataParallel hides the first of these by sending the weights of rank
 0, once. Here every step begins with a few numbers that all compare.
 
-    every step   parameters: names, shapes, dtypes, frozen or not; which engine it is; the scale
+    every step   parameters: names, shapes, dtypes, frozen or not; which engine it is; the scale;
+                 whether BatchNorm is adaptive
     first step   the values of all parameters
 
 Source: design of this project, section 5.4.
@@ -34,15 +35,19 @@ class Alike(NamedTuple):
         order: which engine it is, counted by their first steps; 0 before its own has ended.
         values: of the parameters, before the first step has ended; then 0.
         scale: what gradients are multiplied by.
+        adaptive: whether BatchNorm is.
     """
 
     form: float
     order: float
     values: float
     scale: float
+    adaptive: float
 
 
 WORDS = {
+    "adaptive": 'be given batchnorm="adaptive", or none of them, and {}: make Engine alike on '
+    "every rank",
     "form": "train parameters of the same names, shapes and dtypes, in the same order, the same of "
     "them frozen, and {}: build model, loss and optimizer alike on every rank",
     "order": "step the same engines in the same order, and {}: make and call them alike",

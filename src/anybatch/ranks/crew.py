@@ -29,9 +29,6 @@ from anybatch.ranks.unison import Together, Unison, guarded
 
 T = TypeVar("T")
 
-SIZES = 'the beginning of a step with batchnorm="adaptive" or rng="batch"'
-"""Where ranks are that ask for the number of samples of all."""
-
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
     """Return the model without DistributedDataParallel, and the process group of that or None."""
@@ -46,7 +43,7 @@ class Crew:
     Args:
         model: the person's, without DistributedDataParallel.
         handle: their process group; None is the one of all ranks, if there is one.
-        sizes: every step asks how many samples there are before all else.
+        adaptive: BatchNorm is chosen at every step, by how many samples there are.
         dice: every step begins with those of rank 0.
         sharded: makes the model whole for a step; None (default) where it is.
 
@@ -59,18 +56,20 @@ class Crew:
         model: nn.Module,
         handle: Any,
         *,
-        sizes: bool,
+        adaptive: bool,
         dice: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
         self.everyone: Everyone = Alone()
         self._handle, self._model = None if _is_all(handle) else handle, model
-        self._sizes, self._dice = sizes or dice, dice
+        self._adaptive, self._dice = adaptive, dice
+        self._rolls = False
         self._meeting, self._sharded = meeting_layers(model), sharded
         self._unison: Unison | None = None
         self._kind: Any = None
         self._scripts: dict[Any, tuple[Together, ...]] = {}
         self._form, self._counts = Form(), False
+        self._most: dict[bool, int] = {}
         self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
@@ -81,6 +80,7 @@ class Crew:
                 or one was lost in an earlier step.
         """
         self._unison = unison = self._begun()
+        self._rolls = self._dice
         try:
             with self.apart():
                 if self._sharded is None:
@@ -111,9 +111,9 @@ class Crew:
         """Whether the present step has others."""
         return self._unison is not None
 
-    def size(self, here: int) -> int:
-        """Return the samples of all ranks, where every step asks for them."""
-        return here if self._unison is None else int(sum(self._unison.fact(SIZES, here)))
+    def most(self, *, trains: bool) -> int:
+        """Return the most samples that all ranks have had in a step; 0 where there is none yet."""
+        return self._most.get(trains, 0)
 
     def join(self, here: Here, kind: Any, named: Named, scale: float = 1.0) -> Everyone:
         """Return the batch over all ranks; the dice may be others then.
@@ -125,7 +125,8 @@ class Crew:
             scale: what gradients are multiplied by. Default 1.
         """
         self._kind = kind, here.lanes, here.coupled
-        if self._unison is not None and self._dice:
+        if self._unison is not None and self._rolls:
+            self._rolls = False
             with self._unison.met():
                 same_dice(self._unison, devices_of(self._model))
         if self._unison is None:
@@ -134,13 +135,16 @@ class Crew:
             alike = self._alike(self._unison.group, named, scale)
             script, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
             self.everyone = Ranks(self._unison, here, alike, script, dense)
+            most = self.most(trains=bool(here.trains))
+            known = most if here.covers else 0  # no more than there are, where that did not fit
+            self._most[bool(here.trains)] = max(known, self.everyone.size)
         return self.everyone
 
     def _alike(self, group: Group, named: Named, scale: float) -> Alike:
         order = group.orders.get(self, 0)
         self._counts = not order and not has_lazy(named)  # which get values in their first step
         values = 0 if order else values_of(named)
-        return Alike(self._form.number(named), order, values, scale)
+        return Alike(self._form.number(named), order, values, scale, self._adaptive)
 
     def end(self) -> None:
         """Let nobody keep what not all can keep, and remember what this kind of step has run."""
@@ -155,7 +159,7 @@ class Crew:
         if not several(self._handle):
             return None
         called = self._sharded is not None
-        return Unison(group_of(self._handle), facts=self._sizes + self._dice, called=called)
+        return Unison(group_of(self._handle), facts=int(self._dice), called=called)
 
 
 def _is_all(handle: Any) -> bool:

@@ -43,7 +43,7 @@ def same_dice(unison: Unison, devices: Sequence[torch.device]) -> None:
         RankError: rank 0's model is on another number of CUDA devices.
     """
     own = Dice.on(devices)
-    unison.fact("dice")
+    unison.fact('the beginning of a step with rng="batch"')
     dice: Dice = unison.told(own, LEADER)
     if len(dice.cuda) != len(devices):
         raise RankError(

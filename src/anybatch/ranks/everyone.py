@@ -59,6 +59,9 @@ class Everyone(Protocol):
     coupled: bool
     """Whether any rank knows that the loss needs all outputs at once."""
 
+    settled: bool
+    """Whether every rank has planned for so many samples; else all have to, once more."""
+
     @property
     def sending(self) -> bool:
         """Whether gradients are on their way: all ranks run again what fails from here on."""
@@ -127,6 +130,7 @@ class Alone:
     """
 
     several = False
+    settled = True
     begin = 0
     sending = False
 

@@ -8,8 +8,8 @@ fails sends zeros in the place of what it still owes, and raises its flag where 
     backward of the last micro-batch:   layer 4   layer 3   layer 2   layer 1
     on the wire:                               [4 and 3]           [2]     [1]   then: all fine?
 
-Large gradients go alone, small ones are copied into one piece. A piece takes the place of what is
-in it, so what is held more is never more than one piece.
+Large gradients go alone, small ones are copied into one piece. Sent during backward, a piece takes
+the place of what is in it, so what is held more is never more than one piece.
 
 Source: the order and the pieces are those of PyTorch Distributed (Li et al., 2020, section 3.2.3).
 """
@@ -154,6 +154,12 @@ def copied_bytes(parameters: Sequence[Tensor]) -> int:
         forms = [_form(parameters[at]) for at in piece]
         largest = max(largest, sum(count * dtype.itemsize for count, dtype in forms))
     return largest
+
+
+def small_bytes(parameters: Sequence[Tensor]) -> int:
+    """Return the bytes of all gradients that are copied: sent late, they lie beside the copies."""
+    forms = [_form(parameter) for parameter in parameters if _reals(parameter) <= SMALL]
+    return sum(count * dtype.itemsize for count, dtype in forms)
 
 
 def dense(parameter: Tensor, total: Tensor | None) -> Tensor:

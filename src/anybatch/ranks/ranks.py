@@ -18,13 +18,12 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from anybatch import tree
 from anybatch.errors import BatchError, RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
@@ -33,13 +32,16 @@ from anybatch.ranks.alike import Alike, refuse_unlike
 from anybatch.ranks.dice import drawn_apart
 from anybatch.ranks.everyone import Layout, Rows, Take
 from anybatch.ranks.gradients import AddedTwiceError, summed
-from anybatch.ranks.group import packed
 from anybatch.ranks.pieces import Pieces
+from anybatch.ranks.rows import joined_rows, rows_of_all
 from anybatch.ranks.unison import Together, Unison
 from anybatch.rng import Dice
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+ANY = -1
+"""Samples of all ranks that a micro-batch is good for, where that does not depend on them."""
 
 TERMS = 8
 """Terms of a loss that are counted over ranks; one with more counts as coupled."""
@@ -51,6 +53,8 @@ class Here(NamedTuple):
     Attributes:
         size: samples.
         micro_batch: samples in a micro-batch.
+        covers: the samples of all ranks that it is good for; `ANY` where it does not depend on
+            them, 0 where they must be known first.
         lanes: 1 where samples meet in BatchNorm.
         trains: 1 with backward.
         coupled: 1 where the loss is known to need all outputs at once.
@@ -58,6 +62,7 @@ class Here(NamedTuple):
 
     size: int
     micro_batch: int
+    covers: int
     lanes: int
     trains: int
     coupled: int
@@ -91,6 +96,8 @@ class Ranks:
         micro_batch: the smallest of any rank that has samples.
         lanes: samples meet in BatchNorm on some rank.
         coupled: some rank knows that the loss needs all outputs.
+        settled: no rank has to plan for more samples than it has, so the step can begin; else all
+            ranks come together once more.
         dense: as given, and after `gradients` as this step has found it.
 
     Raises:
@@ -125,6 +132,9 @@ class Ranks:
         self.micro_batch = min(one.micro_batch for one in every if one.size)
         self.lanes = any(one.lanes for one in every)
         self.coupled = any(one.coupled for one in every)
+        self.settled = all(one.covers == ANY or one.covers >= self.size for one in every)
+        if not self.settled:
+            unison.begin_again()
         self._first = next(rank for rank, size in enumerate(self._sizes) if size)
         self._counted: list[list[Total] | None] = []
         self._shared = self._ending = False
@@ -196,56 +206,17 @@ class Ranks:
         self._shared = True
         self._unison.call(str(key))
         with self._unison.raw():
-            kinds = [(tuple(rows.shape), rows.dtype)]
-            every = self._unison.group.objects((len(rows), None, None, kinds))
-            parts = [own for (own,) in self._tensors(every, [rows])]
-        before = sum(size for size, *_ in every[: self._unison.group.rank])
-        return torch.cat(parts), before
+            sizes = self._unison.group.objects(len(rows))
+            whole = joined_rows(self._unison.group, rows, sizes)
+        return whole, sum(sizes[: self._unison.group.rank])
 
     @meets
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return outputs and targets of all ranks, in their order; see `Rows`."""
         self._shared = True
-        tensors: list[Tensor] = []
-
-        def marked(tensor: Tensor) -> Any:
-            tensors.append(tensor)
-            return _Place(len(tensors) - 1)
-
-        here = tree.map_tensors(marked, (outputs, targets)) if size else None
-        kinds = [(tuple(t.shape), t.dtype) for t in tensors]
-        form = packed((size, layout, here, kinds))  # which may fail
-        self._unison.call("the outputs")
-        with self._unison.raw():
-            every = self._unison.group.unpacked(form)
-            parts = self._tensors(every, tensors)
-        there = [
-            (n, tree.map_leaves(partial(_placed, own), values))
-            for (n, _, values, _), own in zip(every, parts, strict=True)
-            if n
-        ]
-        sizes = [n for n, _ in there]
-        found = next(axes for n, axes, _, _ in every if n)
-        return Rows(
-            tree.join([values[0] for _, values in there], list(found), sizes=sizes),
-            tree.join([values[1] for _, values in there], sizes=sizes, name="targets"),
-            self.size,
-            self.begin,
-            leads=self._unison.group.rank == self._first,
-        )
-
-    def _tensors(self, every: list[Any], mine: list[Tensor]) -> list[list[Tensor]]:
-        """Return the tensors of every rank, in one gather for each rank and tensor."""
-        group = self._unison.group
-        device = mine[0].device if mine else group.device
-        found: list[list[Tensor]] = []
-        for rank, (_, _, _, kinds) in enumerate(every):
-            found.append([])
-            for at, (shape, dtype) in enumerate(kinds):
-                empty = torch.empty(shape, dtype=dtype, device=group.device)
-                one = mine[at].detach().to(group.device) if rank == group.rank else empty
-                found[-1].append(group.sent(one.contiguous(), rank).to(device))
-        return found
+        found, aims = rows_of_all(self._unison, outputs, targets, layout, size)
+        leads = self._unison.group.rank == self._first
+        return Rows(found, aims, self.size, self.begin, leads=leads)
 
     @meets
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
@@ -310,17 +281,6 @@ class Ranks:
 
 
 _CALL = {True: "backward", False: "evaluate"}
-
-
-class _Place:
-    """Stands for a tensor in a tree that is sent."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-
-def _placed(tensors: list[Tensor], leaf: Any) -> Any:
-    return tensors[leaf.at] if isinstance(leaf, _Place) else leaf
 
 
 def _packed(totals: list[Total] | None, *, has_rows: bool, offer: int) -> Tensor:

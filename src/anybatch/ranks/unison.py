@@ -44,7 +44,7 @@ class Together(NamedTuple):
     numbers: int
 
 
-HEADER, FACTS = Together("header", 10), Together("gather", 10)
+HEADER, FACTS = Together("header", 12), Together("gather", 12)
 """What may meet another collective is of one shape: ranks that differ hear of it by the key."""
 
 SUMS = "the sum of"
@@ -71,7 +71,7 @@ class Unison:
 
     Args:
         group: the ranks.
-        facts: how often `fact` is asked before `begin`. Default 0.
+        facts: gathers before `begin`. Default 0.
         called: `call` comes before all else. Default False.
 
     Attributes:
@@ -89,10 +89,13 @@ class Unison:
         self._raw = False
         group.begin()
 
-    def fact(self, key: str, here: float = 0.0) -> list[float]:
-        """Return a number of each rank, in order; only before `begin`."""
-        with self.met():
-            return [float(row[0]) for row in self.gather(key, _filled([here]))]
+    def fact(self, key: str) -> None:
+        """Make sure that all have come here; only before `begin`."""
+        self.gather(key, _filled([]))
+
+    def begin_again(self) -> None:
+        """Take in that all ranks come to `begin` once more."""
+        self.script, self._known = [], (FACTS,)
 
     def told(self, one: Any, source: int) -> Any:
         """Return the picklable object of the rank `source`; the others' does not matter.

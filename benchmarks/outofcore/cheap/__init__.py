@@ -1,0 +1,1 @@
+"""Out-of-core training: the tables of the paper of Hayakawa and Narihira."""
