@@ -2,7 +2,7 @@
 
 Whoever started the process looks at it from outside, twice, and the process waits for that: when a
 step of two samples has been taken and counted, so that torch has set up and imported what it does
-once (the modules behind a dispatch mode are 70 MB by themselves); and when two steps were taken.
+once (a dispatch mode brings hundreds of modules with it); and when two steps were taken.
 After that it takes as many more as are asked for, and says how long each has run.
 """
 
