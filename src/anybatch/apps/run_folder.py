@@ -247,9 +247,13 @@ class RunFolder:
                 found = found.__context__
             reason = found.strerror if isinstance(found, OSError) else str(error)
             raise RunFolderError(
-                f"{name} cannot be written to {self.path}: {reason}. What was written before is "
-                f"whole; make room, then go on with --resume {self.path}."
+                f"{name} cannot be written to {self.path}: {reason}. {self._what_is_there()}"
             ) from error
+
+    def _what_is_there(self) -> str:
+        if not self.has("checkpoint.pt"):
+            return "No step is kept yet; make room, then start the run again."
+        return f"What was written before is whole; make room, then go on with --resume {self.path}."
 
 
 def _sync_folder(path: Path) -> None:
