@@ -222,6 +222,7 @@ def offload(
     memory: int | str,
     store: str | PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    check: bool = False,
 ) -> Offload:
     """Keep a person's own forward and backward within a byte budget: what is saved leaves.
 
@@ -238,6 +239,8 @@ def offload(
             temporary files, or a folder for that file. Default None: "host" from CUDA, "file" on
             the CPU. The file has no name, and is gone when the process is.
         device: whose tensors leave. Default None: CUDA if there is one, else the CPU.
+        check: for debugging, keep a checksum of every block that leaves, and compare it when the
+            block returns. Default False: what a disk or another program has changed is not seen.
 
     Returns:
         A context manager to enter around forward and backward of every step, one at a time.
@@ -246,7 +249,8 @@ def offload(
         ValueError: `memory` or `store` means nothing here.
         BudgetError: on leaving a recorded step: with everything away it has held more. Its
             gradients are right.
-        StoreError: in a step, or on entering it: there is no room, or a write or a read has failed.
+        StoreError: in a step, or on entering it: there is no room, a write or a read has failed,
+            or what returns is not what had left (`check`).
 
     Example:
         >>> off = anybatch.offload(memory="4GiB")
@@ -259,7 +263,7 @@ def offload(
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
     where = torch.device(device) if device is not None else _default()
-    return Offload(parse_bytes(memory), _store(store, where), where)
+    return Offload(parse_bytes(memory), _store(store, where, check=check), where)
 
 
 def allocated(device: torch.device) -> int:
@@ -271,17 +275,19 @@ def _default() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _store(given: str | PathLike[str] | None, device: torch.device) -> Callable[[], Store]:
+def _store(
+    given: str | PathLike[str] | None, device: torch.device, *, check: bool
+) -> Callable[[], Store]:
     """Return what makes the store."""
     host = device.type != "cpu"
     if given is None:
         given = "host" if host else "file"
     if given == "host" and host:
-        return HostStore
+        return partial(HostStore, check=check)
     if given != "host" and not host:
         folder = None if given == "file" else Path(given)
         if folder is None or folder.is_dir():
-            return partial(FileStore, folder, direct=True)
+            return partial(FileStore, folder, direct=True, check=check)
     raise ValueError(
         'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
         f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"

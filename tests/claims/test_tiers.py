@@ -26,8 +26,8 @@ TIERS = {
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
-    "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
-    "dice gathered",
+    "meeting norm unseen checksums stores copier book hold pager paging slots turns lanes "
+    "surroundings ranks dice gathered segments",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
     "outofcore.execute",
