@@ -25,7 +25,9 @@ from anybatch.outofcore.execute import Step
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Cut, Recording
 from anybatch.outofcore.simulate import Link
+from anybatch.outofcore.unroll import of_course
 from anybatch.outofcore.watch import Watch, gradient_bytes
+from anybatch.step_timeline import StepTimeline
 from anybatch.stores import FileStore, HostStore, Store
 from anybatch.undo import uninterrupted
 from anybatch.units import parse_bytes
@@ -80,6 +82,7 @@ class Offload:
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
         self._recordings: dict[Cut, _Known] = {}
+        self._shown: _Known | None = None
         self._to_record, self._misses = 1, 0
         self._there = 0
         self._step: Step | None = None
@@ -128,6 +131,32 @@ class Offload:
             raise
         if kind is None:
             self._learn(step, watch, course)
+
+    def timeline(self) -> StepTimeline:
+        """Return how the last step that was recorded or planned goes from now on, as it passes.
+
+        Who holds how many bytes when, when each storage leaves and returns, and when kernels and
+        both ways of the link are busy: as planned, from the seconds of the recorded step and the
+        speed at which storages have moved.
+
+        Returns:
+            The step; it prints as a chart.
+
+        Raises:
+            RuntimeError: no step has been recorded yet.
+            BudgetError: what has come since it was recorded leaves it too little.
+
+        Example:
+            >>> with off:
+            ...     loss_fn(model(x), y).backward()
+            >>> print(off.timeline())
+        """
+        if self._shown is None:
+            raise RuntimeError(
+                "a step must have been recorded before its timeline can be told, and none has "
+                "been: run one inside this offload()"
+            )
+        return of_course(self._shown.course(self.memory, allocated(self._device)))
 
     def close(self) -> None:
         """Give up the file or the host memory that is kept from step to step."""
@@ -182,6 +211,8 @@ class Offload:
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
             predicted = None if course is None or step.missed else course.predicted
+            if predicted is not None and course is not None:
+                self._shown = self._recordings[course.recording.cuts[0]]
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
                 self._misses += 1
@@ -195,7 +226,8 @@ class Offload:
         if recording.cuts:
             if len(self._recordings) == KEPT:
                 del self._recordings[next(iter(self._recordings))]
-            self._recordings[recording.cuts[0]] = _Known(recording, mover, watch, self._there)
+            self._shown = _Known(recording, mover, watch, self._there)
+            self._recordings[recording.cuts[0]] = self._shown
 
 
 class _Known:
