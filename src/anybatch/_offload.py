@@ -82,7 +82,8 @@ class Offload:
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
         self._recordings: dict[Cut, _Known] = {}
-        self._shown: _Known | None = None
+        self._followed: Course | None = None
+        self._newest: _Known | None = None
         self._to_record, self._misses = 1, 0
         self._there = 0
         self._step: Step | None = None
@@ -133,30 +134,31 @@ class Offload:
             self._learn(step, watch, course)
 
     def timeline(self) -> StepTimeline:
-        """Return how the last step that was recorded or planned goes from now on, as it passes.
+        """Return the last planned step as it passes: who holds how many bytes when, and what moves.
 
-        Who holds how many bytes when, when each storage leaves and returns, and when kernels and
-        both ways of the link are busy: as planned, from the seconds of the recorded step and the
-        speed at which storages have moved.
+        Each storage that leaves and returns, and when kernels and both ways of the link are busy:
+        as planned, from the seconds of the recorded step and the speed at which storages have
+        moved. After a recorded step it is the plan for the next one like it.
 
         Returns:
-            The step; it prints as a chart.
+            The step; it prints as a chart, and its peak is what the plan predicts.
 
         Raises:
             RuntimeError: no step has been recorded yet.
-            BudgetError: what has come since it was recorded leaves it too little.
 
         Example:
             >>> with off:
             ...     loss_fn(model(x), y).backward()
             >>> print(off.timeline())
         """
-        if self._shown is None:
+        newest, followed = self._newest, self._followed
+        course = followed if newest is None else newest.beside(self.memory, 0)
+        if course is None:
             raise RuntimeError(
                 "a step must have been recorded before its timeline can be told, and none has "
                 "been: run one inside this offload()"
             )
-        return of_course(self._shown.course(self.memory, allocated(self._device)))
+        return of_course(course)
 
     def close(self) -> None:
         """Give up the file or the host memory that is kept from step to step."""
@@ -211,8 +213,8 @@ class Offload:
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
             predicted = None if course is None or step.missed else course.predicted
-            if predicted is not None and course is not None:
-                self._shown = self._recordings[course.recording.cuts[0]]
+            if predicted is not None:
+                self._followed, self._newest = course, None
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
                 self._misses += 1
@@ -226,8 +228,8 @@ class Offload:
         if recording.cuts:
             if len(self._recordings) == KEPT:
                 del self._recordings[next(iter(self._recordings))]
-            self._shown = _Known(recording, mover, watch, self._there)
-            self._recordings[recording.cuts[0]] = self._shown
+            self._newest = _Known(recording, mover, watch, self._there)
+            self._recordings[recording.cuts[0]] = self._newest
 
 
 class _Known:
@@ -243,7 +245,10 @@ class _Known:
     def course(self, memory: int, there: int) -> Course:
         """Return the course beside what is there now: on the CPU gradients, on CUDA anything."""
         leaves = (leaf for ref in self._leaves.values() if (leaf := ref()) is not None)
-        more = max(0, (there or sum(map(gradient_bytes, leaves))) - self._then)
+        return self.beside(memory, max(0, (there or sum(map(gradient_bytes, leaves))) - self._then))
+
+    def beside(self, memory: int, more: int) -> Course:
+        """Return the course beside `more` bytes than were there when the step was recorded."""
         if more not in self._courses:
             self._courses[more] = set_course(self._recording, memory, self._link, more)
         return self._courses[more]

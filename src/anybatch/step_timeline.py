@@ -84,8 +84,12 @@ class StepTimeline:
         seconds: of each event, when it was, never before the one before it; None where only the
             order is known.
         end: seconds of the whole step; 0 where they are not known.
-        runs: when kernels ran.
-        moves: what left and returned, in the order in which it began.
+        runs: when kernels ran: ``begin`` and ``end`` in seconds, in order.
+        moves: what left and returned: ``name`` and ``size`` in bytes of a storage, whether it comes
+            ``back``, and ``begin`` and ``end`` of its copy, in the order in which they began.
+
+    Example:
+        >>> print(engine.timeline())
     """
 
     title: str
@@ -119,14 +123,23 @@ class StepTimeline:
         return np.array([*self.seconds, max([self.end, *self.seconds[-1:]])])
 
     def moved(self, *, back: bool) -> tuple[Move, ...]:
-        """Return what left, or what came back."""
+        """Return what left, or what came back.
+
+        Args:
+            back: what came back; else what left.
+        """
         return tuple(move for move in self.moves if move.back is back)
 
     def columns(self, count: int) -> list[Column]:
         """Return the step in `count` stretches of the same length, fewer if it has fewer events.
 
-        Where one event lasts over several stretches, each of them has its bytes; the peak is
-        always in one.
+        Args:
+            count: at least 1.
+
+        Returns:
+            Of each stretch the bytes of every owner (``owners``) at the moment when the most were
+            live, and the shares of it in which kernels ran, copies went out and copies came back
+            (``busy``). The peak is in one of them.
         """
         edges = self.edges
         if len(edges) < 2:
