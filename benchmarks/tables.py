@@ -125,6 +125,15 @@ MORE = {
     "limits": ("limits_cgroup",),
 }
 """Tables that stand below the first one on its page."""
+PICTURES = {
+    "schedules": (
+        ("figure_3.png", "the largest budgets that allocators serve, by batch"),
+        ("figure_4.png", "images a second by batch, on three machines"),
+        ("figure_5.png", "memory by batch, without a schedule and with one"),
+        ("windows.png", "speed of every window of the paper's policy"),
+    ),
+}
+"""Pictures of a table and what they show; those that are there stand below it."""
 OPTIONS = {
     "mbs/demo": " --out benchmarks/mbs/demo",
     "mbs/tables": " --images DIR --membrane DIR",
@@ -135,6 +144,13 @@ OPTIONS = {
     "agbn/accuracy": " --images DIR",
     "agbn/adaptive_speed": " --images DIR",
 }
+
+
+def pictures(name: str, folder: str = "") -> list[str]:
+    """The pictures of a table in markdown, with the way to their folder before their names."""
+    at = HERE / WRITERS[name][0]
+    given = (*PICTURES.get(name, ()), ("curves.png", "learning curves"))
+    return [f"![{what}]({folder}{file})" for file, what in given if (at / file).exists()]
 
 
 def command(folder: str) -> str:

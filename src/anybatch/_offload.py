@@ -25,7 +25,9 @@ from anybatch.outofcore.execute import Step
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Cut, Recording
 from anybatch.outofcore.simulate import Link
+from anybatch.outofcore.unroll import of_course
 from anybatch.outofcore.watch import Watch, gradient_bytes
+from anybatch.step_timeline import StepTimeline
 from anybatch.stores import FileStore, HostStore, Store
 from anybatch.undo import uninterrupted
 from anybatch.units import parse_bytes
@@ -80,6 +82,8 @@ class Offload:
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
         self._recordings: dict[Cut, _Known] = {}
+        self._followed: Course | None = None
+        self._newest: _Known | None = None
         self._to_record, self._misses = 1, 0
         self._there = 0
         self._step: Step | None = None
@@ -128,6 +132,33 @@ class Offload:
             raise
         if kind is None:
             self._learn(step, watch, course)
+
+    def timeline(self) -> StepTimeline:
+        """Return the last planned step as it passes: who holds how many bytes when, and what moves.
+
+        Each storage that leaves and returns, and when kernels and both ways of the link are busy:
+        as planned, from the seconds of the recorded step and the speed at which storages have
+        moved. After a recorded step it is the plan for the next one like it.
+
+        Returns:
+            The step; it prints as a chart, and its peak is what the plan predicts.
+
+        Raises:
+            RuntimeError: no step has been recorded yet.
+
+        Example:
+            >>> with off:
+            ...     loss_fn(model(x), y).backward()
+            >>> print(off.timeline())
+        """
+        newest, followed = self._newest, self._followed
+        course = followed if newest is None else newest.beside(self.memory, 0)
+        if course is None:
+            raise RuntimeError(
+                "a step must have been recorded before its timeline can be told, and none has "
+                "been: run one inside this offload()"
+            )
+        return of_course(course)
 
     def close(self) -> None:
         """Give up the file or the host memory that is kept from step to step."""
@@ -182,6 +213,8 @@ class Offload:
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
             predicted = None if course is None or step.missed else course.predicted
+            if predicted is not None:
+                self._followed, self._newest = course, None
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
                 self._misses += 1
@@ -195,7 +228,8 @@ class Offload:
         if recording.cuts:
             if len(self._recordings) == KEPT:
                 del self._recordings[next(iter(self._recordings))]
-            self._recordings[recording.cuts[0]] = _Known(recording, mover, watch, self._there)
+            self._newest = _Known(recording, mover, watch, self._there)
+            self._recordings[recording.cuts[0]] = self._newest
 
 
 class _Known:
@@ -211,7 +245,10 @@ class _Known:
     def course(self, memory: int, there: int) -> Course:
         """Return the course beside what is there now: on the CPU gradients, on CUDA anything."""
         leaves = (leaf for ref in self._leaves.values() if (leaf := ref()) is not None)
-        more = max(0, (there or sum(map(gradient_bytes, leaves))) - self._then)
+        return self.beside(memory, max(0, (there or sum(map(gradient_bytes, leaves))) - self._then))
+
+    def beside(self, memory: int, more: int) -> Course:
+        """Return the course beside `more` bytes than were there when the step was recorded."""
         if more not in self._courses:
             self._courses[more] = set_course(self._recording, memory, self._link, more)
         return self._courses[more]

@@ -22,7 +22,7 @@ FRONT = "anybatch"
 TIERS = {
     "base": "errors units",
     "pure": "_plan timeline choice",
-    "outofcore": "outofcore",  # but for those named below
+    "outofcore": "outofcore step_timeline",  # but for those named below
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
@@ -36,7 +36,7 @@ TIERS = {
     "probe": "diagnose forecast probe",
     "ladder": "ladder",
     "budget": "budget",
-    "foreseen": "foreseen describe",
+    "foreseen": "foreseen describe depict",
     "planner": "planner",
     "runner": "runner facts",
     "arranged": "arranged",

@@ -28,6 +28,9 @@ class Course:
         predicted: the most bytes that will be there.
         sent: bytes that leave.
         seconds: how long the step takes, if nothing disturbs it.
+        there: bytes that are there all the time: parameters, inputs, gradients of before.
+        budget: bytes that the step may hold, these among them.
+        link: how fast storages move.
     """
 
     recording: Recording
@@ -35,6 +38,9 @@ class Course:
     predicted: int
     sent: int
     seconds: float
+    there: int
+    budget: int
+    link: Link
 
 
 def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
@@ -54,12 +60,14 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
         schedule = plan(trace, memory - there, link)
         found = simulate(trace, schedule, link)
         sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
-        return Course(recording, schedule.stages, there + found.peak, sent, found.seconds)
+        stages, predicted = schedule.stages, there + found.peak
+        return Course(recording, stages, predicted, sent, found.seconds, there, memory, link)
     if recording.peak + more > memory:
         raise too_little(recording.peak + more, memory)
     every = sum(recording.sizes)
     seconds = trace.seconds + every / link.out + every / link.back
-    return Course(recording, None, recording.peak + more, every, seconds)
+    predicted = recording.peak + more
+    return Course(recording, None, predicted, every, seconds, there, memory, link)
 
 
 def too_little(needed: int, given: int) -> BudgetError:
