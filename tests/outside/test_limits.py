@@ -26,7 +26,14 @@ def test_a_group_is_gone_afterwards_where_one_can_be_made() -> None:
 
 
 def test_the_tables_tell_what_failed() -> None:
-    one = {"batch": 8, "live": 4 << 20, "limit": 2 << 20, "limited": "refused", "memory": 1 << 20}
+    one = {
+        "batch": 8,
+        "live": 4 << 20,
+        "limit": 2 << 20,
+        "limited": "refused",
+        "memory": 1 << 20,
+        "growth": 5 << 20,
+    }
     good = {"failed": None, "wall": [1.0, 1.1, 1.2], "predicted": 1 << 20, "out": 3 << 20}
     good |= {"waited": 0.5, "best": "large", "exact": True}
     bad = {"failed": "ours: refused"}

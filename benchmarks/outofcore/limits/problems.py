@@ -14,6 +14,12 @@ def _cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
+def _transformer(batch: int, *, width: int, layers: int, heads: int, length: int) -> Problem:
+    tokens = torch.randint(256, (batch, length + 1))
+    model = TransformerLM(width=width, layers=layers, heads=heads, length=length)
+    return Problem(model, _cross_entropy, None, tokens[:, :-1], tokens[:, 1:], batch)
+
+
 def resnet18(batch: int) -> Problem:
     """ResNet-18 of width 32 on images of 32 pixels."""
     x, y = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
@@ -28,17 +34,23 @@ def unet(batch: int) -> Problem:
 
 def transformer(batch: int) -> Problem:
     """A causal transformer of 6 layers of width 256 on 128 tokens."""
-    tokens = torch.randint(256, (batch, 129))
-    model = TransformerLM(width=256, layers=6, heads=8, length=128)
-    return Problem(model, _cross_entropy, None, tokens[:, :-1], tokens[:, 1:], batch)
+    return _transformer(batch, width=256, layers=6, heads=8, length=128)
 
 
-PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {  # name -> problem, samples
-    "ResNet-18": (resnet18, 384),
-    "U-Net": (unet, 64),
-    "transformer": (transformer, 32),
+def deep(batch: int) -> Problem:
+    """A causal transformer of 80 layers of width 128 on 256 tokens."""
+    return _transformer(batch, width=128, layers=80, heads=4, length=256)
+
+
+PROBLEMS: dict[str, Callable[[int], Problem]] = {
+    "ResNet-18": resnet18,
+    "U-Net": unet,
+    "transformer": transformer,
+    "deep transformer": deep,
 }
-LARGE = ("ResNet-18", 2048)
+SIZES = {"ResNet-18": 256, "U-Net": 64, "transformer": 64}
+"""Samples of the steps of which half must do."""
+LARGE = ("deep transformer", 32)
 """Of which autograd saves more than 4 GiB."""
 SMALL = 2
 """Samples of a step that only loads what torch loads late."""
@@ -47,4 +59,4 @@ SMALL = 2
 def made(name: str, batch: int) -> Problem:
     """Return a problem, of the same numbers in every process."""
     torch.manual_seed(0)
-    return PROBLEMS[name][0](batch)
+    return PROBLEMS[name](batch)

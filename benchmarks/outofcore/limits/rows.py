@@ -7,7 +7,8 @@ from benchmarks.mbs.rows import markdown
 Results = dict[str, Any]
 MIB = 1 << 20
 HEAD = (
-    *("step", "in memory, live", "limit", "in memory under it", "ours", "live, predicted"),
+    *("step", "live peak in memory", "growth in memory", "limit", "in memory under it", "ours"),
+    "live peak predicted",
     *("moved out", "waited", "wall", "same gradient"),
 )
 
@@ -21,6 +22,7 @@ def _row(name: str, one: Results) -> list[str]:
     start = [
         f"{name}, {one['batch']} samples",
         f"{one['live'] / MIB:.0f} MiB",
+        f"{one['growth'] / MIB:.0f} MiB",
         f"{one['limit'] / MIB:.0f} MiB",
         one["limited"],
     ]

@@ -1,13 +1,14 @@
 """A step that does not fit, under a limit that the system keeps (`anybatch.offload`).
 
 `in memory` trains without a limit, in glibc's default mode and with large thresholds; its quicker
-one is what ours is compared with. `ours` has a limit: what a process holds that has torch and all
-its late modules, and 0.5 of the live peak of the step in memory (weights, gradients and rows among
-it). RLIMIT_DATA keeps it: it counts every private page, so also threads' stacks, copies on their
-way and what malloc holds free. `memory=` is that share less 128 MiB for those. Ours runs with
-blocks from 1 MiB on mapped, as the command does under a budget. `limited` is in memory under the
-same limit, and must fail, or the limit shows nothing. The children stand side by side, and take
-one step each in turn, the order turning round; `wall` is the median (and the quartiles) of
+one is what ours is compared with. Ours is given half of both: `memory=` is half of the live peak of
+the step in memory (weights, gradients and rows among it), and its limit is what a process holds
+that has torch and all its late modules, and half of what a process grows by that takes the step in
+memory, where blocks from 1 MiB on are mapped, so that it grows least. Ours runs in that mode too,
+which is the command's under a budget. RLIMIT_DATA keeps the limit: it counts every private page, so
+also what kernels work with, threads' stacks, copies on their way and what malloc holds free.
+`in memory under it` must fail, or the limit shows nothing. The children stand side by side, and
+take one step each in turn, the order turning round; `wall` is the median (and the quartiles) of
 time(ours) / time(in memory) within the rounds. Gradients are compared bit for bit over all steps.
 
 The second table is a step of which autograd saves more than 4 GiB, in a cgroup of 1 GiB, which
@@ -29,13 +30,11 @@ import typer
 from anybatch.apps.allocator import glibc, settings_of
 from benchmarks.environment import MALLOC, environment
 from benchmarks.outofcore.limits.cgroups import Group, group
-from benchmarks.outofcore.limits.problems import LARGE, PROBLEMS
+from benchmarks.outofcore.limits.problems import LARGE, SIZES
 from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
 SHARE = 0.5
-BESIDE = 128 << 20
-"""Bytes of the limit that are not given as memory=."""
 CGROUP = 1 << 30
 IN_CGROUP = 384 << 20
 """The budget of live bytes in it."""
@@ -100,16 +99,18 @@ def ordered(name: str, batch: int, spill: Path | None, **limits: int | None) -> 
     return {**told, "spill": None if spill is None else str(spill), **limits}
 
 
-def survives(name: str, batch: int, rounds: int, beside: int, spill: Path | None) -> Results:
+def survives(name: str, batch: int, rounds: int, spill: Path | None) -> Results:
     """Ours at a share of the memory, beside the same step in memory."""
+    plain = ordered(name, batch, spill)
+    with Child(plain, TIGHT, nothing) as child:
+        live = child.step("peak")["peak"]
+        grown = max(child.step()["high"] for _ in range(2)) - child.base["rss"]
+    room, memory = int(SHARE * grown), int(SHARE * live)
+    with Child(plain | {"limit": room}, TIGHT, nothing) as limited:
+        alone = limited.step() if "failed" not in limited.base else limited.base
     with ExitStack() as stack:
-        plain = ordered(name, batch, spill)
         ways = {m: stack.enter_context(Child(plain, MALLOC[m], nothing)) for m in MALLOC}
-        live = ways["default"].step("peak")["peak"]
-        room = int(SHARE * live)
-        with Child(ordered(name, batch, spill, limit=room), TIGHT, nothing) as limited:
-            alone = limited.step() if "failed" not in limited.base else limited.base
-        order = ordered(name, batch, spill, limit=room, memory=room - beside)
+        order = plain | {"limit": room, "memory": memory}
         ways["ours"] = stack.enter_context(Child(order, TIGHT, nothing))
         found = in_turn(ways, rounds)
     best = min(MALLOC, key=lambda mode: median(found["seconds"].get(mode, [0])))
@@ -120,8 +121,9 @@ def survives(name: str, batch: int, rounds: int, beside: int, spill: Path | None
     return found | {
         "batch": batch,
         "live": live,
+        "growth": grown,
         "limit": room,
-        "memory": room - beside,
+        "memory": memory,
         "best": best,
         "limited": alone.get("failed", "trained"),
         "failed": failed,
@@ -191,14 +193,14 @@ def main(
 ) -> None:
     """Measure under both limits and write results.json."""
     results = read(out / "results.json") or {"steps": {}, "cgroup": None}
-    for name, (_, batch) in list(PROBLEMS.items())[: 1 if quick else None]:
+    for name, batch in list(SIZES.items())[: 1 if quick else None]:
         if only in ("", name):
             console.print(name)
-            size, times, beside = (16, 2, 0) if quick else (batch, rounds, BESIDE)
-            results["steps"][name] = survives(name, size, times, beside, spill)
+            size, times = (16, 2) if quick else (batch, rounds)
+            results["steps"][name] = survives(name, size, times, spill)
     if only in ("", "cgroup"):
         console.print(f"{LARGE[0]} in a cgroup")
-        batch = 64 if quick else LARGE[1]
+        batch = 1 if quick else LARGE[1]
         results["cgroup"] = from_disk(batch, IN_CGROUP, spill)
     write(out / "results.json", {**results, "share": SHARE, "environment": environment()})
 
