@@ -48,7 +48,7 @@ PROBLEMS: dict[str, Callable[[int], Problem]] = {
     "transformer": transformer,
     "deep transformer": deep,
 }
-SIZES = {"ResNet-18": 256, "U-Net": 64, "transformer": 64}
+SIZES = {"ResNet-18": 512, "U-Net": 64, "transformer": 64}
 """Samples of the steps of which half must do."""
 LARGE = ("deep transformer", 32)
 """Of which autograd saves more than 4 GiB."""
