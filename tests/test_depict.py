@@ -92,6 +92,47 @@ def test_room_for_micro_batches_that_wait_is_theirs_as_long_as_there_are_any(mem
     assert waits.max() == plan.memory.predicted - sum(owners(plan).values())
 
 
+class Reads(nn.Linear):
+    """Reads a value, so that it cannot be rehearsed on fakes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.detach().sum()) != 123.0 else -x)
+
+
+class Masks(nn.Linear):
+    """Keeps as many rows as it likes, so that no two sizes have the same events."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), self.out_features)
+        kept = x.sum(1) > 0
+        out[kept] = super().forward(x[kept])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "how"),
+    [
+        (nn.Sequential(Reads(8, 3)), {}, "two rehearsals on a few real rows"),
+        (nn.Sequential(Masks(8, 3)), {}, "a line through measured peaks, and a tenth"),
+        (nn.Sequential(nn.Linear(8, 16), nn.Dropout()), {"rng": "batch"}, "without data"),
+        (nn.Linear(8, 3).double(), {}, "without data"),
+        (nn.Linear(8, 3).bfloat16(), {}, "without data"),
+    ],
+    ids=["real rows", "peaks", "draws", "double", "half"],
+)
+def test_whatever_a_plan_was_foreseen_by_its_picture_has_its_peak(
+    model: nn.Module, given: dict[str, Any], how: str
+) -> None:
+    dtype = next(model.parameters()).dtype
+    x, y = torch.randn(60, 8, dtype=dtype), torch.randint(0, 3, (60,))
+    engine = Engine(model, F.cross_entropy, memory="1MiB", micro_batch=17, **given)
+    plan, step = engine.foresee(x, y, timed=False), engine.timeline()
+    assert step is not None
+    assert plan.memory is not None
+    assert plan.memory.how.endswith(how)
+    assert step.peak == plan.memory.predicted
+
+
 def test_gradients_that_were_there_count_in_the_picture_too() -> None:
     model = nn.Linear(8, 3)
     engine = Engine(model, F.cross_entropy, memory="9KiB")

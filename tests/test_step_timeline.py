@@ -69,7 +69,9 @@ def test_a_chart_tells_peak_budget_and_what_was_busy() -> None:
     lines = chart(step(timed=True), 30)
     assert lines[1].endswith("5 s, of which 1.5 s wait for copies; 7 B out, 7 B back")
     assert [line.split("│")[0].strip() for line in lines[-3:]] == ["kernels", "out", "back"]
-    assert {len(line) for line in lines[2:]} == {12 + 30}
+    assert lines[2] == f"   2.0 KiB ┌{'╌' * 30} budget"
+    assert {len(line) for line in lines[3:]} == {12 + 30}
+    assert [line[:10].strip() for line in lines[3:6]] == ["", "", "1.5 KiB"]
     far = chart(step(budget=10**6))
     assert far[2].strip().startswith("1.6 KiB")  # to scale with the peak
 

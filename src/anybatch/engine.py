@@ -323,8 +323,9 @@ class Engine:
         """Return the step that was planned last as it passes: live bytes by owner at every event.
 
         Returns:
-            The step; it prints as a chart, and its peak is what the plan predicts. None where
-            nothing was foreseen: before the first batch, and where a plan that was given is obeyed.
+            The step; it prints as a chart, and its peak is what the plan predicts. Of a batch that
+            is planned by the forecast of a larger one, it is that one's. None where nothing was
+            foreseen: before the first batch, and where a plan that was given is obeyed.
 
         Example:
             >>> engine.foresee(inputs, targets)

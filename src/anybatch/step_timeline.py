@@ -241,7 +241,7 @@ def sparkline(shares: Iterable[float]) -> str:
 
 def chart(step: StepTimeline, width: int = WIDTH) -> list[str]:
     """Return a step as lines of text: live bytes against the budget, and what was busy."""
-    lines = [step.title, facts(step)]
+    lines = [step.title, facts(step), *ceiling(step, width)]
     rows = grid(step, width)
     for label, row in zip(labels(step, len(rows)), rows, strict=True):
         lines.append(f"{label:>10} │{''.join(cell.letter for cell in row)}")
@@ -260,10 +260,21 @@ def facts(step: StepTimeline) -> str:
     return "; ".join(parts)
 
 
+def ceiling(step: StepTimeline, width: int) -> list[str]:
+    """Return the line of the budget; none where it is too far above to be drawn to scale."""
+    if scale(step) != step.budget:
+        return []
+    return [f"{show_bytes(step.budget):>10} ┌{'╌' * len(step.columns(width))} budget"]
+
+
 def labels(step: StepTimeline, height: int) -> list[str]:
-    """Return the bytes at the upper end of every second row, from the top; "" beside the others."""
+    """Return the bytes at the upper end of every second row, from the top; "" beside the others.
+
+    The top is the budget's, where that is drawn.
+    """
     top = scale(step)
-    return ["" if i % 2 else show_bytes(round(top * (height - i) / height)) for i in range(height)]
+    found = ["" if i % 2 else show_bytes(round(top * (height - i) / height)) for i in range(height)]
+    return ["", *found[1:]] if top == step.budget else found
 
 
 def busy_lines(step: StepTimeline, width: int) -> list[tuple[str, str]]:

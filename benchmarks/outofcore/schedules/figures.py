@@ -70,7 +70,12 @@ def speeds(results: Results) -> Figure | None:
     for axes, (name, machine) in zip(grid, product(names, there), strict=True):
         for key, (label, color, style, mark) in SPEEDS.items():
             x, y = _speeds(sizes[name], machine, key, results["budget"])
-            look = {"color": color, "linestyle": style, "marker": mark, "markersize": 4}
+            look: dict[str, Any] = {
+                "color": color,
+                "linestyle": style,
+                "marker": mark,
+                "markersize": 4,
+            }
             axes.plot(x, y, label=label, **look)
         axes.set_title(f"{_short(name)}; {machine}", fontsize="small")
         axes.set_ylim(bottom=0)
@@ -103,7 +108,7 @@ def memory(results: Results) -> Figure | None:
                 n: one["budgets"]["default"][kind] for n, one in sizes.items() if "budgets" in one
             }
             there = {int(n): one["reserved"] / GIB for n, one in found.items() if one}
-            look = {"color": color, "marker": mark, "markersize": 4}
+            look: dict[str, Any] = {"color": color, "marker": mark, "markersize": 4}
             axes.plot(list(there), list(there.values()), label=f"default, {kind}", **look)
         axes.axhline(results["budget"] / GIB, label="memory", **PHYSICAL)
         axes.set_title(NETWORKS[name].title, fontsize="small")

@@ -183,7 +183,9 @@ def _away(axes: Any, step: StepTimeline) -> None:
     moves = [move for move in step.moves if move.name in shown]
     rows = {name: row for row, name in enumerate(dict.fromkeys(move.name for move in moves))}
     waits = [(a.end, b.begin, a.name) for a, b in _pairs(moves)]
-    _bars(axes, [(rows[name], begin, end) for begin, end, name in waits], "#c8c8c8", "away")
+    _bars(
+        axes, [(rows[name], begin, end) for begin, end, name in waits], "#c8c8c8", "copied, or away"
+    )
     for back, owner in ((False, LEAVING), (True, RETURNING)):
         copies = [(rows[m.name], m.begin, m.end) for m in moves if m.back is back]
         _bars(axes, copies, STYLES[owner][0])

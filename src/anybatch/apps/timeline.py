@@ -14,7 +14,7 @@ from rich.text import Text
 from anybatch import StepTimeline
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.picture import draw_step, refuse_without_matplotlib, style_of
-from anybatch.step_timeline import WIDTH, busy_lines, facts, grid, labels
+from anybatch.step_timeline import WIDTH, busy_lines, ceiling, facts, grid, labels
 from anybatch.units import show_bytes
 
 NONE = "There is no timeline: nothing was foreseen for this plan."
@@ -76,6 +76,8 @@ def write_picture(step: StepTimeline, path: Path) -> str:
 def colored(step: StepTimeline, width: int = WIDTH) -> Text:
     """Return a chart of a step, each owner in its colour, and whose colour is whose."""
     shown = Text(f"{step.title}\n{facts(step)}\n")
+    for line in ceiling(step, width):
+        shown.append(f"{line}\n", "bold")
     rows = grid(step, width)
     for label, row in zip(labels(step, len(rows)), rows, strict=True):
         shown.append(f"{label:>10} │")
