@@ -35,7 +35,7 @@ def test_the_tables_tell_what_failed() -> None:
         "growth": 5 << 20,
     }
     good = {"failed": None, "wall": [1.0, 1.1, 1.2], "predicted": 1 << 20, "out": 3 << 20}
-    good |= {"waited": 0.5, "best": "large", "exact": True}
+    good |= {"waited": 0.5, "best": "large", "exact": True, "same malloc": [0.9, 1.0, 1.1]}
     bad = {"failed": "ours: refused"}
     text = rows.limits({"steps": {"good": one | good, "bad": one | bad}})
     assert "| trains | 1 MiB of 1 | 3 MiB | 0.50 s | 1.10 (1.00 to 1.20) of malloc large |" in text

@@ -9,7 +9,7 @@ MIB = 1 << 20
 HEAD = (
     *("step", "live peak in memory", "growth in memory", "limit", "in memory under it", "ours"),
     "live peak predicted",
-    *("moved out", "waited", "wall", "same gradient"),
+    *("moved out", "waited", "wall", "same malloc", "same gradient"),
 )
 
 
@@ -27,17 +27,22 @@ def _row(name: str, one: Results) -> list[str]:
         one["limited"],
     ]
     if one["failed"] is not None:
-        return [*start, one["failed"], "", "", "", "", ""]
-    low, middle, high = one["wall"]
+        return [*start, one["failed"], *[""] * 6]
     return [
         *start,
         "trains",
         f"{one['predicted'] / MIB:.0f} MiB of {one['memory'] / MIB:.0f}",
         f"{one['out'] / MIB:.0f} MiB",
         f"{one['waited']:.2f} s",
-        f"{middle:.2f} ({low:.2f} to {high:.2f}) of malloc {one['best']}",
+        f"{_spread(one['wall'])} of malloc {one['best']}",
+        _spread(one["same malloc"]),
         "yes" if one["exact"] else "no",
     ]
+
+
+def _spread(cuts: list[float]) -> str:
+    low, middle, high = cuts
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def cgroup(results: Results) -> str:
