@@ -71,9 +71,10 @@ def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tenso
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor of an optimizer's state that is here."""
+    """Return every tensor of an optimizer's state that is here, and not away."""
     states = optimizer.state.values()
-    return [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
+    every = [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
+    return [tensor for tensor in every if not tensor.is_meta]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

@@ -30,7 +30,7 @@ TIERS = {
     "dice gathered",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
-    "outofcore.execute",
+    "outofcore.execute states",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
@@ -41,7 +41,7 @@ TIERS = {
     "runner": "runner facts",
     "arranged": "arranged",
     "engine": "engine",
-    "public": "_check planning _offload",
+    "public": "_check planning _offload _states",
     "front": "",
     "apps": "apps __main__",
 }
