@@ -13,17 +13,19 @@ today's programs ZeRO-Infinity (DeepSpeed) does the same over many GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import optim
+from torch import nn, optim
 
 from anybatch.states.keeper import Keeper
 from anybatch.states.optimizers import device_of, inner_step, state_bound
+from anybatch.states.paging import PagedModel
 from anybatch.states.parts import AT_A_TIME
 from anybatch.states.seams import Seams
 from anybatch.states.stepping import send_all, step_in_parts
@@ -65,6 +67,7 @@ class OffloadedStates:
         room: bytes of it that may be in memory at a time.
         make: returns a store.
         device: of the state.
+        paged: the model whose parameters and gradients leave too, or None.
 
     Attributes:
         memory: bytes of state that may be in memory at a time.
@@ -77,11 +80,13 @@ class OffloadedStates:
         room: int,
         make: Callable[[], Store],
         device: torch.device,
+        paged: PagedModel | None,
     ) -> None:
         self.memory = room
         self.last: StatesReport | None = None
         self._optimizer, self._keeper = optimizer, Keeper(make, device)
-        self._open = True
+        self._open, self._paged = True, paged
+        self._entered = False
         with uninterrupted():
             self._seams = Seams(optimizer, self._step, self._snapshot, self._send)
             try:
@@ -91,6 +96,10 @@ class OffloadedStates:
                 raise
 
     def __enter__(self) -> Self:
+        if self._paged is not None and self._open and not self._entered:
+            with uninterrupted():
+                self._paged.enter()
+                self._entered = True
         return self
 
     def __exit__(
@@ -99,7 +108,7 @@ class OffloadedStates:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        self.back()
 
     def back(self) -> None:
         """Bring all state into memory, and leave the optimizer as it was without `offload_states`.
@@ -119,12 +128,16 @@ class OffloadedStates:
             self.close()
 
     def close(self) -> None:
-        """Give up the file or the host memory, and the state that is in it.
+        """Give up the file or the host memory, and the optimizer's state that is in it.
 
         Where some was away the optimizer must be given another before it can step or be saved.
+        Parameters and gradients come back.
         """
         with uninterrupted():
             self._open = False
+            if self._paged is not None and self._entered:
+                self._entered = False
+                self._paged.leave()
             lost = self._keeper.away
             self._keeper.close()
             if not lost:
@@ -142,11 +155,26 @@ class OffloadedStates:
             keeper.check(optimizer.state.values())
             inner(optimizer)
             return loss
-        with uninterrupted(once=True):
-            parts, most = step_in_parts(optimizer, inner, keeper, self.memory)
+        with uninterrupted(once=True), self._beside() as (room, paged):
+            parts, most = step_in_parts(optimizer, inner, keeper, room, paged=paged)
         moved = keeper.out, keeper.back, keeper.waited
         self.last = StatesReport(parts, keeper.away, most, *moved)
         return loss
+
+    @contextmanager
+    def _beside(self) -> Iterator[tuple[int, bool]]:
+        """Share the memory between the optimizer's state and the parameters for the body."""
+        if self._paged is None or not self._entered:
+            yield self.memory, False
+            return
+        pages = self._paged.pages
+        pages.squeeze(self.memory // 2)
+        try:
+            yield self.memory // 2, True
+        finally:
+            pages.room = self.memory
+            self._paged.look()
+            pages.ended()
 
     def _snapshot(self) -> dict[Any, Any]:
         """Return the state of the optimizer with all tensors here; what is away stays so."""
@@ -163,6 +191,7 @@ class OffloadedStates:
 def offload_states(
     optimizer: optim.Optimizer,
     *,
+    model: nn.Module | None = None,
     memory: int | str | None = None,
     store: str | PathLike[str] | None = None,
 ) -> OffloadedStates:
@@ -213,7 +242,9 @@ def offload_states(
     inner_step(optimizer)
     device = device_of(optimizer)
     room = _default_room(optimizer) if memory is None else parse_bytes(memory)
-    return OffloadedStates(optimizer, room, maker(store, device), device)
+    make = maker(store, device)
+    paged = None if model is None else PagedModel(model, room, make)
+    return OffloadedStates(optimizer, room, make, device, paged)
 
 
 def _default_room(optimizer: optim.Optimizer) -> int:

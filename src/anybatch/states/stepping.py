@@ -21,7 +21,12 @@ from anybatch.states.parts import Part, parts_of
 
 
 def step_in_parts(
-    optimizer: optim.Optimizer, inner: Callable[[Any], Any], keeper: Keeper, room: int
+    optimizer: optim.Optimizer,
+    inner: Callable[[Any], Any],
+    keeper: Keeper,
+    room: int,
+    *,
+    paged: bool = False,
 ) -> tuple[int, int]:
     """Step every parameter that has a gradient; all state is away before and after.
 
@@ -30,6 +35,7 @@ def step_in_parts(
         inner: the step itself, without hooks.
         keeper: has its state.
         room: bytes of state that may be in memory at a time.
+        paged: parameters and gradients pass through as much memory beside it. Default False.
 
     Returns:
         ``(parts, bytes)``: how many there were, and the most bytes that were in memory at a time.
@@ -41,7 +47,8 @@ def step_in_parts(
     """
     send_all(optimizer, keeper)
     keeper.begin()
-    parts = parts_of(optimizer, partial(_size, optimizer, keeper), room)
+    size_of = partial(_size, optimizer, keeper)
+    parts = parts_of(optimizer, partial(_widest, size_of) if paged else size_of, room)
     keeper.require_room(keeper.away + sum(part.size for part in parts))
     every = optimizer.param_groups
     through = _Through(optimizer, keeper, room)
@@ -135,3 +142,11 @@ def _size(
     """Return the bytes of a parameter's state, or a bound before it is made."""
     made = keeper.size(optimizer.state[parameter]) if parameter in optimizer.state else 0
     return made or state_bound(optimizer, group, parameter)
+
+
+def _widest(
+    size_of: Callable[[dict[str, Any], Tensor], int], group: dict[str, Any], parameter: Tensor
+) -> int:
+    """Return the bytes of a parameter's state, or of itself and its gradient if they are more."""
+    gradient = parameter.grad.nbytes if parameter.grad is not None else 0
+    return max(size_of(group, parameter), parameter.nbytes + gradient)
