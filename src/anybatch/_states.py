@@ -1,10 +1,10 @@
-"""`anybatch.offload_states`: an optimizer whose state is in memory only while it is used.
+"""`anybatch.offload_states`: what a training keeps is in memory only while it is used.
 
 AdamW keeps two tensors for every parameter, and looks at them once a step, for an instant. Between
 two steps they wait in host memory or in a file, and during a step they pass through memory a few at
-a time. A person's loop stays as it is.
+a time. Parameters and gradients can do the same. A person's loop stays as it is.
 
-    forward, backward    no state in memory
+    forward, backward    no state in memory; parameters and gradients as kernels ask for them
     optimizer.step()     a part of it, the part before on its way out, the part behind on its way in
 
 Source: Hayakawa and Narihira, Out-of-core training, section 3: all variables are scheduled. Of
@@ -204,44 +204,57 @@ def offload_states(
     optimizer have real tensors, all in memory; ``load_state_dict()`` takes them.
 
     In ``optimizer.state`` a tensor that is away is a tensor on the meta device: it shows its shape,
-    and whoever asks it for a value gets torch's error. Parameters, gradients and tensors below a
-    block of the file (4 KiB) stay in memory.
+    and whoever asks it for a value gets torch's error. Tensors below a block of the file (4 KiB)
+    stay in memory.
+
+    With `model` its parameters and gradients leave too, inside ``with states:``, which then goes
+    around a whole training. There every kernel of this thread is seen before it runs, and what it
+    reads is brought in; in the order of the step before, others are read ahead and written behind.
+    Tied weights, weights used outside their module, recomputation and gradient clipping are what
+    they are without it, and so are all bits. Inside, no other thread may read a parameter (its
+    memory is not there), whoever asks a tensor for its address (``numpy()``, pickling) makes it
+    stay, and what is compiled runs eagerly. Outside, everything is in memory.
 
     Args:
         optimizer: one of torch's that update each parameter by itself (AdamW, Adam, SGD, RMSprop,
             Adagrad and so on). Its state, if it has any, leaves at once.
-        memory: the most bytes of state in memory at a time, such as "256MiB". Default None: 64 MiB,
-            or three times what the largest parameter needs.
+        model: whose parameters and gradients leave too. Default None: they stay.
+        memory: the most bytes of state in memory at a time, such as "256MiB"; with `model` of
+            parameters, gradients and state together, of which a kernel's results (a new gradient,
+            an update's own tensors) are none yet. Default None: 64 MiB, or three times what the
+            largest parameter's state needs; with `model` twice that.
         store: where it goes: "host" memory (pinned), a "file" in the system's folder for temporary
             files, or a folder for that file. Default None: "host" from CUDA, "file" on the CPU. The
             file has no name, and is gone when the process is.
 
     Returns:
-        What has ``back()``, after which all is in memory again, and ``close()``, after which what
-        was away is lost; as a context manager it closes.
+        What has ``back()``, after which all is in memory again, as after ``with states:``; and
+        ``close()``, after which the optimizer's state that was away is lost.
 
     Raises:
         NotExactError: parts of this optimizer's step would not be its step; its ``step`` was
             replaced; its parameters are on several devices.
-        BudgetError: in a step: the state of a single parameter is more than `memory`.
+        BudgetError: in a step: the state of a single parameter is more than `memory` (half of it
+            with `model`), or a kernel reads more parameters and gradients at once.
         StoreError: there is no room for the state, or a write or a read has failed; in a step the
-            parameters of earlier parts are stepped then, and no state is lost.
+            parameters of earlier parts are stepped then, and no state is lost. What cannot be read
+            on leaving ``with`` is NaN.
         ValueError: `memory` or `store` means nothing here.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> states = anybatch.offload_states(optimizer, memory="256MiB")
-        >>> for x, y in loader:
-        ...     optimizer.zero_grad()
-        ...     loss_fn(model(x), y).backward()
-        ...     optimizer.step()
-        >>> states.back()
+        >>> with anybatch.offload_states(optimizer, model=model, memory="1GiB"):
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         loss_fn(model(x), y).backward()
+        ...         optimizer.step()
 
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
     inner_step(optimizer)
     device = device_of(optimizer)
     room = _default_room(optimizer) if memory is None else parse_bytes(memory)
+    room *= 2 if model is not None and memory is None else 1
     make = maker(store, device)
     paged = None if model is None else PagedModel(model, room, make)
     return OffloadedStates(optimizer, room, make, device, paged)

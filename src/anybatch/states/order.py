@@ -7,7 +7,9 @@ a step goes another way, what is said of the future is wrong and nothing else is
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable
+
+Use = tuple[int, int]
+"""What was used: its kind, and its number."""
 
 
 class Order:
@@ -19,18 +21,18 @@ class Order:
 
     def __init__(self) -> None:
         self.at = 0
-        self._known: list[Hashable] = []
-        self._places: dict[Hashable, list[int]] = {}
-        self._now: list[Hashable] = []
+        self._known: list[Use] = []
+        self._places: dict[Use, list[int]] = {}
+        self._now: list[Use] = []
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def __getitem__(self, place: int) -> Hashable:
+    def __getitem__(self, place: int) -> Use:
         """Return what was used at a place of the step before."""
         return self._known[place]
 
-    def used(self, item: Hashable) -> None:
+    def used(self, item: Use) -> None:
         """Note a use."""
         if self._now and self._now[-1] == item:
             return
@@ -40,7 +42,7 @@ class Order:
         if index < len(places):
             self.at = places[index] + 1
 
-    def next(self, item: Hashable) -> int:
+    def next(self, item: Use) -> int:
         """Return the place of the next use: in this step, else in the one behind it, else later."""
         places = self._places.get(item)
         if not places:

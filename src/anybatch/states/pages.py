@@ -42,6 +42,16 @@ class Pages:
         self._clock = self._front = 0
         hold.since = 1 << 62  # no lane ever gets there: none of its own is held back
 
+    @property
+    def moved(self) -> int:
+        """Bytes that were copied out and in."""
+        return self._hold.moved
+
+    def fit(self, given: list[tuple[int, bool]]) -> bool:
+        """Say whether storages may be here together."""
+        sizes = {key: self._hold.all[key].size for key, _ in given if key in self._hold.all}
+        return sum(sizes.values()) + self.fixed <= self.room
+
     def add(self, key: int, storage: Any, kind: int, number: int) -> None:
         """Take in a storage that is here, under a name that is the same in every step."""
         hold = self._hold
@@ -130,8 +140,7 @@ class Pages:
             raise BudgetError(
                 f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
                 f"needs {show_bytes(needed)} at once, and {show_bytes(self.room)} is there: give "
-                f'memory="{-(-needed // 1024)}KiB" or more for them, or have it read fewer '
-                "(foreach=False)",
+                f'memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a time',
                 needed=needed,
                 given=self.room,
             )
@@ -158,8 +167,7 @@ class Pages:
         hold, order = self._hold, self._order
         self._front = max(self._front, order.at)
         while self._front < min(len(order), order.at + WINDOW):
-            kind, number = order[self._front]  # type: ignore[misc]
-            found = hold.find(kind, number)
+            found = hold.find(*order[self._front])
             if found is not None and found[1].state == AWAY:
                 size = found[1].size
                 while self._over(size) > hold.going and self._evict(self._front):

@@ -94,7 +94,7 @@ class PagedModel:
                 if leaf.grad is not None:
                     self._take(leaf.grad, GRADIENT, number)
 
-        handle = parameter.register_post_accumulate_grad_hook(accumulated)
+        handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         self._removers[id(parameter)] = handle.remove
 
     def _unhook(self) -> None:
@@ -128,15 +128,41 @@ class _Kernels(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Bring in what a kernel needs, and run it; even a view is refused of what has no memory."""
+        """Bring in what a kernel needs, and run it; torch refuses even a view of no memory."""
         kwargs = kwargs or {}
         if func not in self._writes:
             self._writes[func] = _Writes(func)
         with torch._C.DisableTorchFunction():
             given = [] if func is DETACH else list(self._writes[func].of(args, kwargs))
-            if given:
+            if not given:
+                return func(*args, **kwargs)
+            halves = [] if self._pages.fit(given) else _halves(func, args, kwargs)
+            if not halves:
                 self._pages.use(given, str(func))
-            return func(*args, **kwargs)
+                return func(*args, **kwargs)
+        found = [self.__torch_dispatch__(func, types, *half) for half in halves]
+        return None if found[0] is None else [*found[0], *found[1]]
+
+
+def _halves(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the two calls that a kernel for many tensors is; none for any other kernel.
+
+    Each of its results is of one tensor of every list. `clip_grad_norm_` takes all gradients at
+    once that way.
+    """
+    count = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
+    if count < 2 or not str(func).startswith("aten._foreach_"):
+        return []
+
+    def part(value: Any, which: slice) -> Any:
+        return value[which] if isinstance(value, list | tuple) and len(value) == count else value
+
+    return [
+        (tuple(part(v, half) for v in args), {k: part(v, half) for k, v in kwargs.items()})
+        for half in (slice(0, count // 2), slice(count // 2, count))
+    ]
 
 
 class _Writes:
