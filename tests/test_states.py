@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 import anybatch
 from anybatch import NotExactError, StoreError
 from anybatch.meter import Meter
-from anybatch.states import keeper
+from anybatch.states import optimizers
 from anybatch.stores import FileStore
 
 ROOM = 16 << 10
@@ -30,7 +30,7 @@ adamw = partial(optim.AdamW, lr=1e-2)
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "SMALL", 64)
+    monkeypatch.setattr(optimizers, "SMALL", 64)
 
 
 @pytest.fixture(autouse=True)
@@ -417,3 +417,73 @@ def test_nothing_is_kept_alive_by_it() -> None:
     del model, optimizer, states, _
     gc.collect()
     assert [ref() for ref in watched] == [None] * 3
+
+
+def wide(depth: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(depth)))
+
+
+def rows(n: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(n, 64, generator=generator), torch.randn(n, 64, generator=generator)
+
+
+@pytest.mark.parametrize(
+    "make", [adamw, partial(adamw, foreach=True), partial(optim.SGD, momentum=0.9)]
+)
+def test_a_plan_whose_states_leave_is_obeyed_within_its_prediction(make: Any) -> None:
+    found, batch, memory = [], rows(), "700KiB"
+    for leaves in (False, True):
+        model = wide()
+        optimizer = make(model.parameters())
+        plan = anybatch.plan(
+            *(model, nn.MSELoss(), batch),
+            optimizer=optimizer,
+            micro_batch=4,
+            memory=memory if leaves else "4MiB",
+            timed=False,
+            states="file" if leaves else None,
+        )
+        assert "step" not in vars(optimizer)
+        plan = anybatch.Plan.from_json(plan.to_json())
+        engine = anybatch.Engine(model, nn.MSELoss(), optimizer=optimizer, plan=plan)
+        for _ in range(3):
+            optimizer.zero_grad()
+            there = [*model.parameters(), *(t for t in tensors(optimizer) if not t.is_meta)]
+            with Meter(CPU, {"there": there}) as meter:
+                engine.backward(*batch)
+                optimizer.step()
+            assert plan.memory is not None
+            own = sum(t.nbytes for t in batch)  # a person's mini-batch does not count
+            assert meter.peak - own <= plan.memory.predicted <= plan.memory.budget
+        if leaves:
+            assert plan.states is not None
+            assert "states       in a file; at most" in str(engine.plan)
+            assert is_away(optimizer)
+            assert engine.states is not None
+            engine.states.back()
+        found.append(values(optimizer))
+    assert equal(*found)
+
+
+def test_a_plan_for_states_needs_their_optimizer_and_a_store_of_the_device(tmp_path: Path) -> None:
+    model, batch = wide(1), rows()
+    given: Any = {"micro_batch": 4, "timed": False, "memory": "1MiB"}
+    with pytest.raises(ValueError, match="there is none: give optimizer="):
+        anybatch.plan(model, nn.MSELoss(), batch, states="file", **given)
+    optimizer = adamw(model.parameters())
+    with pytest.raises(ValueError, match='store must be "host" from a GPU'):
+        anybatch.plan(model, nn.MSELoss(), batch, states="host", optimizer=optimizer, **given)
+    given |= {"optimizer": optimizer, "states": "file", "spill": tmp_path}
+    plan = anybatch.plan(model, nn.MSELoss(), batch, **given)
+    assert plan.states is not None
+    assert plan.states.folder == str(tmp_path)
+    with pytest.raises(ValueError, match="needs that optimizer: give optimizer="):
+        anybatch.Engine(model, nn.MSELoss(), plan=plan)
+    engine = anybatch.Engine(model, nn.MSELoss(), plan=plan, optimizer=optimizer)
+    engine.backward(*batch)
+    optimizer.step()
+    assert any(str(tmp_path) in name for name in _files())
+    assert engine.states is not None
+    engine.states.close()

@@ -88,7 +88,7 @@ class OffloadedStates:
         self._open, self._paged = True, paged
         self._entered = False
         with uninterrupted():
-            self._seams = Seams(optimizer, self._step, self._snapshot, self._send)
+            self._seams = Seams(optimizer, self._step, self._snapshot, self._send, room)
             try:
                 send_all(optimizer, self._keeper)
             except BaseException:
@@ -253,13 +253,14 @@ def offload_states(
     """
     inner_step(optimizer)
     device = device_of(optimizer)
-    room = _default_room(optimizer) if memory is None else parse_bytes(memory)
+    room = default_room(optimizer) if memory is None else parse_bytes(memory)
     room *= 2 if model is not None and memory is None else 1
     make = maker(store, device)
     paged = None if model is None else PagedModel(model, room, make)
     return OffloadedStates(optimizer, room, make, device, paged)
 
 
-def _default_room(optimizer: optim.Optimizer) -> int:
+def default_room(optimizer: optim.Optimizer) -> int:
+    """Return the bytes of state that are in memory at a time where nobody has said."""
     bounds = (state_bound(optimizer, g, p) for g in optimizer.param_groups for p in g["params"])
     return max(ROOM, AT_A_TIME * max(bounds))

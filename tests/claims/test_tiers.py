@@ -27,10 +27,10 @@ TIERS = {
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
-    "dice gathered",
+    "dice gathered states.optimizers states.parts",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
-    "outofcore.execute states",
+    "outofcore.execute states _states",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
@@ -41,7 +41,7 @@ TIERS = {
     "runner": "runner facts",
     "arranged": "arranged",
     "engine": "engine",
-    "public": "_check planning _offload _states",
+    "public": "_check planning _offload",
     "front": "",
     "apps": "apps __main__",
 }

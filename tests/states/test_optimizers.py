@@ -10,13 +10,13 @@ from torch import Tensor, nn, optim
 
 import anybatch
 from anybatch import NotExactError
-from anybatch.states import keeper
+from anybatch.states import optimizers
 from anybatch.states.optimizers import COPIES, inner_step, state_bound
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "SMALL", 64)
+    monkeypatch.setattr(optimizers, "SMALL", 64)
 
 
 def matrices(kind: type[optim.Optimizer], params: list[Any], **given: Any) -> optim.Optimizer:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch
 from anybatch import BudgetError, StoreError
 from anybatch.meter import Meter
-from anybatch.states import keeper
+from anybatch.states import optimizers
 from anybatch.stores import FileStore
 
 adamw = partial(optim.AdamW, lr=1e-2)
@@ -29,7 +29,7 @@ Step = Callable[[nn.Module, optim.Optimizer, int], Any]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "SMALL", 64)
+    monkeypatch.setattr(optimizers, "SMALL", 64)
 
 
 @pytest.fixture(autouse=True)

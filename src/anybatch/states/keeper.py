@@ -24,12 +24,10 @@ from torch import Tensor
 
 from anybatch.copier import Copier, Job
 from anybatch.errors import StoreError
+from anybatch.states import optimizers
 from anybatch.states.away import GIVEN_UP, WRITTEN, Away, State, told, whole
 from anybatch.stores import FileStore, Store
 from anybatch.units import show_bytes
-
-SMALL = 4096
-"""Bytes below which a tensor stays: a block of the file would be larger."""
 
 
 class Keeper:
@@ -217,7 +215,7 @@ class Keeper:
             isinstance(value, Tensor)
             and value.device.type == self._device.type
             and value.layout == torch.strided
-            and int(value.nbytes) >= SMALL
+            and int(value.nbytes) >= optimizers.SMALL
         )
 
     def _of(self, value: Any) -> Away | None:

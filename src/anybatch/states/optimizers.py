@@ -35,6 +35,12 @@ COPIES: dict[type[optim.Optimizer], int] = {
 }
 """At most so many tensors like a parameter does an optimizer keep of it; AMSGrad keeps one more."""
 
+ROOM = "_anybatch_room"
+"""What a step in parts is marked with: the bytes of state that are in memory at a time."""
+
+SMALL = 4096
+"""Bytes below which a tensor of a state stays: a block of the file would be larger."""
+
 MADE_OF = ("step", "_init_group")
 """Methods that a step is made of."""
 
@@ -66,6 +72,12 @@ def state_bound(optimizer: optim.Optimizer, group: dict[str, Any], parameter: Te
     if parameter.grad is not None:
         sizes.append(parameter.grad.element_size())
     return (COPIES[base] + bool(group.get("amsgrad"))) * parameter.numel() * max(sizes)
+
+
+def room_of(optimizer: optim.Optimizer) -> int | None:
+    """Return the bytes of state that are in memory at a time; None where all of it is."""
+    found: int | None = getattr(vars(optimizer).get("step"), ROOM, None)
+    return found
 
 
 def device_of(optimizer: optim.Optimizer) -> torch.device:

@@ -23,7 +23,7 @@ from anybatch.meter import Meter
 from anybatch.norm.intercept import ESCAPES
 from anybatch.pager import key_of
 from anybatch.paging import OTHERS, PLAIN
-from anybatch.states import keeper
+from anybatch.states import optimizers
 from anybatch.states.pages import Pages
 from anybatch.stores import Store
 
@@ -57,7 +57,7 @@ class PagedModel:
     def enter(self) -> None:
         """Begin to see kernels, of this thread."""
         hold = Hold(self._make(), next(self._model.parameters()).device, self._meters)
-        self.pages = Pages(hold, self._room, keeper.SMALL)
+        self.pages = Pages(hold, self._room, optimizers.SMALL)
         with ExitStack() as stack:
             stack.callback(hold.close)
             self.look()

@@ -17,6 +17,7 @@ from typing import Any
 from torch import optim
 
 from anybatch.errors import NotExactError
+from anybatch.states.optimizers import ROOM
 
 BY_SCHEDULE = "_wrapped_by_lr_sched"
 """What torch's schedules mark a step with that they have wrapped."""
@@ -30,6 +31,7 @@ class Seams:
         step: takes the place of its step; is given the closure.
         snapshot: returns its state with real tensors.
         loaded: is called when another state was loaded.
+        room: bytes of state that are in memory at a time; whoever plans asks for it.
 
     Raises:
         NotExactError: its step was replaced already.
@@ -41,11 +43,13 @@ class Seams:
         step: Callable[[Any], Any],
         snapshot: Callable[[], dict[Any, Any]],
         loaded: Callable[[], None],
+        room: int,
     ) -> None:
         self._optimizer = optimizer
         self._before = vars(optimizer).get("step")
         _refuse_replaced(optimizer, self._before)
         self._step = _method(optimizer, step, scheduled=self._before is not None)
+        setattr(self._step.__func__, ROOM, room)
 
         def state() -> dict[str, Any]:
             return {**type(optimizer).__getstate__(optimizer), "state": _keyed(snapshot())}
