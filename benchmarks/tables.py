@@ -34,6 +34,7 @@ from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.schedules import rows as outofcore
+from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.results import HERE, read
 
 TRAINED = ("demo", "cifar", "membrane")
@@ -72,6 +73,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
     "cheap": ("outofcore/cheap", cheap.cheap),
     "offload": ("outofcore/offload", offload_rows.offload),
+    "states": ("outofcore/states", states_rows.states),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -102,6 +104,7 @@ TITLES = {
     "cheap": "Results that are cheap to compute again",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
+    "states": "Out of core: a training whose states are larger than its memory",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",

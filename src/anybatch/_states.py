@@ -134,6 +134,8 @@ class OffloadedStates:
         Parameters and gradients come back.
         """
         with uninterrupted():
+            if not self._open:
+                return
             self._open = False
             if self._paged is not None and self._entered:
                 self._entered = False
