@@ -35,6 +35,7 @@ from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.limits import rows as limits_rows
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.schedules import rows as outofcore
+from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
 from benchmarks.results import HERE, read
 
@@ -77,6 +78,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "limits": ("outofcore/limits", limits_rows.limits),
     "limits_cgroup": ("outofcore/limits", limits_rows.cgroup),
     "table1": ("outofcore/table1", table1_rows.table1),
+    "states": ("outofcore/states", states_rows.states),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -109,6 +111,7 @@ TITLES = {
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
+    "states": "Out of core: a training whose states are larger than its memory",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",

@@ -171,3 +171,73 @@ def test_a_meter_counts_what_has_come_back() -> None:
             kept.add_(1)
         assert meter.live == full
         it.close()
+
+
+class Broken(HostStore):
+    """Fails at what it is told to."""
+
+    def __init__(self, *ways: str) -> None:
+        super().__init__()
+        self.ways = ways
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        return self.fails if "out" in self.ways else super().writing(key, storage)
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        return self.fails if "back" in self.ways else super().reading(key, storage)
+
+    def fails(self) -> None:
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_could_not_be_copied_out_stays(*, used: bool) -> None:
+    store = Broken("out")
+    hold, kept = Hold(store, CPU, []), torch.arange(float(KIB))
+    key = int(kept.untyped_storage()._cdata)
+    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    held = hold.all[key]
+    for _ in range(2):
+        hold.send_away(key, held)
+        if used:
+            hold.bring_back(key, held)
+        with pytest.raises(OSError, match="the disk is gone"):
+            _ = hold.forget_copy(key, held) if used else hold.wait()
+        assert (held.state, held.kept, hold.here, hold.going) == (HERE, False, 1024, 0)
+    store.ways = ()
+    hold.settle()
+    hold.send_away(key, held)
+    hold.wait()
+    assert (held.state, kept.untyped_storage().nbytes()) == (AWAY, 0)
+    hold.close()
+    assert torch.equal(kept, torch.arange(float(KIB)))
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> None:
+    store = Broken()
+    hold, kept = Hold(store, CPU, []), [torch.arange(float(KIB)) for _ in range(2)]
+    for number, tensor in enumerate(kept):
+        key = int(tensor.untyped_storage()._cdata)
+        hold.add(key, tensor.untyped_storage(), tensor.nbytes, 0, number, 1)
+        hold.send_away(key, hold.all[key])
+    while hold.wait():
+        pass
+    first = int(kept[0].untyped_storage()._cdata)
+    store.ways = ("back",)
+    if called:
+        hold.call(first, hold.all[first])
+        with pytest.raises(OSError, match="the disk is gone"):
+            hold.bring_back(first, hold.all[first])
+    real = store.reading
+
+    def once(key: Hashable, storage: Any) -> Callable[[], None]:
+        found = real(key, storage)
+        store.ways = ()
+        return found
+
+    store.reading = once  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the disk is gone"):
+        hold.close()
+    assert kept[0].isnan().all()
+    assert torch.equal(kept[1], torch.arange(float(KIB)))

@@ -3,6 +3,7 @@
 from anybatch._check import Report, check
 from anybatch._offload import Offload, OffloadReport, offload
 from anybatch._plan import Plan
+from anybatch._states import OffloadedStates, StatesReport, offload_states
 from anybatch.batch import LazyBatch
 from anybatch.engine import Engine
 from anybatch.errors import (
@@ -43,10 +44,12 @@ __all__ = [
     "NotYetError",
     "Offload",
     "OffloadReport",
+    "OffloadedStates",
     "Plan",
     "Plateau",
     "RankError",
     "Report",
+    "StatesReport",
     "StepReport",
     "StepTimeline",
     "StoreError",
@@ -55,5 +58,6 @@ __all__ = [
     "global_batchnorm",
     "joint",
     "offload",
+    "offload_states",
     "plan",
 ]

@@ -58,6 +58,26 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class States:
+    """Where an optimizer's state waits between its steps.
+
+    Attributes:
+        store: "host" or "file".
+        folder: of the file; None is the system's folder for temporary files.
+        room: bytes of it that are in memory at a time while the optimizer steps.
+    """
+
+    store: str
+    folder: str | None
+    room: int
+
+    def __str__(self) -> str:
+        where = "memory of the host" if self.store == "host" else "a file"
+        where += f" in {self.folder}" if self.folder else ""
+        return f"in {where}; at most {show_bytes(self.room)} in memory during a step"
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a decision rests on.
 
@@ -103,6 +123,7 @@ class Plan:
         exact: whether the gradient is that of the undivided batch.
         reasons: why, a sentence each.
         memory: the budget and what was predicted; None where no budget was asked for.
+        states: where the optimizer's state waits; None where it stays in memory.
     """
 
     micro_batch: int
@@ -112,6 +133,7 @@ class Plan:
     exact: bool
     reasons: tuple[str, ...]
     memory: Memory | None = None
+    states: States | None = None
 
     def __str__(self) -> str:
         rows = {
@@ -121,6 +143,7 @@ class Plan:
             "loss": self.loss,
             "exact": "yes" if self.exact else "no",
         }
+        rows |= {} if self.states is None else {"states": str(self.states)}
         lines = [f"  {name:<12} {value}" for name, value in rows.items()]
         if self.memory is not None:
             lines += explain(self.memory, self.micro_batch)
@@ -142,7 +165,7 @@ class Plan:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"a plan must be JSON, and it is not: {error}") from error
-        without = {"memory"}  # plans of before there were budgets
+        without = {"memory", "states"}  # plans of before there were any
         if not isinstance(found, dict) or set(found) | without != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
@@ -150,7 +173,10 @@ class Plan:
             _check_count("micro_batch", found["micro_batch"])
             given = found.get("memory")
             memory = None if given is None else _memory_of(given)
-            return cls(**{**found, "reasons": tuple(found["reasons"]), "memory": memory})
+            away = found.get("states")
+            states = None if away is None else States(**away)
+            more = {"reasons": tuple(found["reasons"]), "memory": memory, "states": states}
+            return cls(**{**found, **more})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
 

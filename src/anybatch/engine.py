@@ -8,6 +8,7 @@ with the gradient of the whole. Everything around them stays the person's own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch._plan import Plan, decide
+from anybatch._states import OffloadedStates
 from anybatch.arranged import Arranged, Arranger
 from anybatch.batch import Batch
 from anybatch.facts import of_foreseen, of_run
@@ -40,6 +42,7 @@ from anybatch.refusals import (
     versions_of,
 )
 from anybatch.runner import Runner
+from anybatch.states.planned import away
 from anybatch.step import Observer, Scaler, Shown, Step
 from anybatch.step_timeline import StepTimeline
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
@@ -124,6 +127,8 @@ class Engine:
         self._arranger = Arranger(self._given, self._runner, self._crew)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
         self._plan: Plan | None = plan
+        states = None if plan is None else plan.states
+        self._states = None if states is None else away(states, optimizer)
         self._last: StepReport | None = None
         self._facts: Any = None
         self._measured = 0
@@ -137,6 +142,11 @@ class Engine:
     def plan(self) -> Plan | None:
         """The plan that was given, or that of the last step; None before the first one."""
         return self._plan
+
+    @property
+    def states(self) -> OffloadedStates | None:
+        """The optimizer's state, where the plan has it wait elsewhere; it has ``back()``."""
+        return self._states
 
     @property
     def last(self) -> StepReport | None:
@@ -291,7 +301,9 @@ class Engine:
         memory = None if allowed is None else allowed.memory
         # A last partial batch that needs no splitting does not change the plan of the others.
         if (facts, memory) != self._facts and (facts.divided or self._plan is None):
-            self._facts, self._plan = (facts, memory), decide(facts, memory)
+            self._facts, decided = (facts, memory), decide(facts, memory)
+            states = None if self._plan is None else self._plan.states
+            self._plan = replace(decided, states=states)
         if loss.is_cuda:
             peak = torch.cuda.max_memory_allocated()
         self._last = StepReport(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
@@ -91,11 +91,9 @@ class Fakes:
         """
         if not type(optimizer).__module__.startswith("torch.optim."):
             return None
-        twin = copy.copy(optimizer)
-        twin.state = defaultdict(dict)
-        twin.__dict__.pop("step", None)  # a schedule wraps the method of the original
-        twin._optimizer_step_pre_hooks = OrderedDict()
-        twin._optimizer_step_post_hooks = OrderedDict()
+        kind = type(optimizer)
+        twin = kind.__new__(kind)
+        twin.__setstate__({**kind.__getstate__(optimizer), "state": defaultdict(dict)})
         twin.param_groups = [
             {**group, "params": [self.of(parameter) for parameter in group["params"]]}
             for group in optimizer.param_groups

@@ -133,7 +133,8 @@ class Gradients:
             assert gradient is not None
             if gradient.layout != torch.strided:
                 continue
-            place = gradient.untyped_storage()._cdata
+            with torch._C.DisableTorchFunction():  # nobody wants its address
+                place = gradient.untyped_storage()._cdata
             if place in places:
                 parameter.grad = gradient.detach().clone()
             places.add(place)

@@ -92,11 +92,12 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: Tensor) -> int | None:
-    """Return the address of the memory of a dense tensor; None for what has none of its own."""
+    """Return which storage a dense tensor has; None for what has none of its own."""
     if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
         return None
     try:
-        return tensor.untyped_storage().data_ptr()
+        with torch._C.DisableTorchFunction():  # nobody wants its address
+            return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
         return None
 

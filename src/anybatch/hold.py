@@ -110,6 +110,8 @@ class Hold:
             job.work = None  # with what it holds: here, where the bytes are counted
             if held.job is job:
                 held.job = None
+                if job.error is not None:
+                    self._failed(key, held)
                 self._copier.wait(job)
                 if held.state == LEAVING:
                     self._empty(key, held)
@@ -158,8 +160,10 @@ class Hold:
         """Wait for the first of those on their way; return False where none is leaving."""
         if not self.going:
             return False
-        self._copier.wait(self._moving[0][2])
-        self.settle()
+        try:
+            self._copier.wait(self._moving[0][2])
+        finally:
+            self.settle()
         return True
 
     def call(self, key: int, held: Held) -> None:
@@ -195,11 +199,12 @@ class Hold:
     def forget_copy(self, key: int, held: Held) -> None:
         """Drop the copy of a storage that is written to, or has died."""
         if held.job is not None:
-            self._copier.wait(held.job)
-            held.job = None
-        if held.kept:
-            self._store.drop(key)
-            held.kept = False
+            job, held.job = held.job, None
+            try:
+                self._copier.wait(job)
+            finally:
+                self._drop(key, held)
+        self._drop(key, held)
 
     def stay(self, key: int, held: Held) -> None:
         """Let a storage that is here leave no more."""
@@ -207,22 +212,51 @@ class Hold:
         self._discount(key, held)
 
     def close(self) -> None:
-        """Bring back what still lives, and forget all of it."""
+        """Bring back what still lives, and forget all of it; what cannot be read becomes NaN."""
+        error: BaseException | None = None
         try:
             self._copier.close()
             self._moving.clear()
             for key, held in list(self.all.items()):
-                storage = held.storage()
-                failed = held.job is not None and held.job.error is not None
-                if storage is not None and (
-                    held.state == AWAY or (held.state == COMING and failed)
-                ):
-                    storage.resize_(held.size)
-                    self._store.reading(key, storage)()
+                try:
+                    self._return(key, held)
+                except Exception as failure:
+                    error = error or failure
+            if error is not None:
+                raise error
         finally:
             self.all.clear()
             self.movable.clear()
             self._store.close()
+
+    def _return(self, key: int, held: Held) -> None:
+        """Bring a storage back where it has no memory."""
+        storage = held.storage()
+        failed = held.job is not None and held.job.error is not None
+        if storage is None or not (held.state == AWAY or (held.state == COMING and failed)):
+            return
+        storage.resize_(held.size)
+        try:
+            self._store.reading(key, storage)()
+        except Exception:
+            storage.fill_(0xFF)  # in every dtype with a fraction
+            raise
+
+    def _failed(self, key: int, held: Held) -> None:
+        """Take in that a copy was not made: what was leaving stays, what was coming is away."""
+        if held.state == COMING:
+            self._empty(key, held)
+        elif held.state == LEAVING:
+            held.state = HERE
+            self.going -= held.size
+            self._drop(key, held)
+        else:
+            self._drop(key, held)
+
+    def _drop(self, key: int, held: Held) -> None:
+        if held.kept:
+            self._store.drop(key)
+            held.kept = False
 
     def _empty(self, key: int, held: Held) -> None:
         """Give the memory of a storage back."""

@@ -27,6 +27,7 @@ from anybatch.errors import AnybatchError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
 from anybatch.ranks.pieces import copied_bytes, small_bytes
+from anybatch.states.optimizers import room_of
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
 SMALL = 2
@@ -139,6 +140,7 @@ def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
+        coming = min(coming, room_of(optimizer) or coming)
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
 

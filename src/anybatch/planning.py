@@ -7,7 +7,9 @@ not take and why. Nothing is left behind: gradients, buffers and dice are as the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from anybatch.batch import LazyBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
+from anybatch.states.planned import away, states_of
 
 
 def plan(
@@ -30,6 +33,8 @@ def plan(
     batchnorm: BatchNormMode | Adaptive = "exact",
     rng: RngMode = "lane",
     timed: bool = True,
+    states: Literal["host", "file"] | None = None,
+    spill: str | PathLike[str] | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -49,6 +54,9 @@ def plan(
         rng: "lane" (default) or "batch".
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
+        states: where the optimizer's state waits between its steps, as `offload_states` does it:
+            "host" memory from CUDA, a "file" on the CPU. Default None: it stays on the device.
+        spill: the folder of that file. Default None: the system's for temporary files.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
@@ -56,7 +64,8 @@ def plan(
     Raises:
         BudgetError: a micro-batch of one sample does not fit.
         AnybatchError: what `Engine.backward` would refuse.
-        ValueError: `batch` is neither a pair nor a `LazyBatch`, or as for `Engine`.
+        ValueError: `batch` is neither a pair nor a `LazyBatch`, or as for `Engine`; `states` means
+            nothing on this device, or there is no optimizer.
 
     Example:
         >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
@@ -79,4 +88,8 @@ def plan(
         batchnorm=batchnorm,
         rng=rng,
     )
-    return engine.foresee(inputs, targets, timed=timed)
+    if states is None:
+        return engine.foresee(inputs, targets, timed=timed)
+    where = states_of(states, spill, optimizer, memory)
+    with away(where, optimizer):
+        return replace(engine.foresee(inputs, targets, timed=timed), states=where)

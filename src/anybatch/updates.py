@@ -5,6 +5,9 @@ The state is made by the first ``optimizer.step()``; until then only a rehearsal
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +17,12 @@ from anybatch.look import quietly
 from anybatch.meter import Meter
 from anybatch.modules import local, tensors_of
 from anybatch.ranks.sharded import Sharded
+from anybatch.states.optimizers import SMALL, inner_step, room_of, state_bound
+from anybatch.states.parts import parts_of
 from anybatch.timeline import Timeline
+
+IN_PARTS = "optimizer, in parts"
+"""The owner of state that passes through memory."""
 
 
 def update(
@@ -28,7 +36,8 @@ def update(
         sharded: has made them whole for the step alone. Default None.
 
     Returns:
-        What it holds; None where the optimizer is not torch's own, or reads a value.
+        What it holds, in parts where its state is away; None where the optimizer is not torch's
+        own, or reads a value.
     """
     fakes = Fakes()
     twin = fakes.optimizer(optimizer)
@@ -53,13 +62,42 @@ def update(
             "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
             "gradients": [*beside, *(p.grad for p in stepped if p.grad is not None)],
         }
+        room = room_of(optimizer)
         with quietly(), torch.no_grad(), fakes.mode, Meter(device, known) as meter:
-            type(twin).step(twin)
+            if room is None:
+                type(twin).step(twin)
+            else:
+                _step_in_parts(twin, room, meter)
     except Exception:  # whatever an optimizer does that fakes cannot
         return None
     meter.claim("optimizer", state_tensors(twin))
     found: Timeline = meter.timeline()
-    return found
+    return found if room is None else _with_room(found, room)
+
+
+def _step_in_parts(twin: torch.optim.Optimizer, room: int, meter: Meter) -> None:
+    """Step a few parameters at a time; of their state only what is small stays."""
+    every, inner = twin.param_groups, inner_step(twin)
+    for part in parts_of(twin, partial(state_bound, twin), room):
+        twin.param_groups = part.groups(every)
+        inner(twin)
+        for _, parameter in part.members:
+            state = twin.state.get(parameter, {})
+            large = [k for k, v in state.items() if isinstance(v, Tensor) and v.nbytes >= SMALL]
+            meter.claim(IN_PARTS, [state.pop(name) for name in large])
+    twin.param_groups = every
+
+
+def _with_room(found: Timeline, room: int) -> Timeline:
+    """Return a timeline in which all the room is taken, since parts come and go beside each other.
+
+    What all the state needs is the most that can be in it.
+    """
+    live = found.live.copy()
+    if IN_PARTS in found.owners:
+        live[:, found.owners.index(IN_PARTS)] = 0
+    made = sum(size for owner, size, *_ in found.spans if owner == IN_PARTS)
+    return replace(found, live=live).plus({IN_PARTS: min(room, made)})
 
 
 def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tensor]:
@@ -71,9 +109,10 @@ def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tenso
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor of an optimizer's state that is here."""
+    """Return every tensor of an optimizer's state that is here, and not away."""
     states = optimizer.state.values()
-    return [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
+    every = [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
+    return [tensor for tensor in every if not tensor.is_meta]
 
 
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:

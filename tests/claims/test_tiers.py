@@ -27,10 +27,10 @@ TIERS = {
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen checksums stores copier book hold pager paging slots turns lanes "
-    "surroundings ranks dice gathered segments",
+    "surroundings ranks dice gathered segments states.optimizers states.parts",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
-    "outofcore.execute",
+    "outofcore.execute states _states",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

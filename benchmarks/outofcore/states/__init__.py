@@ -1,0 +1,1 @@
+"""A training whose states wait in a file, beside the same in memory, free and under a limit."""

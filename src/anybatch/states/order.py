@@ -1,0 +1,58 @@
+"""In which order things are used, step after step, as the step before has shown.
+
+A training step repeats itself: what was used after this the last time is used after it again. Where
+a step goes another way, what is said of the future is wrong and nothing else is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+Use = tuple[int, int]
+"""What was used: its kind, and its number."""
+
+
+class Order:
+    """Uses of one step, and those of the step before it.
+
+    Attributes:
+        at: how many of the known uses lie behind.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._known: list[Use] = []
+        self._places: dict[Use, list[int]] = {}
+        self._now: list[Use] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __getitem__(self, place: int) -> Use:
+        """Return what was used at a place of the step before."""
+        return self._known[place]
+
+    def used(self, item: Use) -> None:
+        """Note a use."""
+        if self._now and self._now[-1] == item:
+            return
+        self._now.append(item)
+        places = self._places.get(item, [])
+        index = bisect_left(places, self.at)
+        if index < len(places):
+            self.at = places[index] + 1
+
+    def next(self, item: Use) -> int:
+        """Return the place of the next use: in this step, else in the one behind it, else later."""
+        places = self._places.get(item)
+        if not places:
+            return 2 * len(self._known)
+        index = bisect_left(places, self.at)
+        return places[index] if index < len(places) else len(self._known) + places[0]
+
+    def ended(self) -> None:
+        """A step is over; the next one will be like it."""
+        self._known, self._now, self.at = self._now, [], 0
+        self._places = {}
+        for place, item in enumerate(self._known):
+            self._places.setdefault(item, []).append(place)
