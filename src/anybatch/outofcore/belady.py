@@ -30,7 +30,7 @@ def belady(trace: Trace, budget: int) -> Schedule:
         BudgetError: one function alone needs more.
     """
     gaps = furthest_leaves(trace, budget)
-    chosen = fitted(trace, budget, gaps, lambda gap: -trace.size(gap.v))
+    chosen = fitted(trace, budget, gaps, lambda gap: (-trace.size(gap.v),))
     return as_schedule("Belady + fit", trace, budget, chosen)
 
 

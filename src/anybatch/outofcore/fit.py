@@ -24,7 +24,7 @@ from anybatch.outofcore.trace import Trace
 Room = npt.NDArray[np.int64]
 """Bytes to spare at each stage."""
 
-Order = Callable[[Gap], float]
+Order = Callable[[Gap], tuple[float, ...]]
 """What stays first has the smallest."""
 
 

@@ -34,8 +34,8 @@ def hiding(trace: Trace, budget: int) -> Schedule:
     """
     clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
 
-    def seconds_a_byte(gap: Gap) -> float:
-        return (clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1)
+    def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
+        return ((clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1),)
 
     chosen = fitted(trace, budget, all_gaps(trace), seconds_a_byte)
     return as_schedule("best hidden + fit", trace, budget, chosen)
