@@ -37,8 +37,8 @@ def ends(trace: Trace, budget: int) -> Schedule:
         BudgetError: one function alone needs more.
     """
     clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
-    last = trace.bytes_of(v for v, variable in enumerate(trace.variables) if variable.after)
-    short = np.flatnonzero(np.array([*trace.live, last]) > budget)
+    clock.append(clock[-1])  # after the end
+    short = np.flatnonzero(np.array([*trace.live, trace.in_the_end]) > budget)
 
     def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
         size = max(trace.size(gap.v), 1)

@@ -33,6 +33,7 @@ def hiding(trace: Trace, budget: int) -> Schedule:
         BudgetError: one function alone needs more.
     """
     clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
+    clock.append(clock[-1])  # after the end
 
     def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
         return ((clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1),)
