@@ -18,6 +18,6 @@ def monger(results: dict[str, Any]) -> str:
             f"{one['seconds']:.2f}",
             PAPER.get(way, ""),
         ]
-        for way, one in results["ways"].items()
+        for way, one in sorted(results["ways"].items(), key=lambda pair: pair[1]["batch"])
     ]
     return markdown(["way", "largest batch", "GiB", "seconds", "paper's batch"], rows)
