@@ -33,6 +33,7 @@ from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.limits import rows as limits_rows
+from benchmarks.outofcore.monger import rows as monger_rows
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
@@ -74,6 +75,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "learns_summary": ("agbn/learns", agbn_learns.summary),
     "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
     "cheap": ("outofcore/cheap", cheap.cheap),
+    "monger": ("outofcore/monger", monger_rows.monger),
     "offload": ("outofcore/offload", offload_rows.offload),
     "limits": ("outofcore/limits", limits_rows.limits),
     "limits_cgroup": ("outofcore/limits", limits_rows.cgroup),
@@ -107,6 +109,7 @@ TITLES = {
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",
     "accuracy": "AGBN, Figure 4: accuracy that global BatchNorm gains over local",
     "cheap": "Results that are cheap to compute again",
+    "monger": "The largest batch with a memory monger, as AGBN has it",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",

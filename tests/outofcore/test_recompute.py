@@ -217,6 +217,58 @@ def test_a_source_that_was_written_to_since_is_no_source() -> None:
     assert {v: set(found.functions) for v, found in cheap_recipes(unchanged).items()} == {1: {1}}
 
 
+def test_what_a_row_of_joins_begins_with_is_kept_and_not_made_for_each() -> None:
+    """A dense block behind a transition: every join reads what was pooled, and three states."""
+    sizes = {"x": 40, "pooled": 10, "a": 4, "b": 4, "c": 4, "j1": 14, "j2": 18, "j3": 22, "g": 1}
+    names = list(sizes)
+    v = names.index
+    variables = tuple(Variable(name, size, name == "x") for name, size in sizes.items())
+    row = [Function("pool", (v("x"),), (v("pooled"),))]
+    parts = [v("pooled")]
+    for state, join in (("a", "j1"), ("b", "j2"), ("c", "j3")):
+        row.append(Function(f"conv {state}", tuple(parts), (v(state),), flops=1.0))
+        parts.append(v(state))
+        row.append(Function(f"cat {join}", tuple(parts), (v(join),)))
+    back = (v("j1"), v("j2"), v("j3"))
+    row.append(Function("back", back, (v("g"),), backward=True))
+    trace = Trace(variables, tuple(row))
+    found = cheap_recipes(trace)
+    assert set(found) == set(back)
+    assert all(len(found[j].functions) == 1 for j in back)
+    assert {name for f in cheap(trace).functions if f.again for name in [f.name]} == {
+        "cat j1",
+        "cat j2",
+        "cat j3",
+    }
+
+
+def test_what_needs_as_much_kept_in_its_place_is_not_made_again() -> None:
+    """A ReLU of a sum whose parts are gone: to keep the sum instead frees nothing."""
+    names = ("a", "b", "sum", "relu", "g")
+    variables = tuple(Variable(name, 4) for name in names)
+    row = (
+        Function("conv", (), (0,), flops=1.0),
+        Function("conv", (0,), (1,), flops=1.0),
+        Function("add", (0, 1), (2,)),
+        Function("relu", (2,), (3,)),
+        Function("change", (0, 1), (), (0,)),
+        Function("back", (3,), (4,), backward=True),
+    )
+    assert cheap_recipes(Trace(variables, row)) == {}
+
+
+def test_a_share_takes_first_what_costs_least_a_byte() -> None:
+    variables = tuple(Variable(name, 4) for name in ("a", "dear", "near", "g"))
+    row = (
+        Function("conv", (), (0,), flops=1.0),
+        Function("norm", (0,), (1,), touched=16),
+        Function("cat", (0,), (2,), touched=8),
+        Function("back", (0, 1, 2), (3,), backward=True),
+    )
+    again = [f.name for f in cheap(Trace(variables, row), 0.5).functions if f.again]
+    assert again == ["cat"]
+
+
 def test_a_rewriter_calls_for_each_variable_once() -> None:
     trace = Net(5, Random(1)).trace()
     recipes = cheap_recipes(trace)

@@ -10,7 +10,7 @@ from typing import Any
 from anybatch.errors import BudgetError
 from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
 from anybatch.outofcore.belady import belady
-from anybatch.outofcore.best import plan, plan_with_recomputation
+from anybatch.outofcore.best import by_rule, plan, plan_with_recomputation
 from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.schedule import Schedule
@@ -19,6 +19,7 @@ from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window
 from benchmarks.outofcore.lp_bound import lower_bound
+from benchmarks.outofcore.schedules.parts import WORTH, in_parts
 
 Found = dict[str, Any]
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16)
@@ -29,6 +30,9 @@ THRESHOLDS = (1, 5, 20, 60, 150, 300)
 STRETCHES = (2, 3, 4, 6, 8, 12, 16, 24)
 LOOKS = 100
 """At which functions the linear program looks; more would raise it a little."""
+
+PART = 8
+"""The budget divided by 2^8, 64 MiB: variables from there on are cut into parts, to see."""
 
 LEAST = 14
 """The budget divided by 2^14, 1 MiB: what is smaller moves for nothing in the program."""
@@ -71,6 +75,10 @@ def on_machine(
         found[name] = _best(timed, machine, each)
     runs = [(each, simulate(timed, each, machine.link)) for each in made["window"]]
     found["windows"] = {each.policy: run.seconds for each, run in runs}
+    found["in parts"] = None
+    if found["default"]["seconds"] > WORTH * found["bound"]:
+        cut = in_parts(timed, budget >> PART)
+        found["in parts"] = _best(cut, machine, [by_rule(cut, budget, machine.link)])
     return found | recomputing(timed, budget, machine)
 
 

@@ -16,7 +16,7 @@ from anybatch.outofcore.allocators import (
     Expandable,
     PowersOfTwo,
 )
-from anybatch.outofcore.best import fastest, plan
+from anybatch.outofcore.best import by_rule, fastest
 from anybatch.outofcore.fragmentation import events, footprint
 from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.schedule import Schedule
@@ -63,7 +63,7 @@ def largest_budgets(trace: Trace, machine: Machine, memory: int) -> dict[str, An
 
     @cache
     def ours(budget: int) -> Schedule:
-        return plan(timed, budget, machine.link)
+        return by_rule(timed, budget, machine.link)
 
     @cache
     def papers(budget: int) -> Schedule:

@@ -91,7 +91,9 @@ def schedules(results: Results) -> str:
     if MEASURED[0] in results["networks"]:
         parts.append(_table_1(results))
     parts += [_sizes(results), _figure_3(results), _wastes(results)]
-    return "\n\n".join([*parts, f"### What does not reproduce\n\n{differences(results)}"])
+    return "\n\n".join(
+        [*parts, f"### What does not reproduce, and what was left\n\n{differences(results)}"]
+    )
 
 
 def _speeds(results: Results, machine: str) -> str:

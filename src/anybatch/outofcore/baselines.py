@@ -51,7 +51,7 @@ def on_demand(trace: Trace, budget: int) -> Schedule:
             recent[v] = None
         for v in trace.dies[i]:
             del recent[v]
-    ends = [v for v, variable in enumerate(trace.variables) if variable.after]
+    ends = trace.after
     draft.leave(_oldest(draft, recent, ends))
     return draft.schedule("on demand")
 
@@ -116,7 +116,7 @@ def _moving(trace: Trace) -> list[int]:
 
 
 def _unused(trace: Trace, v: int) -> Iterator[tuple[int, int]]:
-    ends = [len(trace.functions)] if trace.variables[v].after else []
+    ends = [len(trace.functions)] if v in trace.after else []
     return pairwise([*trace.uses[v], *ends])
 
 

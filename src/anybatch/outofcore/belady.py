@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from anybatch.outofcore.draft import too_small
 from anybatch.outofcore.fit import fitted
-from anybatch.outofcore.gaps import Gap, as_schedule
+from anybatch.outofcore.gaps import Gap, as_schedule, given_gaps
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.trace import Trace
 
@@ -30,7 +30,7 @@ def belady(trace: Trace, budget: int) -> Schedule:
         BudgetError: one function alone needs more.
     """
     gaps = furthest_leaves(trace, budget)
-    chosen = fitted(trace, budget, gaps, lambda gap: -trace.size(gap.v))
+    chosen = fitted(trace, budget, gaps, lambda gap: (-trace.size(gap.v),))
     return as_schedule("Belady + fit", trace, budget, chosen)
 
 
@@ -44,8 +44,9 @@ def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
     for i, function in enumerate(trace.functions):
         walk.stage(i, function.uses)
         walk.dead(i)
-    walk.stage(len(trace.functions), [v for v, one in enumerate(trace.variables) if one.after])
-    return walk.gaps
+    walk.stage(len(trace.functions), trace.after)
+    end = len(trace.functions) + 1
+    return given_gaps(trace) + [gap for gap in walk.gaps if gap.next < end]
 
 
 class _Walk:

@@ -1,21 +1,32 @@
-"""The default: Belady + fit, or what hides best + fit, whichever the simulator finds faster.
+"""The default: the fastest of three rules + fit, and never slower than the paper's window.
 
-Both know nothing of the link and have nothing to tune. Belady moves the fewest bytes, which counts
-where the link is the bottleneck; what hides best wins where computing nearly is.
+    belady   moves the fewest bytes: where the link is the bottleneck
+    hiding   what hides its travel best: where computing nearly is
+    ends     the same before memory runs short and after: where it is short for a moment
+
+They know nothing of the link and have nothing to tune; the simulator says which is the fastest. If
+even that one waits for a copy, the paper's policy is tried too, with nine windows. It makes room
+long before it needs it, which costs nothing while the link is idle, and now and then wins a little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+from anybatch.errors import BudgetError
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.draft import too_small
+from anybatch.outofcore.ends import ends
 from anybatch.outofcore.hiding import hiding
 from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.simulate import Link, simulate
 from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
+from anybatch.outofcore.window import window
+
+WINDOWS = tuple(range(9))
+"""Eighths of the budget."""
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of cheap results, how many are computed again."""
@@ -39,7 +50,28 @@ def plan(trace: Trace, budget: int, link: Link) -> Schedule:
         >>> schedule = plan(trace, 16 << 30, Link(out=25e9, back=25e9))
         >>> simulate(trace, schedule, link).seconds
     """
-    return fastest(trace, link, (belady(trace, budget), hiding(trace, budget)))
+    ours = by_rule(trace, budget, link)
+    if simulate(trace, ours, link).stall == 0:
+        return ours
+    return fastest(trace, link, (ours, *_windows(trace, budget)))
+
+
+def by_rule(trace: Trace, budget: int, link: Link) -> Schedule:
+    """Return the fastest of the three rules' schedules.
+
+    Raises:
+        BudgetError: one function alone needs more.
+    """
+    return fastest(trace, link, (rule(trace, budget) for rule in (belady, hiding, ends)))
+
+
+def _windows(trace: Trace, budget: int) -> Iterator[Schedule]:
+    """Yield the paper's schedules, of the windows that fit."""
+    for eighths in WINDOWS:
+        try:
+            yield window(trace, budget, eighths * budget // 8)
+        except BudgetError:
+            continue
 
 
 def plan_with_recomputation(trace: Trace, budget: int, link: Link) -> tuple[Trace, Schedule]:
@@ -58,9 +90,15 @@ def plan_with_recomputation(trace: Trace, budget: int, link: Link) -> tuple[Trac
     """
     steps = [trace, *(cheap(trace, share) for share in SHARES)]
     steps += [sublinear(trace, stretches, share) for stretches, share in STRETCHES]
-    found = [(step, plan(step, budget, link)) for step in steps if step.floor <= budget]
+    found = [(step, by_rule(step, budget, link)) for step in steps if step.floor <= budget]
     if not found:
         raise too_small(trace, budget)
+    best, _ = _fastest_step(found, link)
+    likely = [step for step in dict.fromkeys((trace, best)) if step.floor <= budget]
+    return _fastest_step([(step, plan(step, budget, link)) for step in likely], link)
+
+
+def _fastest_step(found: list[tuple[Trace, Schedule]], link: Link) -> tuple[Trace, Schedule]:
     return min(found, key=lambda pair: simulate(pair[0], pair[1], link).seconds)
 
 

@@ -35,7 +35,7 @@ class Draft:
         self.here = set(trace.before)
         self.leaving: dict[int, None] = {}
         self.held = trace.bytes_of(self.here)
-        self._copied: set[int] = set()
+        self._copied = set(trace.hosted)
         self._frees: list[int] = []
         self._ins: list[int] = []
         self._stages: list[Stage] = []
@@ -82,8 +82,11 @@ class Draft:
             self._free(v)
 
     def schedule(self, policy: str) -> Schedule:
-        """Bring back what must be there at the end, and return the schedule."""
-        self.bring(v for v, variable in enumerate(self.trace.variables) if variable.after)
+        """Have what must be there at the end, and nothing of the host's; return the schedule."""
+        self.leave(v for v in self.trace.hosted if v in self.here)
+        for v in [v for v in self.trace.hosted if v in self.leaving]:
+            self._free(v)
+        self.bring(self.trace.after)
         self._close()
         return Schedule(policy, self.budget, tuple(self._stages))
 

@@ -24,7 +24,7 @@ from anybatch.outofcore.trace import Trace
 Room = npt.NDArray[np.int64]
 """Bytes to spare at each stage."""
 
-Order = Callable[[Gap], float]
+Order = Callable[[Gap], tuple[float, ...]]
 """What stays first has the smallest."""
 
 
@@ -41,8 +41,7 @@ def fitted(trace: Trace, budget: int, gaps: Iterable[Gap], order: Order) -> list
         BudgetError: with all of them it does not fit.
     """
     proposed = list(gaps)
-    ends = trace.bytes_of(v for v, variable in enumerate(trace.variables) if variable.after)
-    room = budget - np.array([*trace.live, ends], np.int64)
+    room = budget - np.array([*trace.live, trace.in_the_end], np.int64)
     for gap in proposed:
         room[gap.freed : gap.next] += trace.size(gap.v)
     if room.min() < 0:
@@ -56,7 +55,7 @@ def _needed(trace: Trace, gaps: list[Gap], room: Room, order: Order) -> list[Gap
     left = []
     for gap in sorted(gaps, key=lambda gap: (order(gap), gap.v, gap.next)):
         size, away = trace.size(gap.v), room[gap.freed : gap.next]
-        if away.min() >= size:
+        if not gap.given and away.min() >= size:
             away -= size
         else:
             left.append(gap)
@@ -68,7 +67,8 @@ def _freed_late(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
     found = []
     for gap in sorted(gaps, key=lambda gap: (gap.last, gap.next), reverse=True):
         size, freed = trace.size(gap.v), gap.freed
-        while freed + 1 < gap.next and room[freed] >= size:
+        here = gap.last >= 0 or not gap.given  # or there is nothing to give up
+        while here and freed + 1 < gap.next and room[freed] >= size:
             room[freed] -= size
             freed += 1
         found.append(replace(gap, freed=freed))
@@ -80,7 +80,9 @@ def _back_early(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
     found = []
     for gap in sorted(gaps, key=lambda gap: gap.next):
         size, back = trace.size(gap.v), gap.next
-        while back > gap.freed + 1 and room[back - 1] >= size:
+        least = gap.freed + (not gap.given)
+        returns = back <= len(trace.functions)
+        while returns and back > least and room[back - 1] >= size:
             back -= 1
             room[back] -= size
         found.append(replace(gap, back=back))

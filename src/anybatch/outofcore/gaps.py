@@ -4,7 +4,9 @@
     v  ────────p═══════════freed ─ ─ ─ ─ ─ ─ ─ ─ ─back══════════════q──────
                └copy.......└awaited               └.............
 
-A schedule is a choice of gaps, with two stages for each.
+A schedule is a choice of gaps, with two stages for each. What is on the host when the step begins
+and ends has a gap before its first use and one after its last, and these are no choice: the first
+gives nothing up, and from the last nothing returns.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Gap:
         last: the function that used it last before, -1 for none.
         freed: the stage that gives its bytes up.
         back: the stage at which its return begins.
-        next: the function that uses it next; the number of functions for the end.
+        next: the function that uses it next; the number of functions for the end, and one more
+            where it does not return.
+        given: it is on the host in any case.
     """
 
     v: int
@@ -35,6 +39,7 @@ class Gap:
     freed: int
     back: int
     next: int
+    given: bool = False
 
     @classmethod
     def between(cls, v: int, last: int, following: int) -> Gap:
@@ -42,14 +47,24 @@ class Gap:
         return cls(v, last, max(last, 0) + 1, following, following)
 
 
+def given_gaps(trace: Trace) -> list[Gap]:
+    """Return the times before and after all uses of what begins and ends on the host."""
+    found = []
+    for v in trace.hosted:
+        first, last, end = trace.uses[v][0], trace.uses[v][-1], len(trace.functions) + 1
+        found.append(Gap(v, -1, 0, first, first, given=True))
+        found.append(Gap(v, last, last + 1, end, end, given=True))
+    return found
+
+
 def all_gaps(trace: Trace) -> list[Gap]:
     """Return every time in which a variable that may leave is not used."""
-    found = []
+    found = given_gaps(trace)
     for v, variable in enumerate(trace.variables):
-        if variable.stays or (variable.before and v not in trace.before):
+        if variable.stays or (variable.before and not trace.uses[v] and not variable.after):
             continue
-        first = [-1] if variable.before else []
-        end = [len(trace.functions)] if variable.after else []
+        first = [-1] if variable.before and not variable.host else []
+        end = [len(trace.functions)] if variable.after and not variable.host else []
         gaps = (Gap.between(v, *pair) for pair in pairwise([*first, *trace.uses[v], *end]))
         found += [gap for gap in gaps if gap.freed < gap.next]
     return found
@@ -61,10 +76,12 @@ def as_schedule(policy: str, trace: Trace, budget: int, gaps: Iterable[Gap]) -> 
     frees: list[list[int]] = [[] for _ in range(count)]
     ins: list[list[int]] = [[] for _ in range(count)]
     outs: list[list[int]] = [[] for _ in range(count)]
-    copied: dict[int, int] = {}  # variable -> the use before its last copy
+    copied = dict.fromkeys(trace.hosted, -1)  # variable -> the use before its last copy
     for gap in sorted(gaps, key=lambda gap: gap.next):
-        frees[gap.freed].append(gap.v)
-        ins[gap.back].append(gap.v)
+        if gap.last >= 0 or not gap.given:
+            frees[gap.freed].append(gap.v)
+        if gap.back < count:
+            ins[gap.back].append(gap.v)
         before = copied.get(gap.v)
         if before is None or _written_between(trace, gap.v, before, gap.last):
             outs[max(gap.last, 0)].append(gap.v)

@@ -33,9 +33,10 @@ def hiding(trace: Trace, budget: int) -> Schedule:
         BudgetError: one function alone needs more.
     """
     clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
+    clock.append(clock[-1])  # after the end
 
-    def seconds_a_byte(gap: Gap) -> float:
-        return (clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1)
+    def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
+        return ((clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1),)
 
     chosen = fitted(trace, budget, all_gaps(trace), seconds_a_byte)
     return as_schedule("best hidden + fit", trace, budget, chosen)

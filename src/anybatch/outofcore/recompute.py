@@ -53,13 +53,18 @@ def cheap(trace: Trace, share: float = 1.0) -> Trace:
 
     Args:
         trace: the step.
-        share: of the bytes of all cheap results, how many are computed again, those of the latest
-            layers last: they are kept for the shortest time.
+        share: of the bytes of all cheap results, how many are computed again: those first for whose
+            bytes the least memory is touched, and of these the earliest, kept for the longest time.
     """
     recipes = cheap_recipes(trace)
     wanted = share * trace.bytes_of(recipes)
     dropped: dict[int, Again] = {}
-    for v in sorted(recipes, key=lambda v: trace.uses[v][0]):
+
+    def cost(v: int) -> float:
+        touched = sum(trace.functions[k].touched for k in recipes[v].functions)
+        return round(touched / max(trace.size(v), 1), 2)
+
+    for v in sorted(recipes, key=lambda v: (cost(v), trace.uses[v][0])):
         if trace.bytes_of(dropped) < wanted:
             dropped[v] = recipes[v]
 
@@ -72,8 +77,8 @@ def cheap(trace: Trace, share: float = 1.0) -> Trace:
 def cheap_recipes(trace: Trace) -> dict[int, Again]:
     """Return the variables that are cheap to make again, and how.
 
-    The largest come first. What a recipe starts from is kept from then on, and that must not be
-    more bytes than it saves.
+    The largest come first. What a recipe starts from is kept from then on, and that must be fewer
+    bytes than it saves; or as many, where others may start from it too, as the next join does.
     """
     book = _Book(trace)
     for v in sorted(book.needed, key=lambda v: -trace.size(v)):
@@ -96,7 +101,8 @@ class _Book:
         if found is None or v in self.kept or v in found.sources:
             return
         more = found.sources - self.kept - self.needed.keys()
-        if self.trace.bytes_of(more) <= self.trace.size(v):
+        gain = self.trace.size(v) - self.trace.bytes_of(more)
+        if gain > 0 or (gain == 0 and any(map(self._read_by_many, more))):
             self.chosen[v] = found
             self.kept |= found.sources
 
@@ -115,14 +121,18 @@ class _Book:
                     continue
                 if any(k < other <= when for other in self.trace.written[read]):
                     return None  # it has been written to since
-                source = self._source(read, when, depth)
+                source = self._source(read, v, when, depth)
                 if source is None:
                     return None
                 found |= source
         return found
 
-    def _source(self, v: int, when: int, depth: int) -> Again | None:
-        """Return how to have a source: it is there, it is made again soon anyway, or on the way."""
+    def _source(self, v: int, wanted: int, when: int, depth: int) -> Again | None:
+        """Return how to have a source: it is there, it is made again soon anyway, or on the way.
+
+        What is small beside that which is made of it, and is read by many (what a dense block
+        begins with), is kept: to make it again for each of them would cost more than it holds.
+        """
         one = self.trace.variables[v]
         if one.before or one.stays:
             return Again()
@@ -131,7 +141,13 @@ class _Book:
             return Again() if self.needed[v] - when <= SOON else None
         if v in self.needed or v in self.kept:
             return kept
+        if self._read_by_many(v) and 2 * self.trace.size(v) <= self.trace.size(wanted):
+            return kept
         return self._recipe(v, when, depth + 1) or kept
+
+    def _read_by_many(self, v: int) -> bool:
+        """Say whether more than one function of the forward pass reads what one has made."""
+        return sum(not self.trace.functions[i].backward for i in self.trace.uses[v][1:]) > 1
 
 
 def saved(trace: Trace) -> list[int]:

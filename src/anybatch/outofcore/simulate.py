@@ -108,7 +108,7 @@ class _Run:
         self.trace, self.schedule, self.link = trace, schedule, link
         self.clock = self.stall = self.out_clock = self.in_clock = 0.0
         self.here = dict.fromkeys(trace.before, 0.0)  # variable -> when it is there
-        self.copied: dict[int, float] = {}  # variable -> when its copy has ended
+        self.copied = dict.fromkeys(trace.hosted, 0.0)  # variable -> when its copy has ended
         self.held = trace.bytes_of(self.here)
         self.gate = 0.0  # when the stage's returns may begin
         self.trail: list[int] = []
@@ -173,11 +173,13 @@ class _Run:
     def ended(self) -> Simulation:
         """Return what happened, once what must be there at the end is."""
         last = len(self.trace.functions)
-        for v, variable in enumerate(self.trace.variables):
-            if variable.after:
-                self._require(v in self.here, last, v, "here at the end", "away")
+        for v in self.trace.after:
+            self._require(v in self.here, last, v, "here at the end", "away")
+        for v in self.trace.hosted:
+            self._require(v not in self.here, last, v, "on the host at the end", "here")
         self.trail.append(self.held)
-        seconds = max([self.clock, *self.here.values()])
+        copies = (self.copied[v] for v in self.trace.hosted)
+        seconds = max([self.clock, *self.here.values(), *copies])
         outs, ins = self.schedule.moved(self.trace)
         return Simulation(
             seconds=seconds,

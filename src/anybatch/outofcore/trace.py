@@ -31,6 +31,7 @@ class Variable:
         before: it is on the device when the step begins.
         after: it must be there when the step ends, so it never dies.
         stays: it never leaves; a copy of a few bytes costs more than it frees.
+        host: where it is before and after the step, it is on the host then, not on the device.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Variable:
     before: bool = False
     after: bool = False
     stays: bool = False
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Trace:
     """A step: its variables, and its functions in order.
 
     Raises:
-        ValueError: a variable is used before it is made, made twice, or written but not read.
+        ValueError: a variable is used before it is made, made twice, written but not read, or on
+            the host between steps and not there before and after.
     """
 
     variables: tuple[Variable, ...]
@@ -87,6 +90,12 @@ class Trace:
 
     def __post_init__(self) -> None:
         made = {v for v, variable in enumerate(self.variables) if variable.before}
+        for one in self.variables:
+            if one.host and (one.stays or not (one.before and one.after)):
+                raise ValueError(
+                    "what is on the host between steps must be there before and after them and may "
+                    f"not stay on the device, and {one.name} is not so: set before and after"
+                )
         for i, function in enumerate(self.functions):
             for v in function.reads:
                 self._require(v in made, v, i, "made before it is used")
@@ -135,8 +144,23 @@ class Trace:
         return tuple(
             v
             for v, variable in enumerate(self.variables)
-            if variable.before and (variable.after or self.uses[v])
+            if variable.before and not variable.host and (variable.after or self.uses[v])
         )
+
+    @cached_property
+    def hosted(self) -> tuple[int, ...]:
+        """Return the variables that come from the host, and are there again in the end."""
+        return tuple(v for v, one in enumerate(self.variables) if one.host and self.uses[v])
+
+    @cached_property
+    def after(self) -> tuple[int, ...]:
+        """Return the variables that must be on the device when the step ends."""
+        return tuple(v for v, one in enumerate(self.variables) if one.after and not one.host)
+
+    @cached_property
+    def in_the_end(self) -> int:
+        """Bytes there when the step ends, where nothing ever leaves."""
+        return self.bytes_of(self.after) + self.bytes_of(self.hosted)
 
     @cached_property
     def seconds(self) -> float:
@@ -146,7 +170,7 @@ class Trace:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Bytes live during each function where nothing ever leaves."""
-        held, found = self.bytes_of(self.before), []
+        held, found = self.bytes_of(self.before) + self.bytes_of(self.hosted), []
         for function, dead in zip(self.functions, self.dies, strict=True):
             held += self.bytes_of(function.makes)
             found.append(held)
@@ -170,7 +194,7 @@ class Trace:
             moving = (v for v in set(function.uses) if not self.variables[v].stays)
             most = max(most, held + self.bytes_of(moving))
             held -= self.bytes_of(v for v in dead if self.variables[v].stays)
-        return max(most, self.bytes_of(v for v, one in enumerate(self.variables) if one.after))
+        return max(most, self.bytes_of(self.after))
 
     def size(self, v: int) -> int:
         """Return the bytes of a variable."""
@@ -184,14 +208,25 @@ class Trace:
         """Return the first function after `i` that uses `v`.
 
         Returns:
-            The number of functions where none does and `v` must be there at the end; `NEVER`
-            where `v` is dead.
+            The number of functions where none does and `v` must be there at the end, one more
+            where it must be on the host then; `NEVER` where `v` is dead.
         """
         uses = self.uses[v]
         place = bisect_right(uses, i)
         if place < len(uses):
             return uses[place]
-        return len(self.functions) if self.variables[v].after else NEVER
+        return len(self.functions) + self.variables[v].host if self.variables[v].after else NEVER
+
+    def with_states_on_the_host(self) -> Trace:
+        """Return the same step with what outlives it on the host before and after it.
+
+        These are parameters, statistics and optimizer states; so what a step needs at least on the
+        device has no states in it but those of one function.
+        """
+        return Trace(
+            tuple(replace(v, host=v.before and v.after and not v.stays) for v in self.variables),
+            self.functions,
+        )
 
     def with_seconds(self, seconds: Sequence[float]) -> Trace:
         """Return the same step with other seconds for its functions."""
