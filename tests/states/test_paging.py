@@ -3,9 +3,13 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import random
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -315,3 +319,50 @@ def test_an_engine_and_offload_inside_it() -> None:
 
     plain, ours = both(model, offloaded, room_for(model))
     assert equal(plain, ours)
+
+
+class Interrupts:
+    """Sends a real signal at one of the lines of the package that a training runs."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if "anybatch" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.at -= 1
+            if self.at == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def test_an_interrupt_leaves_whole_steps_and_nothing_away() -> None:
+    model, rng = mlp(6), random.Random(0)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain.parameters())
+    known = [[p.detach().clone() for p in plain.parameters()]]
+    for number in range(2):
+        simple(plain, optimizer, number)
+        known.append([p.detach().clone() for p in plain.parameters()])
+    interrupted = 0
+    for _ in range(6):
+        ours = copy.deepcopy(model)
+        optimizer = adamw(ours.parameters())
+        states = anybatch.offload_states(optimizer, model=ours, memory=24 << 10)
+        try:
+            with states:
+                sys.settrace(Interrupts(rng.randint(1, 4000)))
+                for number in range(2):
+                    simple(ours, optimizer, number)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        found = [p.detach() for p in ours.parameters()]
+        assert any(equal(found, one) for one in known)
+        every = (t for state in optimizer.state.values() for t in state.values())
+        assert not any(t.is_meta for t in every)
+        assert "step" not in vars(optimizer)
+    assert interrupted

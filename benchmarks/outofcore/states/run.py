@@ -49,7 +49,7 @@ def main(
     spill: Annotated[Path | None, typer.Option(help="folder of the file")] = None,
 ) -> None:
     """Train in every way, free and limited, and write results.json."""
-    depth, steps = (16, 1) if quick else (depth, steps)
+    depth, steps = (8, 1) if quick else (depth, steps)
     whole = STATES * depth * LAYER
     ways: list[tuple[str, int | None]] = [
         ("in memory", None),
