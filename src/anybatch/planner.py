@@ -32,7 +32,9 @@ from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
+from anybatch.leaving import Leaving
 from anybatch.probe import seconds
+from anybatch.spill import Spill
 from anybatch.units import parse_bytes, show_bytes
 
 
@@ -46,6 +48,7 @@ class Planner:
         settled: what a plan made before has decided; nothing is foreseen for the first batch.
 
     Attributes:
+        spill: where saved tensors may go.
         decided: forecasts made, and decisions of a plan that was given: each is worth a
             measurement.
     """
@@ -58,6 +61,7 @@ class Planner:
         timed: bool = True,
         settled: Allowed | None = None,
     ) -> None:
+        self.spill = Spill()
         self.budget, self.source = budget, "as given"
         self.decided = 0
         self.timed = timed
@@ -65,6 +69,7 @@ class Planner:
         self._foreseen = Foreseen()
         self._allowed: dict[Kind, Allowed] = {}
         self._best: tuple[int, int] | None = None
+        self._sends = settled is not None and settled.away is not None
 
     @contextmanager
     def timing(self, wanted: bool) -> Iterator[None]:  # noqa: FBT001
@@ -141,6 +146,29 @@ class Planner:
         case = cache(make_case)
         if self.budget is None:
             self.budget, self.source = default_budget(case(), optimizer)
+        self.spill.refuse_on(case().device)
+        whole = kind.lanes or _must_be_whole(refuse_division)
+        divides = self._fixed is not None and self._fixed < kind.size
+        may = self.spill.way != "off" and kind.trains
+        may = may and not (whole and (kind.everyone or divides))
+        away = partial(self._away, kind, case, optimizer, whole=whole)
+        if may and (self.spill.way != "auto" or self._still_away(kind)):
+            return away()
+        try:
+            return self._in_memory(kind, case, optimizer, refuse_division)
+        except (BudgetError, NotExactError) as error:
+            if not may:
+                raise
+            return away(failed=error)
+
+    def _in_memory(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        refuse_division: Callable[[], None],
+    ) -> Allowed:
+        """Return how a batch is run with all its saved tensors on the device."""
         foresee = partial(self._foresee, kind, case, optimizer)
         foreseen = self._foreseen.bound(kind)
         fresh = foreseen is None
@@ -169,6 +197,62 @@ class Planner:
         if self._best is None and kind.trains:
             self._best = n, kind.elements
         return self._described(foreseen, kind, n, timed, fresh=fresh)
+
+    def _away(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        whole: bool,
+        failed: Exception | None = None,
+    ) -> Allowed:
+        """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
+        assert self.budget is not None
+        foreseen, fresh = self._foreseen.bound(kind), self._best is None
+        if foreseen is None:
+            foreseen = self._foresee(kind, case, optimizer, rounded=True)
+        leaving = Leaving(
+            self._beside(foreseen, kind),
+            case,
+            kind.size,
+            budget=self.budget,
+            source=self.source,
+            spill=self.spill,
+            whole=whole,
+        )
+        n = self._size_away(leaving, kind)
+        if failed is not None and ((whole and n == 0) or not leaving.helps(n)):
+            raise failed
+        found = leaving.allowed(n or leaving.smallest, real=fresh)
+        self._sends = True
+        if self._best is None:
+            self._best = n, kind.elements
+        return found
+
+    def _size_away(self, leaving: Leaving, kind: Kind) -> int:
+        """Return the samples of a micro-batch whose saved tensors leave; 0 where none fit."""
+        if self._fixed is not None:
+            return min(self._fixed, kind.size)
+        cap = leaving.largest()
+        if cap == 0 or leaving.whole:
+            return cap
+        if self._best is None:
+            return leaving.timed(cap) if self.timed else leaving.least(cap)
+        return self._pick(kind, cap, {})
+
+    def _still_away(self, kind: Kind) -> bool:
+        """Say whether saved tensors have left before, and by what is known have to again."""
+        assert self.budget is not None
+        bound = self._foreseen.bound(kind) if self._sends else None
+        if bound is None:
+            return False
+        return self._beside(bound, kind).largest(self.budget, kind.size) == 0
+
+    def _beside(self, foreseen: Forecast, kind: Kind) -> Forecast:
+        """Return a forecast beside the gradients that are there."""
+        foreseen = replace(foreseen, everyone=kind.everyone)
+        return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen
 
     def _of_plan(self, kind: Kind) -> Allowed | None:
         """Return what a plan that was given says of its first batch; None for other batches.
@@ -215,9 +299,7 @@ class Planner:
         """
         assert self.budget is not None
         size = kind.size
-        foreseen = replace(foreseen, everyone=kind.everyone)
-        if kind.before:
-            foreseen = foreseen.with_more(ASIDE, kind.before)
+        foreseen = self._beside(foreseen, kind)
         cap = foreseen.largest(self.budget, size)
         while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
             cap = min(cap - 1, 7 * cap // 8)
@@ -313,7 +395,9 @@ def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Plann
         apart = plan.accumulate == "accumulator"
         coupled = plan.mechanism == "gathering"
         lanes = plan.mechanism == "lanes"
-        settled = Allowed(plan.micro_batch, apart, plan.memory, coupled, plan.loss, lanes)
+        settled = Allowed(
+            plan.micro_batch, apart, plan.memory, coupled, plan.loss, lanes, plan.offload
+        )
         return Planner(plan.memory.budget, settled=settled)
     if memory is None and micro_batch is not None:
         return None

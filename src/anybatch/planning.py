@@ -7,6 +7,7 @@ not take and why. Nothing is left behind: gradients, buffers and dice are as the
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import PathLike
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def plan(
     batchnorm: BatchNormMode | Adaptive = "exact",
     rng: RngMode = "lane",
     timed: bool = True,
+    offload: str = "auto",
+    spill: str | PathLike[str] | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -49,14 +52,21 @@ def plan(
         rng: "lane" (default) or "batch".
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
+        offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one
+            sample does not fit with them; "host" (from a GPU) or "file" (from the CPU) in any case;
+            "off" never. Without timing, the size is then the one of which the least leaves.
+        spill: folder of that file, which has no name and is gone with the process. Default None:
+            the system's folder for temporary files.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
 
     Raises:
-        BudgetError: a micro-batch of one sample does not fit.
+        BudgetError: a micro-batch of one sample does not fit, whatever leaves.
+        StoreError: what leaves does not fit where it goes.
         AnybatchError: what `Engine.backward` would refuse.
-        ValueError: `batch` is neither a pair nor a `LazyBatch`, or as for `Engine`.
+        ValueError: `batch` is neither a pair nor a `LazyBatch`; `offload` or `spill` is nothing
+            here; or as for `Engine`.
 
     Example:
         >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
@@ -79,4 +89,4 @@ def plan(
         batchnorm=batchnorm,
         rng=rng,
     )
-    return engine.foresee(inputs, targets, timed=timed)
+    return engine.foresee(inputs, targets, timed=timed, offload=offload, spill=spill)
