@@ -251,8 +251,8 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
     reasons = [_WHY[_mechanism(facts)]]
     if offload is not None:
         reasons.append(
-            "a micro-batch does not fit with all that autograd saves in it, or is faster without: "
-            "what is used last leaves the device, and returns before it is asked for"
+            "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
+            "what is used last leaves first, and returns before it is asked for"
         )
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")

@@ -28,7 +28,7 @@ from anybatch.budget import budget_error, default_budget
 from anybatch.case import Case
 from anybatch.choice import fastest, search
 from anybatch.describe import describe
-from anybatch.errors import BudgetError, NotExactError
+from anybatch.errors import BudgetError, NotExactError, NotYetError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
@@ -149,8 +149,11 @@ class Planner:
         self.spill.refuse_on(case().device)
         whole = kind.lanes or _must_be_whole(refuse_division)
         divides = self._fixed is not None and self._fixed < kind.size
-        may = self.spill.way != "off" and kind.trains
-        may = may and not (whole and (kind.everyone or divides))
+        may = self.spill.way != "off" and kind.trains and not (whole and divides)
+        if kind.everyone:
+            may = False
+            if self.spill.way in ("host", "file"):
+                raise _not_over_ranks()
         away = partial(self._away, kind, case, optimizer, whole=whole)
         if may and (self.spill.way != "auto" or self._still_away(kind)):
             return away()
@@ -266,6 +269,8 @@ class Planner:
         self._best = settled.micro_batch, kind.elements
         if settled.lanes != kind.lanes and settled.micro_batch < kind.size:
             return None
+        if settled.away is not None and kind.everyone:
+            raise _not_over_ranks()
         self._settled = None
         self.decided += 1
         return settled
@@ -411,6 +416,13 @@ def _must_be_whole(refuse_division: Callable[[], None]) -> bool:
     except NotExactError:
         return True
     return False
+
+
+def _not_over_ranks() -> NotYetError:
+    return NotYetError(
+        "saved tensors leave the device in one process today, and there are several ranks: plan "
+        'with offload="off", or let one process train'
+    )
 
 
 def even(size: int, cap: int) -> int:
