@@ -78,6 +78,41 @@ class States:
 
 
 @dataclass(frozen=True)
+class Away:
+    """What of the saved tensors leaves the device; all in bytes but for the seconds.
+
+    Attributes:
+        store: "host" or "file".
+        folder: of the file; None is the system's folder for temporary files.
+        rooms: what the first micro-batch of a step may make, and any other.
+        saved: what autograd saves in a micro-batch and could leave.
+        sent: what leaves in a step, and returns.
+        most: what the store must have room for: all that a micro-batch saves.
+        stall: seconds in which a step is predicted to wait for that; None where it is not known.
+    """
+
+    store: str
+    folder: str | None
+    rooms: tuple[int, int]
+    saved: int
+    sent: int
+    most: int
+    stall: float | None = None
+
+    def explain(self) -> list[str]:
+        """Return what a plan says of it, a line each."""
+        place = {"host": "page-locked memory of the host", "file": "a file without a name"}
+        inside = f" in {self.folder or 'the system folder'}" if self.store == "file" else ""
+        wait = "not known" if self.stall is None else f"{self.stall:.3g} s a step, predicted"
+        return [
+            f"  offload      {show_bytes(self.sent)} leave in a step and return; a micro-batch "
+            f"saves {show_bytes(self.saved)}",
+            f"    to               {place[self.store]}{inside}",
+            f"    stall            {wait}",
+        ]
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a decision rests on.
 
@@ -124,6 +159,7 @@ class Plan:
         reasons: why, a sentence each.
         memory: the budget and what was predicted; None where no budget was asked for.
         states: where the optimizer's state waits; None where it stays in memory.
+        offload: which saved tensors leave; None where all of them stay.
     """
 
     micro_batch: int
@@ -134,6 +170,7 @@ class Plan:
     reasons: tuple[str, ...]
     memory: Memory | None = None
     states: States | None = None
+    offload: Away | None = None
 
     def __str__(self) -> str:
         rows = {
@@ -147,6 +184,8 @@ class Plan:
         lines = [f"  {name:<12} {value}" for name, value in rows.items()]
         if self.memory is not None:
             lines += explain(self.memory, self.micro_batch)
+        if self.offload is not None:
+            lines += self.offload.explain()
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
 
     def to_json(self) -> str:
@@ -165,7 +204,7 @@ class Plan:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"a plan must be JSON, and it is not: {error}") from error
-        without = {"memory", "states"}  # plans of before there were any
+        without = {"memory", "states", "offload"}  # plans of before there were any
         if not isinstance(found, dict) or set(found) | without != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
@@ -173,9 +212,15 @@ class Plan:
             _check_count("micro_batch", found["micro_batch"])
             given = found.get("memory")
             memory = None if given is None else _memory_of(given)
-            away = found.get("states")
-            states = None if away is None else States(**away)
-            more = {"reasons": tuple(found["reasons"]), "memory": memory, "states": states}
+            away, left = found.get("states"), found.get("offload")
+            more = {
+                "reasons": tuple(found["reasons"]),
+                "memory": memory,
+                "states": None if away is None else States(**away),
+                "offload": None
+                if left is None
+                else Away(**{**left, "rooms": _pair(left["rooms"])}),
+            }
             return cls(**{**found, **more})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
@@ -184,6 +229,11 @@ class Plan:
 def _check_count(name: str, value: Any) -> None:
     if type(value) is not int or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, and it is {value!r}")
+
+
+def _pair(found: Any) -> tuple[int, int]:
+    first, other = found
+    return int(first), int(other)
 
 
 def _memory_of(found: Mapping[str, Any]) -> Memory:
@@ -227,9 +277,14 @@ def _row(one: Candidate, memory: Memory, chosen: int) -> str:
     return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"
 
 
-def decide(facts: Facts, memory: Memory | None = None) -> Plan:
-    """Return the plan for `facts`, and for what is known of memory."""
+def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:
+    """Return the plan for `facts`, and for what is known of memory and of what leaves."""
     reasons = [_WHY[_mechanism(facts)]]
+    if offload is not None:
+        reasons.append(
+            "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
+            "what is used last leaves first, and returns before it is asked for"
+        )
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
@@ -262,6 +317,7 @@ def decide(facts: Facts, memory: Memory | None = None) -> Plan:
         exact=not facts.local and not literal,
         reasons=tuple(reasons),
         memory=memory,
+        offload=offload,
     )
 
 

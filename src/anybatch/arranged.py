@@ -113,7 +113,13 @@ class Arranger:
         kind, allowed = planned
         allowed = replace(allowed, micro_batch=everyone.micro_batch)
         room = allowed.memory.room
-        step = make(allowed.micro_batch, apart=allowed.apart, room=room, everyone=everyone)
+        step = make(
+            allowed.micro_batch,
+            apart=allowed.apart,
+            room=room,
+            everyone=everyone,
+            away=allowed.away if gradients is not None else None,
+        )
         step.budgeted = True
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch

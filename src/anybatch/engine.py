@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from time import perf_counter
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from anybatch.refusals import (
     versions_of,
 )
 from anybatch.runner import Runner
+from anybatch.spill import Spill, spill_of
 from anybatch.states.planned import away
 from anybatch.step import Observer, Scaler, Shown, Step
 from anybatch.step_timeline import StepTimeline
@@ -132,6 +134,7 @@ class Engine:
         self._last: StepReport | None = None
         self._facts: Any = None
         self._measured = 0
+        self._spill = Spill()
 
     @property
     def model(self) -> nn.Module:
@@ -299,9 +302,10 @@ class Engine:
     ) -> Tensor:
         facts = of_run(step, self._runner.failed_at(step))
         memory = None if allowed is None else allowed.memory
+        left = None if allowed is None else allowed.away
         # A last partial batch that needs no splitting does not change the plan of the others.
         if (facts, memory) != self._facts and (facts.divided or self._plan is None):
-            self._facts, decided = (facts, memory), decide(facts, memory)
+            self._facts, decided = (facts, memory), decide(facts, memory, left)
             states = None if self._plan is None else self._plan.states
             self._plan = replace(decided, states=states)
         if loss.is_cuda:
@@ -320,14 +324,32 @@ class Engine:
         )
         return loss
 
-    def foresee(self, inputs: Any, targets: Any = None, *, timed: bool = True) -> Plan:
+    def foresee(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        *,
+        timed: bool = True,
+        offload: str | None = None,
+        spill: str | PathLike[str] | None = None,
+    ) -> Plan:
         """Return the plan for a batch without training on it; `anybatch.plan` calls this.
 
         Args:
             inputs: as in `backward`.
             targets: as in `backward`.
             timed: time the sizes that fit, where they have not been. Default True.
+            offload: as in `anybatch.plan`, from here on. Default None: as it was, first "auto".
+            spill: as there.
+
+        Raises:
+            ValueError: `offload` or `spill` is not what it must be.
         """
+        if offload is not None or spill is not None:
+            self._spill = spill_of(offload or "auto", spill)
+            self._spill.refuse_on(self._given.device)
+            if self._planner is not None:
+                self._planner.spill = self._spill
         run = partial(self._foresee, inputs, targets, timed=timed)
         return self._given.reach.again(partial(self._crew.foreseeing, run))
 
@@ -347,6 +369,7 @@ class Engine:
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)
+        planner.spill = self._spill
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
@@ -355,7 +378,7 @@ class Engine:
                 kind = self._arranger.kind(batch, modules, gradients)
                 allowed = self._arranger.allow(planner, kind, batch, modules)
             step = self._runner.step(batch, modules, before, gradients, allowed.micro_batch)
-        return decide(of_foreseen(step, allowed, leaves), allowed.memory)
+        return decide(of_foreseen(step, allowed, leaves), allowed.memory, allowed.away)
 
 
 BACKWARD = Engine.backward.__code__

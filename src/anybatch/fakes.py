@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch import tree
 from anybatch.modules import local
@@ -127,6 +128,20 @@ class Fakes:
         with self.mode:
             rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
         return rows.requires_grad_(leaf.requires_grad)
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Let fakes be computed anew in the body: what is remembered of ``set_`` holds its storage."""
+    modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)]
+    before = [mode.cache_enabled for mode in modes]
+    for mode in modes:
+        mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        for mode, enabled in zip(modes, before, strict=True):
+            mode.cache_enabled = enabled
 
 
 def is_fake(value: Any) -> bool:

@@ -107,7 +107,7 @@ class Forecast:
         """
         if self.peak(size, size) <= budget:
             return size
-        fixed = sum(self._held(size, divided=True).values())
+        fixed = sum(self.held(size, divided=True).values())
         n = min(self.divided.largest(budget - fixed), size - 1)
         while n > 0 and self.peak(n, size) > budget:  # the look, or the update
             n -= 1 if n <= 8 else n // 8
@@ -122,29 +122,29 @@ class Forecast:
             confirmed: rehearse it, where that costs no memory; else a bound will do.
         """
         if self.kept is not None:
-            line = self._summed(self.kept.at(n))
-            held = _total(line) + _total(self._held(size, divided=True)) + self._grown(n, size)
-            return max(held, *map(_total, self._beside(n, size)))
+            line = self.summed(self.kept.at(n))
+            held = total(line) + total(self.held(size, divided=True)) + self.grown(n, size)
+            return max(held, *map(total, self.beside(n, size)))
         if self.case is None or not confirmed:
             return self.peak(n, size) + self.gradients
-        return max(self._rehearsed(n, size, apart=True), *map(_total, self._beside(n, size)))
+        return max(self._rehearsed(n, size, apart=True), *map(total, self.beside(n, size)))
 
     def confirm(self, n: int, size: int) -> int:
         """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
         if self.case is None:
             return self.peak(n, size)
-        return max(self._rehearsed(n, size, apart=False), *map(_total, self._beside(n, size)))
+        return max(self._rehearsed(n, size, apart=False), *map(total, self.beside(n, size)))
 
     def _rehearsed(self, n: int, size: int, *, apart: bool) -> int:
         """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
         assert self.case is not None
-        divided = self._divides(n, size)
+        divided = self.divides(n, size)
         if divided:
             case = replace(first_rows(self.case, size), everyone=self.everyone)
             found = rehearse.divided(case, n, self.look, apart=apart)
         else:
             found = rehearse.whole(self.case, size, self.look)
-        return _total(self._summed(found)) + _total(self._held(size, divided=divided))
+        return total(self.summed(found)) + total(self.held(size, divided=divided))
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""
@@ -167,8 +167,8 @@ class Forecast:
             is `peak`, where `apart` is False.
         """
         found = dict[str, Timeline]()
-        divided = self._divides(n, size)
-        held = self._held(size, divided=divided)
+        divided = self.divides(n, size)
+        held = self.held(size, divided=divided)
         if divided:
             found["first look"] = self.looked.at(n if n < 4 else (n + 1) // 2).plus(held)
         line = self.divided if divided else self.undivided
@@ -176,64 +176,67 @@ class Forecast:
         if self.everyone:
             step = step.ended("sum over ranks", {"gradients": self.pieces})
         found[DIVIDED if divided else UNDIVIDED] = step.plus(
-            {**held, "gradients": self._grown(n, size)}
+            {**held, "gradients": self.grown(n, size)}
         )
         if self.update is not None:
             found["update"] = self.update.plus(self._beside_update())
         return found
 
-    def _divides(self, n: int, size: int) -> bool:
+    def divides(self, n: int, size: int) -> bool:
         """Say whether a step goes the way of several micro-batches; over ranks it always does."""
         return n < size or self.everyone > 0
 
-    def _summed(self, line: Timeline) -> dict[str, int]:
+    def summed(self, line: Timeline) -> dict[str, int]:
         """Return who holds what at the peak of a step, up to where ranks sum their gradients."""
         held = line.at_peak()
         if not self.everyone:
             return held
-        ended = _merged(line.final(), {"gradients": self.pieces})
-        return max(held, ended, key=_total)
+        ended = merged(line.final(), {"gradients": self.pieces})
+        return max(held, ended, key=total)
 
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
-        divided = self._divides(n, size)
-        line = self._summed(self.divided.at(n) if divided else self.undivided.at(size))
-        held = _merged(line, self._held(size, divided=divided))
-        if grown := self._grown(n, size):
-            held = _merged(held, {"gradients": grown})
-        return [held, *self._beside(n, size)]
+        divided = self.divides(n, size)
+        line = self.summed(self.divided.at(n) if divided else self.undivided.at(size))
+        held = merged(line, self.held(size, divided=divided))
+        if grown := self.grown(n, size):
+            held = merged(held, {"gradients": grown})
+        return [held, *self.beside(n, size)]
 
-    def _grown(self, n: int, size: int) -> int:
+    def grown(self, n: int, size: int) -> int:
         """Return what sparse sums grow by after the micro-batches of a rehearsal: old and new."""
         return 2 * self.entries * max(0, size - MICRO_BATCHES * n) if n < size else 0
 
-    def _beside(self, n: int, size: int) -> list[dict[str, int]]:
+    def beside(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peaks of the first look, where there is one, and of the update."""
         found: list[dict[str, int]] = [{}]
-        if self._divides(n, size):  # in units of two rows: see `anybatch.look.two_sizes`
+        if self.divides(n, size):  # in units of two rows: see `anybatch.look.two_sizes`
             looked = self.looked.at(n if n < 4 else (n + 1) // 2)
-            found.append(_merged(looked.at_peak(), self._held(size, divided=True)))
+            found.append(merged(looked.at_peak(), self.held(size, divided=True)))
         if self.update is not None:
-            found.append(_merged(self.update.at_peak(), self._beside_update()))
+            found.append(merged(self.update.at_peak(), self._beside_update()))
         return found
 
     def _beside_update(self) -> dict[str, int]:
         """Return what is there during the update and is not its own."""
         outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
-        return _merged(outside, {"activations": LOSS})
+        return merged(outside, {"activations": LOSS})
 
-    def _held(self, size: int, *, divided: bool) -> dict[str, int]:
+    def held(self, size: int, *, divided: bool) -> dict[str, int]:
+        """Return who holds what during all of a step of `size` samples."""
         copies = self.copied * (2 if divided else 1)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
         shared = any(found) and divided
         draw = largest_draw(found, counts, max(size, self.everyone)) if shared else 0
         beside = {"buffers": copies, DRAW: draw}
-        return _merged(self.constant, {owner: count for owner, count in beside.items() if count})
+        return merged(self.constant, {owner: count for owner, count in beside.items() if count})
 
 
-def _total(owners: Mapping[str, int]) -> int:
+def total(owners: Mapping[str, int]) -> int:
+    """Return the bytes of all owners."""
     return sum(owners.values())
 
 
-def _merged(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+def merged(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return owner -> bytes of both together."""
     return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

@@ -122,7 +122,8 @@ class FirstPass:
 
     def _forward(self, micro: MicroBatch) -> None:
         step = self._step
-        ends = self._done + micro.size == step.batch.size
+        last = self._done + micro.size == step.batch.size
+        ends = last and step.away is None  # else its graph would wait on the device for the loss
         with torch.set_grad_enabled(step.gradients is not None and ends):
             step.forget_casts()
             out = step.forward(micro)
@@ -159,11 +160,13 @@ class Backwards:
         self._begin = 0
 
     def last(self) -> int:
-        """Run the backward of the graph that is there; return the row where pass 2 ends.
+        """Run the backward of the graph, if one is there; return the row where pass 2 ends.
 
-        That is the last, where memory runs out and the last micro-batch has to be done again.
+        That is the last row where there is none, or where memory runs out for it.
         """
         step = self._step
+        if not self._first.graph:
+            return step.batch.size
         moment = step.moment()
         failure = attempt(step, self._pull_last)
         if failure is None:
@@ -184,7 +187,7 @@ class Backwards:
                     "one pass"
                 )
             whole = self._begin + micro.size <= stop
-            in_pieces(step, micro, self._again, sizes if whole else sizes[:-1])
+            in_pieces(step, micro, step.under(self._again), sizes if whole else sizes[:-1])
 
     def _pull_last(self) -> None:
         first, step = self._first, self._step

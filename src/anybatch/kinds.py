@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
-from anybatch._plan import Memory
+from anybatch._plan import Away, Memory
 from anybatch.modules import local
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -94,6 +94,7 @@ class Allowed:
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
         lanes: micro-batches wait for each other.
+        away: which saved tensors leave; None (default) where all of them stay.
     """
 
     micro_batch: int
@@ -102,6 +103,7 @@ class Allowed:
     coupled: bool
     loss: str
     lanes: bool = False
+    away: Away | None = None
 
 
 def kinds_of(rows: Rows) -> tuple[Any, ...]:

@@ -84,6 +84,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see(tensor, owner)
         self.peak = self.live
 
+    @property
+    def events(self) -> int:
+        """Kernels counted so far."""
+        return len(self._events)
+
     def claim(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Say whose the storages of live tensors have been since they were born."""
         for tensor in tensors:

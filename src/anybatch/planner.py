@@ -29,11 +29,13 @@ from anybatch.case import Case
 from anybatch.choice import fastest, search
 from anybatch.depict import depict
 from anybatch.describe import describe
-from anybatch.errors import BudgetError, NotExactError
+from anybatch.errors import BudgetError, NotExactError, NotYetError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
+from anybatch.leaving import Leaving
 from anybatch.probe import seconds
+from anybatch.spill import Spill
 from anybatch.step_timeline import StepTimeline
 from anybatch.units import parse_bytes, show_bytes
 
@@ -48,6 +50,7 @@ class Planner:
         settled: what a plan made before has decided; nothing is foreseen for the first batch.
 
     Attributes:
+        spill: where saved tensors may go.
         decided: forecasts made, and decisions of a plan that was given: each is worth a
             measurement.
     """
@@ -60,6 +63,7 @@ class Planner:
         timed: bool = True,
         settled: Allowed | None = None,
     ) -> None:
+        self.spill = Spill()
         self.budget, self.source = budget, "as given"
         self.decided = 0
         self.timed = timed
@@ -67,6 +71,7 @@ class Planner:
         self._foreseen = Foreseen()
         self._allowed: dict[Kind, Allowed] = {}
         self._best: tuple[int, int] | None = None
+        self._sends = settled is not None and settled.away is not None
 
     @contextmanager
     def timing(self, wanted: bool) -> Iterator[None]:  # noqa: FBT001
@@ -108,10 +113,14 @@ class Planner:
         return found
 
     def timeline(self, kind: Kind) -> StepTimeline | None:
-        """Return the step of a batch of this kind as it passes; None where none was foreseen."""
+        """Return the step of a batch of this kind as it passes.
+
+        None where none was foreseen, and where saved tensors leave: when they do is decided as the
+        step goes.
+        """
         kind = self._foreseen.plain(kind)
         allowed, foreseen = self._allowed.get(kind), self._foreseen.bound(kind)
-        if allowed is None or foreseen is None:
+        if allowed is None or foreseen is None or allowed.away is not None:
             return None
         return depict(_beside(foreseen, kind), allowed, kind.size)
 
@@ -151,6 +160,32 @@ class Planner:
         case = cache(make_case)
         if self.budget is None:
             self.budget, self.source = default_budget(case(), optimizer)
+        self.spill.refuse_on(case().device)
+        whole = kind.lanes or _must_be_whole(refuse_division)
+        divides = self._fixed is not None and self._fixed < kind.size
+        may = self.spill.way != "off" and kind.trains and not (whole and divides)
+        if kind.everyone:
+            may = False
+            if self.spill.way in ("host", "file"):
+                raise _not_over_ranks()
+        away = partial(self._away, kind, case, optimizer, whole=whole)
+        if may and (self.spill.way != "auto" or self._still_away(kind)):
+            return away()
+        try:
+            return self._in_memory(kind, case, optimizer, refuse_division)
+        except (BudgetError, NotExactError) as error:
+            if not may:
+                raise
+            return away(failed=error)
+
+    def _in_memory(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        refuse_division: Callable[[], None],
+    ) -> Allowed:
+        """Return how a batch is run with all its saved tensors on the device."""
         foresee = partial(self._foresee, kind, case, optimizer)
         foreseen = self._foreseen.bound(kind)
         fresh = foreseen is None
@@ -180,6 +215,57 @@ class Planner:
             self._best = n, kind.elements
         return self._described(foreseen, kind, n, timed, fresh=fresh)
 
+    def _away(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        whole: bool,
+        failed: Exception | None = None,
+    ) -> Allowed:
+        """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
+        assert self.budget is not None
+        foreseen, fresh = self._foreseen.bound(kind), self._best is None
+        if foreseen is None:
+            foreseen = self._foresee(kind, case, optimizer, rounded=True)
+        leaving = Leaving(
+            _beside(foreseen, kind),
+            case,
+            kind.size,
+            budget=self.budget,
+            source=self.source,
+            spill=self.spill,
+            whole=whole,
+        )
+        n = self._size_away(leaving, kind)
+        if failed is not None and ((whole and n == 0) or not leaving.helps(n)):
+            raise failed
+        found = leaving.allowed(n or leaving.smallest, real=fresh)
+        self._sends = True
+        if self._best is None:
+            self._best = n, kind.elements
+        return found
+
+    def _size_away(self, leaving: Leaving, kind: Kind) -> int:
+        """Return the samples of a micro-batch whose saved tensors leave; 0 where none fit."""
+        if self._fixed is not None:
+            return min(self._fixed, kind.size)
+        cap = leaving.largest()
+        if cap == 0 or leaving.whole:
+            return cap
+        if self._best is None:
+            return leaving.timed(cap) if self.timed else leaving.least(cap)
+        return self._pick(kind, cap, {})
+
+    def _still_away(self, kind: Kind) -> bool:
+        """Say whether saved tensors have left before, and by what is known have to again."""
+        assert self.budget is not None
+        bound = self._foreseen.bound(kind) if self._sends else None
+        if bound is None:
+            return False
+        return _beside(bound, kind).largest(self.budget, kind.size) == 0
+
     def _of_plan(self, kind: Kind) -> Allowed | None:
         """Return what a plan that was given says of its first batch; None for other batches.
 
@@ -192,6 +278,8 @@ class Planner:
         self._best = settled.micro_batch, kind.elements
         if settled.lanes != kind.lanes and settled.micro_batch < kind.size:
             return None
+        if settled.away is not None and kind.everyone:
+            raise _not_over_ranks()
         self._settled = None
         self.decided += 1
         return settled
@@ -321,7 +409,9 @@ def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Plann
         apart = plan.accumulate == "accumulator"
         coupled = plan.mechanism == "gathering"
         lanes = plan.mechanism == "lanes"
-        settled = Allowed(plan.micro_batch, apart, plan.memory, coupled, plan.loss, lanes)
+        settled = Allowed(
+            plan.micro_batch, apart, plan.memory, coupled, plan.loss, lanes, plan.offload
+        )
         return Planner(plan.memory.budget, settled=settled)
     if memory is None and micro_batch is not None:
         return None
@@ -341,6 +431,13 @@ def _must_be_whole(refuse_division: Callable[[], None]) -> bool:
     except NotExactError:
         return True
     return False
+
+
+def _not_over_ranks() -> NotYetError:
+    return NotYetError(
+        "saved tensors leave the device in one process today, and there are several ranks: plan "
+        'with offload="off", or let one process train'
+    )
 
 
 def even(size: int, cap: int) -> int:

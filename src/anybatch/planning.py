@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ def plan(
     rng: RngMode = "lane",
     timed: bool = True,
     states: Literal["host", "file"] | None = None,
+    offload: str = "auto",
     spill: str | PathLike[str] | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
@@ -54,18 +56,23 @@ def plan(
         rng: "lane" (default) or "batch".
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
+        offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one
+            sample does not fit with them; "host" (from a GPU) or "file" (from the CPU) in any case;
+            "off" never. Without timing, the size is then the one of which the least leaves.
         states: where the optimizer's state waits between its steps, as `offload_states` does it:
             "host" memory from CUDA, a "file" on the CPU. Default None: it stays on the device.
-        spill: the folder of that file. Default None: the system's for temporary files.
+        spill: folder of these files, which have no name and are gone with the process. Default
+            None: the system's folder for temporary files.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
 
     Raises:
-        BudgetError: a micro-batch of one sample does not fit.
+        BudgetError: a micro-batch of one sample does not fit, whatever leaves.
+        StoreError: what leaves does not fit where it goes.
         AnybatchError: what `Engine.backward` would refuse.
-        ValueError: `batch` is neither a pair nor a `LazyBatch`, or as for `Engine`; `states` means
-            nothing on this device, or there is no optimizer.
+        ValueError: `batch` is neither a pair nor a `LazyBatch`; `offload`, `states` or `spill` is
+            nothing here, or there is no optimizer whose state could leave; or as for `Engine`.
 
     Example:
         >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
@@ -88,8 +95,9 @@ def plan(
         batchnorm=batchnorm,
         rng=rng,
     )
+    foresee = partial(engine.foresee, inputs, targets, timed=timed, offload=offload, spill=spill)
     if states is None:
-        return engine.foresee(inputs, targets, timed=timed)
+        return foresee()
     where = states_of(states, spill, optimizer, memory)
     with away(where, optimizer):
-        return replace(engine.foresee(inputs, targets, timed=timed), states=where)
+        return replace(foresee(), states=where)

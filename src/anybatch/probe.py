@@ -19,16 +19,21 @@ from anybatch.discover import discoverer
 from anybatch.gradients import Gradients
 from anybatch.memory_errors import out_of_memory
 from anybatch.rehearse import Look, make_step, put_back, unharmed
-from anybatch.step import Step
+from anybatch.step import Away, Step
 
 RUNS = 3
 """Timed runs of which the median counts."""
+
+RECORDED = 2
+"""Micro-batches that are recorded: one that finds no sums of gradients, and one that does."""
 
 LONG = 0.5
 """Seconds after which a first run is taken as it is."""
 
 
-def seconds(case: Case, seen: Look, n: int, *, apart: bool = False) -> float | None:
+def seconds(
+    case: Case, seen: Look, n: int, *, apart: bool = False, away: Away | None = None
+) -> float | None:
     """Time forward and backward of one micro-batch, as one of many or as the whole batch.
 
     Args:
@@ -37,6 +42,7 @@ def seconds(case: Case, seen: Look, n: int, *, apart: bool = False) -> float | N
         n: samples in the micro-batch.
         apart: its gradients are added to an accumulator, which small micro-batches pay for more
             often. Default False.
+        away: where its saved tensors may go; the first of each kind are recorded, and not timed.
 
     Returns:
         Seconds; None where it ran out of memory.
@@ -50,7 +56,10 @@ def seconds(case: Case, seen: Look, n: int, *, apart: bool = False) -> float | N
             step = make_step(case, link_to(case.device), n, gradients, 1)
             step.layout, step.copies = seen.layout, seen.copies
             step.discover = discoverer(step, before)
+            step.away = away
             (micro,) = step.feed()
+            for _ in range(0 if away is None else RECORDED):
+                _timed(step, micro)
             first = _timed(step, micro)
             if first > LONG:
                 return first
@@ -90,8 +99,12 @@ def _timed(step: Step, micro: MicroBatch) -> float:
     """Run one micro-batch, and return its seconds; its gradients stay."""
     _finish(step)
     start = perf_counter()
-    loss = step.loss.whole(step.forward(micro), micro)
-    step.backward([loss], [torch.ones_like(loss)])
+
+    def train(micro: MicroBatch) -> None:
+        loss = step.loss.whole(step.forward(micro), micro)
+        step.backward([loss], [torch.ones_like(loss)])
+
+    step.under(train)(micro)
     _finish(step)
     return perf_counter() - start
 

@@ -13,7 +13,7 @@ Real tensors go the same way where fakes cannot (a value is read, a kernel hides
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -38,7 +38,7 @@ from anybatch.look import layout_of, quietly, two_sizes, written
 from anybatch.meter import Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
-from anybatch.step import Layout, Step
+from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
 from anybatch.timeline import Timeline
 from anybatch.undivided import undivided
@@ -93,7 +93,11 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
     return meter.timeline(), Look(layout, copies, lanes=case.lanes)
 
 
-def divided(case: Case, n: int, seen: Look, *, apart: bool) -> Timeline:
+Sends = Callable[[Meter], Away]
+"""Returns where the saved tensors of a rehearsal go."""
+
+
+def divided(case: Case, n: int, seen: Look, *, apart: bool, sends: Sends | None = None) -> Timeline:
     """Rehearse the first micro-batches of a divided step.
 
     Args:
@@ -101,12 +105,14 @@ def divided(case: Case, n: int, seen: Look, *, apart: bool) -> Timeline:
         n: samples in a micro-batch.
         seen: what the first look found out.
         apart: gradients are summed in an accumulator.
+        sends: where saved tensors go; None (default) lets them stay.
     """
     with _metered(case) as (meter, before):
         gradients = Gradients(case.leaves, apart=apart) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
         step.layout, step.copies = seen.layout, seen.copies
         step.discover = discoverer(step, before)
+        step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
             if seen.coupled:
                 _gathered(step, case)
@@ -161,13 +167,16 @@ def entries(case: Case, n: int, seen: Look) -> int:
         return -(-sum(map(bytes_of, there)) // n)
 
 
-def whole(case: Case, size: int, seen: Look | None = None) -> Timeline:
-    """Rehearse an undivided step of `size` samples, as torch alone would take it."""
+def whole(
+    case: Case, size: int, seen: Look | None = None, *, sends: Sends | None = None
+) -> Timeline:
+    """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
     case = case if seen is None else unharmed(case, size, seen)
     with _metered(case) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
+        step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
             undivided(step)
         _claim_gradients(meter, gradients)
@@ -185,7 +194,7 @@ def _gathered(step: Step, case: Case) -> None:
         outputs = step.forward(first)
     size = max(step.batch.size, first.size)
     kept = _rows_of_all(step, outputs, size)
-    last = step.forward(first)
+    last = [step.forward(first)] if step.away is None else []
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
     every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
     del kept
@@ -200,10 +209,16 @@ def _gathered(step: Step, case: Case) -> None:
         step.loss.whole(every, whole)
         return
     _, gradients = loss_of_all(step, every, whole)
-    step.pull(*shares(step, last, gradients, 0))
-    del last
-    for micro in chain([first], micro_batches):
+    for graph in last:
+        step.pull(*shares(step, graph, gradients, 0))
+        del graph
+    last.clear()
+
+    def again(micro: MicroBatch) -> None:
         step.pull(*shares(step, step.forward(micro), gradients, 0))
+
+    for micro in chain([first], micro_batches):
+        step.under(again)(micro)
     step.finish()
 
 

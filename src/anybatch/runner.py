@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch._plan import Away
 from anybatch.batch import Batch
 from anybatch.batchnorm import (
     counters,
@@ -41,11 +42,13 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
+from anybatch.outofcore.keeping import Keeping
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.records import Seen
 from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
+from anybatch.spill import maker, require_room
 from anybatch.step import OutputsChangedError, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
@@ -65,6 +68,7 @@ class Runner:
         self._seen: dict[Any, Seen] = {}
         self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
+        self._keeping: tuple[Any, Keeping] | None = None
 
     def step(
         self,
@@ -77,6 +81,7 @@ class Runner:
         apart: bool = False,
         room: int | None = 0,
         everyone: Everyone | None = None,
+        away: Away | None = None,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -90,6 +95,7 @@ class Runner:
             room: bytes that waiting micro-batches may hold on the device; None lets all of it stay.
                 Default 0.
             everyone: the batch over all ranks; None (default) is one process.
+            away: which saved tensors leave; None (default) where all of them stay.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
@@ -120,7 +126,20 @@ class Runner:
             step.draws = self._draws(step)
         if step.divided:
             self._divide(step, modules, before)
+        if away is not None:
+            step.away = self._away(away)
         return step
+
+    def _away(self, away: Away) -> Keeping:
+        """Return where saved tensors go, as they went in earlier steps."""
+        device = self._given.device
+        require_room(away.most, away.folder, device)
+        kind = device, away.folder
+        if self._keeping is None or self._keeping[0] != kind:
+            self._keeping = kind, Keeping(maker(away.folder, device), device)
+        keeping = self._keeping[1]
+        keeping.begin(away.rooms)
+        return keeping
 
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
@@ -160,6 +179,8 @@ class Runner:
         try:  # no closures: the frames of an error would hold what they close over
             loss = whole_step(step, run, partial(self._prepare, step, modules, before))
             step.agree()
+            if isinstance(step.away, Keeping):
+                step.moved += step.away.moved
         finally:
             step.discover = None
         return loss

@@ -39,6 +39,13 @@ class Scaler(Protocol):
         """Return the tensor times the present scale."""
 
 
+class Away(Protocol):
+    """Lets what autograd saves in a micro-batch leave the device."""
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of `size` samples; the `first` finds no sums yet."""
+
+
 Phase = Literal["forward", "backward", "summed", "shown"]
 """How far a micro-batch has come: "summed" when its gradients are in the sum."""
 
@@ -103,6 +110,7 @@ class Step:
             other rank.
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
         sharded: takes the gradients of a model that was spread; None where there is none.
+        away: where saved tensors may go; None (default) lets all of them stay.
     """
 
     model: nn.Module
@@ -145,6 +153,7 @@ class Step:
     private: frozenset[int] = frozenset()
     draws: WholeDice | None = None
     sharded: Sharded | None = None
+    away: Away | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -213,6 +222,17 @@ class Step:
         if draws is None:
             return call_model(self.model, micro.inputs)
         return draws.forward(micro, partial(call_model, self.model, micro.inputs))
+
+    def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
+        """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
+        away, gradients = self.away, self.gradients
+        if away is None or gradients is None:
+            return work
+
+        def kept(micro: MicroBatch) -> None:
+            away.run(partial(work, micro), micro.size, first=not gradients.summed())
+
+        return kept
 
     def backward(self, losses: list[Tensor], weights: list[Tensor]) -> int:
         """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.

@@ -42,7 +42,7 @@ def stream(step: Step) -> Tensor | None:
     step.offer()
     try:
         for micro in step.feed():  # 8
-            in_pieces(step, micro, streaming.train)
+            in_pieces(step, micro, step.under(streaming.train))
         normalize = streaming.normalize or normalization(step, [])
     except NotAPartError:
         if streaming.normalize is not None:  # the others count on parts

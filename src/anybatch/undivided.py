@@ -5,9 +5,12 @@ The loss is called as the person wrote it, so the step is bit for bit what torch
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from anybatch.batch import MicroBatch
 from anybatch.step import Step, check_trains
 
 
@@ -22,10 +25,17 @@ def undivided(step: Step) -> Tensor:
     """
     step.found = step.loss.name
     (micro,) = step.feed()
-    outputs = step.forward(micro)
-    loss = step.loss.whole(outputs, micro)
-    if step.gradients is not None:
-        check_trains(step.backward([loss], [torch.ones_like(loss)]))
+    found: list[tuple[Any, Tensor]] = []
+
+    def train(micro: MicroBatch) -> None:
+        outputs = step.forward(micro)
+        loss = step.loss.whole(outputs, micro)
+        if step.gradients is not None:
+            check_trains(step.backward([loss], [torch.ones_like(loss)]))
+        found.append((outputs, loss.detach()))
+
+    step.under(train)(micro)
     step.finish()
+    ((outputs, loss),) = found
     step.show(outputs, micro)
-    return loss.detach()
+    return loss

@@ -28,6 +28,7 @@ from anybatch.apps.recipes import make_optimizer
 from anybatch.apps.settings import Settings
 from anybatch.apps.summary import Interrupted
 from anybatch.apps.train import resume, train
+from anybatch.outofcore import execute
 
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1", "--batch-size", "600")
@@ -177,8 +178,16 @@ def test_a_micro_batch_in_a_budget_is_kept_to(command: Command, tmp_path: Path) 
             '"6GiB", "512MiB" or "1.5GB", and it is \'nonsense\'.',
         ),
         (
-            ("--memory", "500KiB", "--micro-batch", "600"),
+            ("--memory", "500KiB", "--micro-batch", "600", "--offload", "off"),
             "a step must fit in memory, and micro-batches of 600 samples need ",
+        ),
+        (
+            ("--memory", "1MiB", "--spill", "nowhere"),
+            "spill must be a folder that can be written to, and of 'nowhere': it is not there",
+        ),
+        (
+            ("--micro-batch", "7", "--offload", "file"),
+            "offload and spill need a budget to keep to; memory was not given",
         ),
         (("--compare",), "compare needs a limit to hold both trainings to; --memory was not given"),
         (
@@ -428,6 +437,29 @@ def test_plan_explains_and_trains_nothing(
     assert plan.memory.budget == 2**20
     assert {one.seconds for one in plan.memory.candidates} == {None}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_leaves_is_planned_saved_and_obeyed(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "SMALL", 64)
+    away = ("--offload", "file", "--spill", tmp_path)
+    plan = Plan.from_json(command(*PLAN, *away, "--micro-batch", 300, "--json").stdout)
+    assert plan.offload is not None
+    assert (plan.offload.store, plan.offload.folder) == ("file", str(tmp_path))
+    assert plan.offload.sent > 0
+    words = ("train", *SMALL, "--memory", "1MiB", "--micro-batch", 300)
+    ended = command(*words, *away, "--out", tmp_path / "run")
+    assert ended.exit_code == 0, ended.output
+    made = plan_of(tmp_path / "run")
+    assert made.offload is not None
+    assert made.offload.folder == str(tmp_path)
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())["settings"]
+    assert (settings["offload"], settings["spill"]) == ("file", str(tmp_path))
+    command("train", *SMALL, "--micro-batch", 300, "--out", tmp_path / "alone")
+    one, other = (checkpoint(tmp_path / name) for name in ("run", "alone"))
+    assert equal(one["model"], other["model"])
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "alone"}
 
 
 def test_plan_measures_where_that_is_asked_for(command: Command) -> None:

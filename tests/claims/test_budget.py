@@ -288,13 +288,16 @@ def test_a_micro_batch_that_does_not_fit_is_said_with_the_largest_that_does() ->
     it = language(64)
     it.x, it.y = tokens(16, 64)
     low, high = it.bounds()
-    engine = Engine(
-        it.model, it.loss, optimizer=it.optimizer, memory=(low + high) // 2, micro_batch=len(it.x)
-    )
     with pytest.raises(
         BudgetError, match=r"give micro_batch=\d+ or less, or leave it out"
     ) as found:
-        engine.backward(it.x, it.y)
+        anybatch.plan(
+            *(it.model, it.loss, (it.x, it.y)),
+            optimizer=it.optimizer,
+            memory=(low + high) // 2,
+            micro_batch=len(it.x),
+            offload="off",
+        )
     assert found.value.needed == high > found.value.given
 
 

@@ -32,12 +32,14 @@ from anybatch.apps.options import (
     ModelOption,
     MomentumOption,
     NormOption,
+    OffloadOption,
     OptimizerOption,
     PictureArgument,
     RecipeOption,
     SeedOption,
     SizeOption,
     SkipOption,
+    SpillOption,
     TaskOption,
     ThreadsOption,
     TimelineOption,
@@ -68,6 +70,8 @@ def plan(
     batch_size: BatchSizeOption = 1024,
     memory: MemoryOption = None,
     micro_batch: MicroBatchOption = None,
+    offload: OffloadOption = "auto",
+    spill: SpillOption = None,
     measure: MeasureOption = False,
     timeline: TimelineOption = False,
     json: JsonOption = False,
@@ -103,6 +107,8 @@ def plan(
             batch_size=batch_size,
             memory=memory,
             micro_batch=micro_batch,
+            offload=offload,
+            spill=spill,
             recipe=recipe,
             optimizer=optimizer,
             momentum=momentum,
@@ -128,7 +134,9 @@ def plan(
                 micro_batch=micro_batch,
                 batchnorm=Norms(settings, batch_size).given,
             )
-            found = engine.foresee(batch.inputs, batch.targets, timed=measure)
+            found = engine.foresee(
+                batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
+            )
         lines = [
             allocated,
             str(found),

@@ -16,6 +16,7 @@ from anybatch.apps.models.norm import NormName
 from anybatch.apps.settings import (
     BatchNormMode,
     LossName,
+    OffloadName,
     OptimizerName,
     RecipeName,
     ScheduleName,
@@ -44,6 +45,17 @@ SizeOption = Annotated[
 ]
 CropOption = Annotated[
     int | None, typer.Option("--crop", help="Train on random crops of N x N pixels.")
+]
+OffloadOption = Annotated[
+    OffloadName,
+    typer.Option(
+        help="What autograd saves may leave the device: auto where not even one sample fits with "
+        "it; host memory (from a GPU) or a file (from the CPU) in any case; off never."
+    ),
+]
+SpillOption = Annotated[
+    str | None,
+    typer.Option(help="Folder of that file. Default: the system's for temporary files."),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of weights, order and augmentation.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of torch.")]

@@ -121,13 +121,18 @@ class Planned:
         self._parts.model.train()
         self._optimizer.zero_grad()
         self._norms.choose(sum(int(samples) for [samples] in self._team.gather(len(batch.inputs))))
-        plan = self._team.together(lambda: self.engine.foresee(*batch[:2]))
+        plan = self._team.together(lambda: self._foresee(batch))
         whole = plan.micro_batch >= len(batch.inputs)
         least = min(n for [n] in self._team.gather(math.inf if whole else plan.micro_batch))
         if least < plan.micro_batch:
             self.engine = self._new(int(least))
-            plan = self.engine.foresee(*batch[:2])
+            plan = self._foresee(batch)
         self.plan, self.waits, self._made = plan, False, True
+
+    def _foresee(self, batch: Batch) -> Plan:
+        """Return the plan of the present engine."""
+        told = self._settings
+        return self.engine.foresee(*batch[:2], offload=told.offload, spill=told.spill)
 
     def follow(self, batch: Batch) -> bool:
         """Take in what a step has shown, and say whether the plan is another one now.

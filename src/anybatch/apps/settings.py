@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.models.norm import NormName
+from anybatch.spill import spill_of
 from anybatch.units import parse_bytes
 
 Task = Literal["classification", "segmentation"]
@@ -21,6 +22,7 @@ OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 BatchNormMode = Literal["exact", "local", "adaptive"]
 LossName = Literal["cross-entropy", "bce", "bce+dice", "bce+dice-per-image"]
+OffloadName = Literal["auto", "off", "host", "file"]
 RecipeName = Literal["mbs-resnet", "mbs-amoebanet", "mbs-unet"]
 
 
@@ -39,6 +41,8 @@ class Settings:
     A `micro_batch` alone plans nothing. Where several ranks train, `batch_size` is that of all of
     them, and `memory` that of each.
 
+    `offload` and `spill` are as for `anybatch.plan`: where saved tensors go, if they have to leave.
+
     `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples stays local.
 
     Raises:
@@ -53,6 +57,8 @@ class Settings:
     batch_size: int = 1024
     micro_batch: int | None = None
     memory: str | int | None = None
+    offload: OffloadName = "auto"
+    spill: str | None = None
     epochs: int | None = None
     lr: float | None = None
     optimizer: OptimizerName | None = None
@@ -92,8 +98,12 @@ class Settings:
         try:
             if self.memory is not None:
                 parse_bytes(self.memory)
+            if self.offload in get_args(OffloadName):
+                spill_of(self.offload, self.spill)
         except ValueError as error:
             return [str(error)]
+        if not self.planned and (self.offload in ("host", "file") or self.spill is not None):
+            return ["offload and spill need a budget to keep to; memory was not given"]
         return []
 
     def _wrong_choices(self) -> list[str]:
@@ -105,6 +115,7 @@ class Settings:
             "loss": (self.loss, LossName),
             "norm": (self.norm, NormName),
             "batchnorm": (self.batchnorm, BatchNormMode),
+            "offload": (self.offload, OffloadName),
         }
         return [
             f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}"

@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch.copier import Job
+from anybatch.fakes import uncached
 
 SMALL = 64 << 10
 """Bytes below which a storage stays: moving it costs more than it frees."""
@@ -86,8 +89,10 @@ class Handle:
 
     def tensor(self, storage: Any) -> Tensor:
         """Return the saved tensor on a storage."""
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.shape, self.stride)
+        fake = storage.device.type == "meta"
+        with uncached() if fake else nullcontext():
+            empty = torch.empty(0, dtype=self.dtype, device=self.saved.device)
+            return empty.set_(storage, self.offset, self.shape, self.stride)
 
     def check(self) -> None:
         """Require that nothing has written to it since."""
@@ -126,6 +131,8 @@ _NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 def _nothing(like: Tensor) -> Tensor:
     """Return a tensor without memory."""
+    if type(like) is FakeTensor:
+        return torch.empty(0, dtype=like.dtype, device=like.device)
     key = like.dtype, like.device
     found = _NOTHING.get(key)
     if found is None:

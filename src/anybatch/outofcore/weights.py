@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-MOVES = (Tensor, Parameter)
-"""Other classes may hold their data elsewhere."""
+MOVES = (Tensor, Parameter, FakeTensor)
+"""Other classes may hold their data elsewhere; fakes hold none, in a step that is rehearsed."""
 
 ALIKE = frozenset(
     f"{name}Backward0"

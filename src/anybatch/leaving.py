@@ -1,0 +1,221 @@
+"""Which micro-batch, where its saved tensors may leave the device, and how much of them does.
+
+Smaller micro-batches send less: the same room holds a larger share of them. Larger ones compute
+faster. So sizes are timed as they would be run, and without timing the one that sends least is
+taken. What was chosen is rehearsed once more on real rows, with all of it away, because kernels
+keep workspace that no fake knows of; that also tells how fast the store is.
+
+    floor on fakes <= budget ──> sizes ──> timed ──> one ──> recorded on real rows ──> rooms, stall
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from anybatch._plan import Away, Candidate, Memory
+from anybatch.batch import count_micro_batches
+from anybatch.case import Case
+from anybatch.choice import fastest, search, step_seconds
+from anybatch.errors import BudgetError
+from anybatch.forecast import Forecast, merged
+from anybatch.kinds import Allowed
+from anybatch.lean import Fitted, Lean, lean
+from anybatch.outofcore.keeping import Keeping
+from anybatch.probe import seconds
+from anybatch.spill import Spill, maker, require_room, store_of
+from anybatch.stores import Store
+from anybatch.units import show_bytes
+
+SAVED = "saved tensors"
+"""The owner of what stays on the device between forward and backward, where some of it leaves."""
+
+
+class Leaving:
+    """The choice for one kind of batch.
+
+    Attributes:
+        whole: the batch must not be divided.
+
+    Args:
+        foreseen: what its steps hold in memory.
+        case: returns the real one.
+        size: N_B, samples in the mini-batch.
+        budget: bytes.
+        source: where these come from, in words.
+        spill: where saved tensors go.
+        whole: the batch must not be divided.
+    """
+
+    def __init__(
+        self,
+        foreseen: Forecast,
+        case: Callable[[], Case],
+        size: int,
+        *,
+        budget: int,
+        source: str,
+        spill: Spill,
+        whole: bool,
+    ) -> None:
+        self._foreseen, self._case, self._size = foreseen, case, size
+        self._budget, self._source, self._spill = budget, source, spill
+        self.whole = whole
+        self._leans: dict[int, Lean] = {}
+        self._timed: dict[int, float] = {}
+
+    def largest(self) -> int:
+        """Return the most samples that fit with everything away, of 1, 2, 4 ... and all; or 0."""
+        if self.whole:
+            return self._size if self.fits(self._size) else 0
+        found, n = 0, 1
+        while n < self._size and self.fits(n):
+            found, n = n, 2 * n
+        if (n >= self._size or found == 0) and self.fits(self._size):
+            return self._size
+        return found
+
+    def fits(self, n: int) -> bool:
+        """Say whether micro-batches of `n` fit with everything away."""
+        return self._lean(n).floor <= self._budget
+
+    def timed(self, cap: int) -> int:
+        """Return the fastest size up to `cap`, as timed."""
+        self._timed = search(cap, self._size, self.seconds)
+        return fastest(self._timed, self._size) if self._timed else cap
+
+    def least(self, cap: int) -> int:
+        """Return the size up to `cap` of which the fewest bytes leave."""
+        known = [n for n in self._leans if n <= cap and self.fits(n)]
+        return min(known, key=lambda n: (self._sent(n), n))
+
+    def seconds(self, n: int) -> float | None:
+        """Time a micro-batch as it would be run; None where it does not fit."""
+        if not self.fits(n):
+            return None
+        keeping = Keeping(self._maker(), self._case().device)
+        keeping.begin(self._lean(n).within(self._budget).rooms)
+        try:
+            return seconds(self._case(), self._foreseen.look, n, away=keeping)
+        finally:
+            keeping.close()
+
+    def allowed(self, n: int, *, real: bool) -> Allowed:
+        """Return how a batch is run in micro-batches of `n`.
+
+        Args:
+            n: samples.
+            real: see on real rows that they fit.
+
+        Raises:
+            BudgetError: they do not.
+            StoreError: what leaves has no room.
+        """
+        if not self.fits(n):
+            self._refuse(n)
+        found = self._lean(n)
+        require_room(found.most, self._spill.folder, self._case().device)
+        if real and self._foreseen.case is not None:
+            found = self._really(n)
+            if found.floor > self._budget:
+                self._leans[n] = found
+                self._refuse(n)
+        return self._described(n, found, found.within(self._budget))
+
+    @property
+    def smallest(self) -> int:
+        """Return the size that holds the least."""
+        return self._size if self.whole else 1
+
+    def helps(self, n: int) -> bool:
+        """Say whether anything could leave, of `n` samples; 0 for the size that holds the least."""
+        return self._lean(n or self.smallest).saved > 0
+
+    def _refuse(self, n: int) -> NoReturn:
+        """Say what micro-batches of `n` need, and which fit.
+
+        Raises:
+            BudgetError: always.
+        """
+        needed = self._lean(n).floor
+        fits = 0 if self.whole else self._most_below(n)
+        owners = sorted(self._lean(n).all_owners.items(), key=lambda pair: -pair[1])
+        listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
+        cut = "undivided" if n >= self._size else f"with micro-batches of {samples(n)}"
+        smaller = f"micro_batch={fits} or less, or " if fits else ""
+        raise BudgetError(
+            f"a step must fit in memory, and {cut}, all that autograd saves away, it needs "
+            f"{show_bytes(needed)} ({listed}), and {show_bytes(self._budget)} is there "
+            f'({self._source}): give {smaller}memory="{-(-needed // 1024)}KiB" or more, smaller '
+            "samples, or an optimizer that keeps less",
+            needed=needed,
+            given=self._budget,
+        )
+
+    def _most_below(self, n: int) -> int:
+        """Return the most samples below `n` that fit; 0 for none."""
+        low, high = 0, n
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return low
+
+    def _lean(self, n: int) -> Lean:
+        if n not in self._leans:
+            fakes = self._foreseen.case
+            self._leans[n] = (
+                self._really(n) if fakes is None else lean(self._foreseen, fakes, n, self._size)
+            )
+        return self._leans[n]
+
+    def _really(self, n: int) -> Lean:
+        return lean(self._foreseen, self._case(), n, self._size, self._maker())
+
+    def _maker(self) -> Callable[[], Store]:
+        return maker(self._spill.folder, self._case().device)
+
+    def _sent(self, n: int) -> int:
+        return self._lean(n).within(self._budget).sent(count_micro_batches(self._size, n))
+
+    def _described(self, n: int, found: Lean, fitted: Fitted) -> Allowed:
+        foreseen, size, count = self._foreseen, self._size, count_micro_batches(self._size, n)
+        owners = found.all_owners
+        kept = fitted.predicted - sum(owners.values())
+        if kept > 0:
+            owners = merged(owners, {SAVED: kept})
+        rows = {
+            k: one.within(self._budget).predicted
+            for k, one in self._leans.items()
+            if one.floor <= self._budget
+        }
+        rows[n] = fitted.predicted
+        timed = self._timed
+        memory = Memory(
+            budget=self._budget,
+            source=self._source,
+            predicted=fitted.predicted,
+            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+            floor=self._lean(1).floor if 1 in self._leans else found.floor,
+            whole=foreseen.peak(size, size),
+            how=f"{foreseen.how}, all that autograd saves away",
+            candidates=tuple(
+                Candidate(k, rows[k], step_seconds(timed, k, size) if k in timed else None)
+                for k in sorted(rows)
+            ),
+        )
+        away = Away(
+            store=store_of(self._case().device),
+            folder=self._spill.folder,
+            rooms=fitted.rooms,
+            saved=found.saved,
+            sent=fitted.sent(count),
+            most=found.most,
+            stall=fitted.stall(count) if found.clocked else None,
+        )
+        look = foreseen.look
+        return Allowed(n, False, memory, look.coupled, look.loss, away=away)
+
+
+def samples(n: int) -> str:
+    """Return a number of samples in words."""
+    return "one sample" if n == 1 else f"{n} samples"

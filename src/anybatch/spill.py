@@ -1,0 +1,123 @@
+"""Where saved tensors go when they leave the device, as a person may say it: host, file, a folder.
+
+auto    what the device takes, where a step needs it or is faster for it
+host    page-locked memory, from a GPU      file    one without a name, from the CPU      off
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anybatch.errors import StoreError
+from anybatch.stores import FileStore, HostStore, Store
+from anybatch.units import show_bytes
+
+WAYS = ("auto", "off", "host", "file")
+
+
+@dataclass(frozen=True)
+class Spill:
+    """What may leave, and where to.
+
+    Attributes:
+        way: "auto", "off", "host" or "file"; the last two send tensors away in any case.
+        folder: of the file; None is the system's folder for temporary files.
+    """
+
+    way: str = "auto"
+    folder: str | None = None
+
+    def refuse_on(self, device: torch.device) -> None:
+        """Refuse what a device does not take.
+
+        Raises:
+            ValueError: naming it.
+        """
+        takes = store_of(device)
+        if self.way in ("host", "file") and self.way != takes:
+            raise ValueError(
+                f'offload must be "{takes}" on {device.type}, where saved tensors go to '
+                f'{WORDS[takes]}, and it is "{self.way}": give "auto" or "{takes}"'
+            )
+        if self.folder is not None and takes != "file":
+            raise ValueError(
+                f"spill names the folder of a file, and from {device.type} saved tensors go to "
+                f"{WORDS[takes]}: leave spill out"
+            )
+
+
+WORDS = {"host": "page-locked memory of the host", "file": "a file"}
+
+
+def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
+    """Return what a person has asked for.
+
+    Raises:
+        ValueError: `offload` is none of the four, or `spill` is no folder that can be written to.
+    """
+    if offload not in WAYS:
+        raise ValueError(f"offload must be one of {', '.join(WAYS)}, and it is {offload!r}")
+    if spill is None:
+        return Spill(offload)
+    folder = Path(spill)
+    fault = None
+    if offload in ("off", "host"):
+        fault = f'nothing goes to a file with offload="{offload}"'
+    elif not folder.exists():
+        fault = "it is not there"
+    elif not folder.is_dir():
+        fault = "it is no folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        fault = "it cannot be written to"
+    if fault is not None:
+        raise ValueError(
+            f"spill must be a folder that can be written to, and of {str(folder)!r}: {fault}. "
+            "Name another one, or leave spill out for the system's folder for temporary files"
+        )
+    return Spill(offload, str(folder))
+
+
+def store_of(device: torch.device) -> str:
+    """Return "host" or "file": where the tensors of a device go."""
+    return "file" if device.type == "cpu" else "host"
+
+
+def maker(folder: str | None, device: torch.device) -> Callable[[], Store]:
+    """Return what makes the store."""
+    if store_of(device) == "host":
+        return HostStore
+    return partial(FileStore, None if folder is None else Path(folder), direct=True)
+
+
+def require_room(size: int, folder: str | None, device: torch.device) -> None:
+    """Require that `size` bytes can go where they would.
+
+    Raises:
+        StoreError: the folder of the file has less left, or is gone.
+    """
+    if store_of(device) == "host" or not size:
+        return
+    where = folder or tempfile.gettempdir()
+    try:
+        left = shutil.disk_usage(where).free
+    except OSError as error:
+        raise StoreError(
+            f"the folder of the spill file must be there, and {where} cannot be read ({error}): "
+            "name another one (spill=)"
+        ) from error
+    if left < size:
+        raise StoreError(
+            f"what leaves the device must fit where it goes: a micro-batch sends away "
+            f"{show_bytes(size)}, and {where} has {show_bytes(left)} left: make room there, name "
+            "another folder (spill=), or give more memory="
+        )

@@ -1,0 +1,260 @@
+"""Plans in which saved tensors leave, and the engine that obeys them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import BudgetError, Engine, Plan, StoreError
+from anybatch._plan import Away, Memory
+from anybatch.meter import Meter
+from anybatch.outofcore import execute
+from anybatch.stores import FileStore
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute, "SMALL", 64)
+
+
+def mlp(depth: int = 9, width: int = 16) -> nn.Module:
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d((1, width)), nn.Dropout(0.2))
+
+
+def rows(n: int = 5) -> tuple[Tensor, Tensor]:
+    """Samples of many positions: what is saved of them is far more than the weights."""
+    return torch.randn(n, 256, 16), torch.randn(n, 1, 16)
+
+
+def shifted(out: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(out - out.mean(0), y)
+
+
+def plan(model: nn.Module, loss: Any, batch: Any, **given: Any) -> Plan:
+    found = anybatch.plan(model, loss, batch, **({"timed": False} | given))
+    model.zero_grad()
+    return found
+
+
+def bounds(model: nn.Module, loss: Any, batch: Any, micro_batch: int = 1) -> tuple[int, int]:
+    """What a step holds at least with everything away, and what it holds with nothing away."""
+    given = {"micro_batch": micro_batch}
+    high = plan(model, loss, batch, memory="1GiB", **given).memory
+    with pytest.raises(BudgetError, match="all that autograd saves away") as error:
+        plan(model, loss, batch, memory=1024, **given)
+    assert high is not None
+    return error.value.needed, high.predicted
+
+
+def steps(engine: Engine, batch: Any, count: int = 3) -> tuple[list[Any], list[int]]:
+    """What each step leaves, and the most bytes that were live in it."""
+    model, found, held = engine.model, [], []
+    torch.manual_seed(1)
+    for _ in range(count):
+        model.zero_grad()
+        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+            engine.backward(*batch)
+        held.append(meter.peak)
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        found.append(grads + [b.clone() for b in model.buffers()])
+    model.zero_grad()
+    return found, held
+
+
+def alike(a: list[Any], b: list[Any]) -> bool:
+    return all(
+        torch.equal(x, y)
+        for one, two in zip(a, b, strict=True)
+        for x, y in zip(one, two, strict=True)
+    )
+
+
+def by_hand(room: int, micro_batch: int = 1, way: str = "streaming", folder: Any = None) -> Plan:
+    """A plan that gives every micro-batch so much room, whatever it needs."""
+    lots = 1 << 30
+    memory = Memory(lots, "by hand", lots, (), 1, 1, "nobody")
+    away = Away("file", None if folder is None else str(folder), (room, room), 0, 0, 1)
+    return Plan(micro_batch, way, "in place", "", True, (), memory, away)
+
+
+ROOMS = (0, 60 << 10, 1 << 30)
+"""Bytes: everything leaves and returns on demand; some leaves, as planned; nothing does."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_gradients_are_bit_for_bit_those_without_it(size: int) -> None:
+    model, batch = mlp(), rows()
+    wanted, _ = steps(Engine(copy.deepcopy(model), F.mse_loss, micro_batch=size), batch)
+    moved = []
+    for room in ROOMS:
+        engine = Engine(copy.deepcopy(model), F.mse_loss, plan=by_hand(room * size, size))
+        found, _ = steps(engine, batch)
+        assert alike(found, wanted)
+        assert engine.last is not None
+        moved.append(engine.last.moved_bytes)
+    assert moved[0] > moved[1] > moved[2] == 0
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_coupled_loss_takes_its_second_pass_with_all_away(size: int) -> None:
+    model, batch = mlp().double(), tuple(t.double() for t in rows())
+    model[-1].p = 0.0
+    found: list[Any] = []
+    for room in ROOMS:
+        made = by_hand(2 * room * size, size, "gathering")
+        found.append(steps(Engine(copy.deepcopy(model), shifted, plan=made), batch)[0])
+        state = state_after(model, lambda m, p=made: Engine(m, shifted, plan=p).backward(*batch))
+        assert_exact(state, undivided(model, shifted, *batch))
+    assert alike(found[0], found[1])
+    assert alike(found[1], found[2])
+
+
+def test_a_step_that_fits_in_no_other_way_keeps_to_the_budget() -> None:
+    model, batch = mlp(), rows(3)
+    low, high = bounds(model, F.mse_loss, batch)
+    assert low < 0.7 * high
+    memory = (low + high) // 2
+    before = snapshot(model)
+    with pytest.raises(BudgetError, match="with micro-batches of one sample, all that autograd"):
+        Engine(model, F.mse_loss, memory=low - 1).backward(*batch)
+    assert same(before, snapshot(model))
+    found = plan(model, F.mse_loss, batch, memory=memory)
+    assert found.micro_batch == 1  # the same room keeps the most of the smallest
+    assert Plan.from_json(found.to_json()) == found
+    text = str(found)
+    assert "leave in a step and return; a micro-batch saves" in text
+    assert "a file without a name in the system folder" in text
+    assert "s a step, predicted" in text
+    engine = Engine(model, F.mse_loss, plan=Plan.from_json(found.to_json()))
+    _, held = steps(engine, batch)
+    assert engine.last is not None
+    assert engine.last.predicted_bytes is not None
+    assert max(held) <= engine.last.predicted_bytes <= memory
+    assert engine.last.predicted_bytes <= 1.1 * max(held)
+    assert engine.last.moved_bytes > 0
+    assert engine.plan == found
+
+
+def test_what_is_asked_for_must_be_there(tmp_path: Path) -> None:
+    model, batch = mlp(), rows()
+    (tmp_path / "file").write_text("")
+    for given, match in [
+        ({"offload": "disk"}, "offload must be one of auto, off, host, file, and it is 'disk'"),
+        ({"offload": "host"}, 'offload must be "file" on cpu'),
+        ({"spill": tmp_path / "gone"}, "it is not there"),
+        ({"spill": tmp_path / "file"}, "it is no folder"),
+        ({"spill": tmp_path, "offload": "off"}, 'nothing goes to a file with offload="off"'),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            plan(model, F.mse_loss, batch, memory="1MiB", **given)
+
+
+def test_no_space_is_known_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = mlp(), rows()
+    engine, before = Engine(model, F.mse_loss, plan=by_hand(0, folder=tmp_path)), snapshot(model)
+    ran: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        with pytest.raises(StoreError, match="what leaves the device must fit where it goes"):
+            engine.backward(*batch)
+    handle.remove()
+    assert ran == []
+    assert same(before, snapshot(model))
+    engine.backward(*batch)
+    with pytest.raises(StoreError, match="the folder of the spill file must be there"):
+        Engine(model, F.mse_loss, plan=by_hand(0, folder=tmp_path / "gone")).backward(*batch)
+
+
+@pytest.mark.parametrize("place", ["write", "read", "forward", "interrupt"])
+def test_a_step_that_fails_leaves_no_trace(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch, found = mlp(), rows(), by_hand(60 << 10, folder=tmp_path)
+    wanted, _ = steps(Engine(copy.deepcopy(model), F.mse_loss, micro_batch=1), batch, 1)
+    engine, threads = Engine(model, F.mse_loss, plan=found), threading.active_count()
+    for known in (False, True):  # while micro-batches are recorded, and while they are planned
+        torch.manual_seed(1)
+        before = snapshot(model)
+        with monkeypatch.context() as patch, pytest.raises(_failing(model, place, patch)):
+            engine.backward(*batch)
+        assert same(before, snapshot(model)), known
+        assert threading.active_count() == threads
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        engine.backward(*batch)
+        grads = [p.grad for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted[0], strict=True))
+        model.zero_grad()
+    del engine
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _failing(model: nn.Module, place: str, patch: pytest.MonkeyPatch) -> type[BaseException]:
+    """Let a step fail in its third micro-batch, and return the error."""
+    calls = 0
+
+    def counted(limit: int, error: BaseException, real: Callable[..., Any]) -> Any:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > limit:
+                raise error
+            return real(*args)
+
+        return call
+
+    if place in ("write", "read"):
+        name = "_write" if place == "write" else "_read"
+        full = OSError(28, "No space left on device")
+        patch.setattr(FileStore, name, counted(12, full, getattr(FileStore, name)))
+        return StoreError
+    error = KeyboardInterrupt() if place == "interrupt" else ZeroDivisionError()
+    patch.setattr(model[4], "forward", counted(2, error, model[4].forward))
+    return type(error)
+
+
+def test_memory_that_runs_out_all_the_same_costs_a_smaller_try() -> None:
+    model, batch = mlp().double(), tuple(t.double() for t in rows(6))
+    model[-1].p = 0.0
+    found = by_hand(240 << 10, 4)
+
+    class Full(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 2 and torch.is_grad_enabled():
+                raise torch.OutOfMemoryError("out of memory")
+            return self.inner(x)
+
+    engines: list[Engine] = []
+
+    def run(ours: nn.Module) -> Tensor:
+        engines.append(Engine(Full(ours), F.mse_loss, plan=found))
+        for _ in range(2):
+            ours.zero_grad()
+            loss = engines[0].backward(*batch)
+        return loss
+
+    state = state_after(model, run)
+    assert_exact(state, undivided(model, F.mse_loss, *batch))
+    assert engines[0].last is not None
+    assert engines[0].last.micro_batch == 2
