@@ -151,6 +151,29 @@ def test_a_step_that_fits_in_no_other_way_keeps_to_the_budget() -> None:
     assert engine.plan == found
 
 
+def test_sizes_are_timed_as_they_would_be_run_and_the_engine_does_all_by_itself() -> None:
+    model, batch = mlp(), rows(6)
+    low, high = bounds(model, F.mse_loss, batch)
+    memory = (low + 2 * high) // 3
+    engine = Engine(model, F.mse_loss, memory=memory)
+    plans = []
+    for n in (6, 4):  # a last partial batch is planned with what is known
+        part = (batch[0][:n], batch[1][:n])
+        _, held = steps(engine, part, 2)
+        assert engine.last is not None
+        assert engine.last.predicted_bytes is not None
+        assert max(held) <= engine.last.predicted_bytes <= memory
+        plans.append(engine.plan)
+    found = plans[0]
+    assert found is not None
+    assert found.offload is not None
+    assert found.memory is not None
+    timed = {c.micro_batch: c.seconds for c in found.memory.candidates if c.seconds is not None}
+    assert found.micro_batch == min(timed, key=lambda n: timed[n])
+    assert engine._planner is not None
+    assert engine._planner.rehearsed == 1
+
+
 def test_what_is_asked_for_must_be_there(tmp_path: Path) -> None:
     model, batch = mlp(), rows()
     (tmp_path / "file").write_text("")

@@ -160,7 +160,6 @@ class Planner:
         case = cache(make_case)
         if self.budget is None:
             self.budget, self.source = default_budget(case(), optimizer)
-        self.spill.refuse_on(case().device)
         whole = kind.lanes or _must_be_whole(refuse_division)
         divides = self._fixed is not None and self._fixed < kind.size
         may = self.spill.way != "off" and kind.trains and not (whole and divides)
