@@ -29,8 +29,8 @@ TIERS = {
     "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
     "dice gathered",
     "mechanisms": "undivided stream gather",
-    "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
-    "outofcore.execute",
+    "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
+    "outofcore.watch outofcore.mover outofcore.execute",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

@@ -1,16 +1,20 @@
 """How a step that was recorded goes from now on: what leaves and returns at which cut.
 
     recording ──> trace ──> default policy ──> stages ──> followed cut by cut
-                              does not fit ──> everything leaves at once and returns on demand
+                  │          does not fit ──> everything leaves at once and returns on demand
+                  └ with cheap storages made again, if something has to leave and that is faster
 
-The second holds what was held while the step was recorded, which is the least that hooks can do.
+On demand it holds what was held while it was recorded, which is the least that hooks can do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from anybatch.errors import BudgetError
+from anybatch.outofcore.again import Again, choices, remade
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.recording import Recording
 from anybatch.outofcore.schedule import Stage
@@ -24,10 +28,12 @@ class Course:
 
     Attributes:
         recording: the step.
-        stages: of each interval; None where everything leaves and returns on demand.
+        stages: of each interval, and of what is made again before it; None where everything leaves
+            and returns on demand.
         predicted: the most bytes that will be there.
         sent: bytes that leave.
         seconds: how long the step takes, if nothing disturbs it.
+        again: cut -> storages that are made again at it, in order.
     """
 
     recording: Recording
@@ -35,6 +41,12 @@ class Course:
     predicted: int
     sent: int
     seconds: float
+    again: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """Return the storages that are not kept, but made again."""
+        return frozenset(k for made in self.again.values() for k in made)
 
 
 def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
@@ -49,17 +61,31 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
     Raises:
         BudgetError: it does not fit with everything away.
     """
-    trace, there = recording.trace(), recording.outside + more
-    if trace.floor <= memory - there:
-        schedule = plan(trace, memory - there, link)
-        found = simulate(trace, schedule, link)
-        sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
-        return Course(recording, schedule.stages, there + found.peak, sent, found.seconds)
+    there = recording.outside + more
+    step = remade(recording, ())
+    if step.trace.floor <= memory - there:
+        course = _planned(recording, step, memory, there, link)
+        assert course.stages is not None
+        if not any(stage.outs for stage in course.stages):
+            return course
+        others = (remade(recording, chosen) for chosen in choices(recording, link))
+        fit = (other for other in others if other.trace.floor <= memory - there)
+        courses = (_planned(recording, other, memory, there, link) for other in fit)
+        return min([course, *courses], key=lambda one: one.seconds)
     if recording.peak + more > memory:
         raise too_little(recording.peak + more, memory)
     every = sum(recording.sizes)
-    seconds = trace.seconds + every / link.out + every / link.back
+    seconds = step.trace.seconds + every / link.out + every / link.back
     return Course(recording, None, recording.peak + more, every, seconds)
+
+
+def _planned(recording: Recording, step: Again, memory: int, there: int, link: Link) -> Course:
+    """Return the course of a step that fits."""
+    schedule = plan(step.trace, memory - there, link)
+    found = simulate(step.trace, schedule, link)
+    sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
+    stages = step.stages(schedule)
+    return Course(recording, stages, there + found.peak, sent, found.seconds, step.made)
 
 
 def too_little(needed: int, given: int) -> BudgetError:
