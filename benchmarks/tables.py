@@ -33,6 +33,7 @@ from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.offload import rows as offload_rows
+from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.results import HERE, read
 
@@ -72,6 +73,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
     "cheap": ("outofcore/cheap", cheap.cheap),
     "offload": ("outofcore/offload", offload_rows.offload),
+    "recompute": ("outofcore/recompute", recompute_rows.recompute),
+    "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -102,6 +105,7 @@ TITLES = {
     "cheap": "Results that are cheap to compute again",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
+    "recompute": "Out of core: cheap results computed again in real steps",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -115,6 +119,7 @@ MORE = {
     "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
+    "recompute": ("recompute_pixels",),
 }
 """Tables that stand below the first one on its page."""
 OPTIONS = {

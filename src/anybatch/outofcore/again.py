@@ -23,7 +23,7 @@ from anybatch.outofcore.schedule import Schedule, Stage
 from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.trace import Function, Trace, Variable
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the bytes that are cheap to make again, how many are."""
 
 
@@ -112,15 +112,20 @@ class _Rewriting:
         self.made[i - 1] = (*self.made.get(i - 1, ()), k)
 
 
-def choices(recording: Recording, link: Link) -> Iterator[frozenset[int]]:
-    """Yield what might be made again: the cheapest first, and more and more of them.
+def choices(
+    recording: Recording, link: Link, moved: Collection[int] = ()
+) -> Iterator[frozenset[int]]:
+    """Yield what might be made again: of what would move, or the cheapest and more of them.
 
     Args:
         recording: the step.
         link: what it takes longer to make again than to move both ways is not cheap.
+        moved: what leaves where nothing is made again.
     """
     sizes = recording.sizes
     order = _together(recording, link)
+    if instead := frozenset(order).intersection(moved):
+        yield instead
     so_far = list(accumulate(sizes[k] for k in order))
     found = None
     for share in SHARES if order else ():

@@ -66,9 +66,10 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
     if step.trace.floor <= memory - there:
         course = _planned(recording, step, memory, there, link)
         assert course.stages is not None
-        if not any(stage.outs for stage in course.stages):
+        moved = {k for stage in course.stages for k in stage.outs}
+        if not moved:
             return course
-        others = (remade(recording, chosen) for chosen in choices(recording, link))
+        others = (remade(recording, chosen) for chosen in choices(recording, link, moved))
         fit = (other for other in others if other.trace.floor <= memory - there)
         courses = (_planned(recording, other, memory, there, link) for other in fit)
         return min([course, *courses], key=lambda one: one.seconds)

@@ -268,8 +268,7 @@ class _Reader:
             return None
         if node.name() == LEAF:
             return Leaf(node.variable)
-        rule = RULES.get(node.name())
-        kept = _kept(node, rule.result) if rule is not None and rule.result else None
+        kept = None if nr else _kept(node, "result")
         return self.made_by(node, nr, depth - 1) if kept is None else self._known(kept)
 
     def _known(self, kept: Any) -> Known | Number | None:

@@ -6,7 +6,8 @@ here is the one that ran there.
 
     NativeBatchNormBackward0   _saved_eps, the saved input, weight ──> native_batch_norm again
 
-Running statistics are left out of that call, so nothing is updated twice. No rule has a product of
+Running statistics are left out of that call, so nothing is updated twice; and where the saved mean
+and deviation can take their place, they are not reduced again. No rule has a product of
 matrices, a convolution or a draw in it. A node without a rule is not cheap.
 
 Source: design 5.7; AGBN's "memory monger".
@@ -38,7 +39,6 @@ class Rule:
         constants: by which names its node has them.
         over: the same as `run`, written over the first operand; None where that cannot be.
         view: the result may lie in the memory of the first operand.
-        result: by which name the node saves its result; "" where it does not.
         shaped: takes the shape and dtype of the result, too.
         beside: bytes of what `run` makes beside its result, as a share of it, at most.
     """
@@ -48,13 +48,18 @@ class Rule:
     constants: tuple[str, ...] = ()
     over: Callable[..., Tensor] | None = None
     view: bool = False
-    result: str = ""
     shaped: bool = False
     beside: float = 0.25
 
 
-def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    found: Tensor = aten.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+def _batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    """Normalise with what was saved; on the CPU the kernel multiplies weight and invstd itself."""
+    given: tuple[Any, ...] = (weight, bias, None, None, True, 0.0, eps)
+    if x.is_cpu:
+        given = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
+    found: Tensor = aten.native_batch_norm(x, *given)[0]
     return found
 
 
@@ -120,6 +125,10 @@ def _view(x: Tensor, shape: Sequence[int], _dtype: Any) -> Tensor:
     return x.reshape(tuple(shape))
 
 
+def _expand(x: Tensor, shape: Sequence[int], _dtype: Any) -> Tensor:
+    return x.expand(tuple(shape))
+
+
 def _split(x: Tensor, dim: int, size: int, nr: int) -> Tensor:
     found: Tensor = aten.split(x, size, dim)[nr]
     return found
@@ -129,12 +138,16 @@ VIEW = Rule(_view, ("",), view=True, shaped=True)
 POOL = ("kernel_size", "stride", "padding")
 
 RULES = {
-    "ReluBackward0": Rule(torch.relu, ("",), over=torch.relu_, result="result"),
-    "SigmoidBackward0": Rule(torch.sigmoid, ("",), over=torch.sigmoid_, result="result"),
-    "TanhBackward0": Rule(torch.tanh, ("",), over=torch.tanh_, result="result"),
+    "ReluBackward0": Rule(torch.relu, ("",), over=torch.relu_),
+    "SigmoidBackward0": Rule(torch.sigmoid, ("",), over=torch.sigmoid_),
+    "TanhBackward0": Rule(torch.tanh, ("",), over=torch.tanh_),
     "LeakyReluBackward0": Rule(aten.leaky_relu, constants=("negative_slope",)),
     "EluBackward0": Rule(aten.elu, constants=("alpha", "scale", "input_scale")),
     "HardtanhBackward0": Rule(aten.hardtanh, constants=("min_val", "max_val")),
+    "LeakyReluBackward1": Rule(aten.leaky_relu, ("",), ("negative_slope",)),
+    "EluBackward1": Rule(aten.elu, ("",), ("alpha", "scale", "input_scale")),
+    "HardtanhBackward1": Rule(aten.hardtanh, ("",), ("min_val", "max_val")),
+    "ClampBackward1": Rule(aten.clamp, constants=("min", "max")),
     "SoftplusBackward0": Rule(aten.softplus, constants=("beta", "threshold")),
     "GeluBackward0": Rule(_gelu, constants=("approximate",)),
     "SiluBackward0": Rule(aten.silu),
@@ -144,7 +157,9 @@ RULES = {
     "SubBackward0": Rule(_sub, ("", ""), ("alpha",)),
     "MulBackward0": Rule(torch.mul, ("self", "other"), over=Tensor.mul_),
     "CatBackward0": Rule(torch.cat, None, ("dim",)),
-    "NativeBatchNormBackward0": Rule(_batch_norm, ("input", "weight", "bias"), ("eps",)),
+    "NativeBatchNormBackward0": Rule(
+        _batch_norm, ("input", "weight", "bias", "result1", "result2"), ("eps",)
+    ),
     "CudnnBatchNormBackward0": Rule(_cudnn_batch_norm, ("input", "weight", "bias"), ("epsilon",)),
     "NativeGroupNormBackward0": Rule(
         _group_norm, ("input", "weight", "bias"), ("N", "C", "HxW", "group", "eps")
@@ -174,6 +189,7 @@ RULES = {
     "ViewBackward0": VIEW,
     "UnsafeViewBackward0": VIEW,
     "ReshapeAliasBackward0": VIEW,
+    "ExpandBackward0": Rule(_expand, ("",), view=True, shaped=True),
     "TransposeBackward0": Rule(torch.transpose, ("",), ("dim0", "dim1"), view=True),
     "PermuteBackward0": Rule(torch.permute, ("",), ("dims",), view=True),
     "SplitBackward0": Rule(_split, ("",), ("dim", "split_size"), view=True),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.meter import FOREIGN, Meter
+from anybatch.meter import FOREIGN, Meter, tensors_in
 from anybatch.outofcore.recording import Cut, Recording, Remake
 from anybatch.outofcore.saved import Saved
 
@@ -54,6 +54,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self.tries = tries
         self._there = there
         self._remakes: dict[int, Remake] = {}
+        self._behind = False  # somebody writes to results behind autograd's back
         self._standing: list[int] = []
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         super().__init__(device)
@@ -147,7 +148,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         remakes = {
             number: remake
             for number, remake in self._remakes.items()
-            if not self._loose.intersection((number, *remake.sources))
+            if not (self._behind or self._loose.intersection((number, *remake.sources)))
         }
         return Recording(
             cuts=tuple(self._cuts),
@@ -170,6 +171,8 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one kernel, and count."""
+        if func._schema.is_mutable and not torch.is_grad_enabled():
+            self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._rest[-1] = max(self._rest[-1], self.live - self._moving)
         return result
@@ -194,6 +197,10 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def _dropped(self, number: int) -> None:
         self._ends[number] = len(self._cuts)
+
+
+def _is_result(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf
 
 
 def gradient_bytes(leaf: Tensor) -> int:
