@@ -38,7 +38,8 @@ bench: $(PEERS)  ## every table of README and docs, from the machine it runs on
 gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there is no GPU
 	$(BIN)/python -m pytest tests/gpu
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
-	  $(BIN)/python -m benchmarks.mbs.speed.run --device cuda; \
+	  $(BIN)/python -m benchmarks.mbs.speed.run --device cuda && \
+	  $(BIN)/python -m benchmarks.outofcore.table1.run --device cuda --cap 16GiB; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
 
 docs: $(READY)  ## write docs/api.md, docs/benchmarks.md and the tables of README from results files

@@ -8,7 +8,7 @@ import re
 
 from benchmarks.mbs.rows import Results
 from benchmarks.results import HERE, console, read
-from benchmarks.tables import MORE, TABLES, TITLES, WRITERS, command, table
+from benchmarks.tables import MORE, TABLES, TITLES, WRITERS, command, pictures, table
 
 PAGE = HERE.parent / "docs" / "five_lies.md"
 
@@ -50,8 +50,7 @@ def readme(name: str) -> str:
     summary = f"{name}_summary"
     parts += [run, "## Result", *([table(summary)] if summary in WRITERS else []), table(name)]
     parts += map(table, MORE.get(name, ()))
-    if (HERE / folder / "curves.png").exists():
-        parts.append("![learning curves](curves.png)")
+    parts += pictures(name)
     if results is not None:
         parts += ["## Environment", environment(results)]
     return "\n\n".join([*parts, "## Reproduce", f"```bash\n{command(folder)}\n```"]) + "\n"

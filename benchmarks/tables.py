@@ -32,9 +32,11 @@ from benchmarks.mbs.rows import (
 from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.outofcore.cheap import rows as cheap
+from benchmarks.outofcore.limits import rows as limits_rows
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
+from benchmarks.outofcore.table1 import rows as table1_rows
 from benchmarks.results import HERE, read
 
 TRAINED = ("demo", "cifar", "membrane")
@@ -75,6 +77,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "offload": ("outofcore/offload", offload_rows.offload),
     "recompute": ("outofcore/recompute", recompute_rows.recompute),
     "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
+    "limits": ("outofcore/limits", limits_rows.limits),
+    "limits_cgroup": ("outofcore/limits", limits_rows.cgroup),
+    "table1": ("outofcore/table1", table1_rows.table1),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -106,6 +111,8 @@ TITLES = {
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "recompute": "Out of core: cheap results computed again in real steps",
+    "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
+    "table1": "Out of core: Table 1 on a device",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -120,17 +127,35 @@ MORE = {
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
     "recompute": ("recompute_pixels",),
+    "limits": ("limits_cgroup",),
 }
 """Tables that stand below the first one on its page."""
+PICTURES = {
+    "schedules": (
+        ("figure_3.png", "the largest budgets that allocators serve, by batch"),
+        ("figure_4.png", "images a second by batch, on three machines"),
+        ("figure_5.png", "memory by batch, without a schedule and with one"),
+        ("windows.png", "speed of every window of the paper's policy"),
+    ),
+}
+"""Pictures of a table and what they show; those that are there stand below it."""
 OPTIONS = {
     "mbs/demo": " --out benchmarks/mbs/demo",
     "mbs/tables": " --images DIR --membrane DIR",
     "mbs/cifar": " --data DIR",
     "mbs/membrane": " --data DIR",
+    "outofcore/table1": " --device cuda --cap 16GiB",
     "agbn/learns": " --images DIR",
     "agbn/accuracy": " --images DIR",
     "agbn/adaptive_speed": " --images DIR",
 }
+
+
+def pictures(name: str, folder: str = "") -> list[str]:
+    """The pictures of a table in markdown, with the way to their folder before their names."""
+    at = HERE / WRITERS[name][0]
+    given = (*PICTURES.get(name, ()), ("curves.png", "learning curves"))
+    return [f"![{what}]({folder}{file})" for file, what in given if (at / file).exists()]
 
 
 def command(folder: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 from benchmarks.report import fill
-from benchmarks.tables import TABLES, TITLES, WRITERS, command
+from benchmarks.tables import TABLES, TITLES, WRITERS, command, pictures
 
 from scripts.reference import reference
 
@@ -36,7 +36,8 @@ def benchmarks_page() -> str:
         summary = f"{name}_summary"
         tables = [TABLES[one]() for one in (summary, name) if one in TABLES]
         about = f"`{command(folder)}`; [how it is measured](../benchmarks/{folder}/README.md)"
-        parts += [f"## {title}", about, *dict.fromkeys(tables)]
+        seen = pictures(name, f"../benchmarks/{folder}/")
+        parts += [f"## {title}", about, *dict.fromkeys(tables), *seen]
     return "\n\n".join(parts) + "\n"
 
 

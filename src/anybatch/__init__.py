@@ -24,6 +24,7 @@ from anybatch.norm.adaptive import Adaptive, Plateau
 from anybatch.norm.ranks import global_batchnorm
 from anybatch.planning import plan
 from anybatch.records import StepReport
+from anybatch.step_timeline import StepTimeline
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "RankError",
     "Report",
     "StepReport",
+    "StepTimeline",
     "StoreError",
     "all_gather",
     "check",

@@ -25,7 +25,9 @@ from anybatch.outofcore.execute import Step
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Cut, Recording
 from anybatch.outofcore.simulate import Link
+from anybatch.outofcore.unroll import of_course
 from anybatch.outofcore.watch import Watch, gradient_bytes
+from anybatch.step_timeline import StepTimeline
 from anybatch.stores import FileStore, HostStore, Store
 from anybatch.undo import uninterrupted
 from anybatch.units import parse_bytes
@@ -91,6 +93,8 @@ class Offload:
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
         self._recordings: dict[Cut, _Known] = {}
+        self._followed: Course | None = None
+        self._newest: _Known | None = None
         self._to_record, self._misses = 1, 0
         self._there = 0
         self._step: Step | None = None
@@ -139,6 +143,33 @@ class Offload:
             raise
         if kind is None:
             self._learn(step, watch, course)
+
+    def timeline(self) -> StepTimeline:
+        """Return the last planned step as it passes: who holds how many bytes when, and what moves.
+
+        Each storage that leaves and returns, and when kernels and both ways of the link are busy:
+        as planned, from the seconds of the recorded step and the speed at which storages have
+        moved. After a recorded step it is the plan for the next one like it.
+
+        Returns:
+            The step; it prints as a chart, and its peak is what the plan predicts.
+
+        Raises:
+            RuntimeError: no step has been recorded yet.
+
+        Example:
+            >>> with off:
+            ...     loss_fn(model(x), y).backward()
+            >>> print(off.timeline())
+        """
+        newest, followed = self._newest, self._followed
+        course = followed if newest is None else newest.beside(self.memory, 0)
+        if course is None:
+            raise RuntimeError(
+                "a step must have been recorded before its timeline can be told, and none has "
+                "been: run one inside this offload()"
+            )
+        return of_course(course)
 
     def close(self) -> None:
         """Give up the file or the host memory that is kept from step to step."""
@@ -193,6 +224,8 @@ class Offload:
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
             predicted = None if course is None or step.missed else course.predicted
+            if predicted is not None:
+                self._followed, self._newest = course, None
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
                 self._misses += 1
@@ -207,7 +240,8 @@ class Offload:
         if recording.cuts:
             if len(self._recordings) == KEPT:
                 del self._recordings[next(iter(self._recordings))]
-            self._recordings[recording.cuts[0]] = _Known(recording, mover, watch, self._there)
+            self._newest = _Known(recording, mover, watch, self._there)
+            self._recordings[recording.cuts[0]] = self._newest
 
 
 class _Known:
@@ -223,7 +257,10 @@ class _Known:
     def course(self, memory: int, there: int) -> Course:
         """Return the course beside what is there now: on the CPU gradients, on CUDA anything."""
         leaves = (leaf for ref in self._leaves.values() if (leaf := ref()) is not None)
-        more = max(0, (there or sum(map(gradient_bytes, leaves))) - self._then)
+        return self.beside(memory, max(0, (there or sum(map(gradient_bytes, leaves))) - self._then))
+
+    def beside(self, memory: int, more: int) -> Course:
+        """Return the course beside `more` bytes than were there when the step was recorded."""
         if more not in self._courses:
             self._courses[more] = set_course(self._recording, memory, self._link, more)
         return self._courses[more]
@@ -234,6 +271,7 @@ def offload(
     memory: int | str,
     store: str | PathLike[str] | None = None,
     device: torch.device | str | None = None,
+    check: bool = False,
     recompute: bool = True,
 ) -> Offload:
     """Keep a person's own forward and backward within a byte budget: what is saved leaves.
@@ -253,6 +291,8 @@ def offload(
             temporary files, or a folder for that file. Default None: "host" from CUDA, "file" on
             the CPU. The file has no name, and is gone when the process is.
         device: whose tensors leave. Default None: CUDA if there is one, else the CPU.
+        check: for debugging, keep a checksum of every block that leaves, and compare it when the
+            block returns. Default False: what a disk or another program has changed is not seen.
         recompute: cheap results may be computed again. Only those are that came out bit for bit
             when that was tried, in the recorded step.
 
@@ -263,7 +303,8 @@ def offload(
         ValueError: `memory` or `store` means nothing here.
         BudgetError: on leaving a recorded step: with everything away it has held more. Its
             gradients are right.
-        StoreError: in a step, or on entering it: there is no room, or a write or a read has failed.
+        StoreError: in a step, or on entering it: there is no room, a write or a read has failed,
+            or what returns is not what had left (`check`).
 
     Example:
         >>> off = anybatch.offload(memory="4GiB")
@@ -276,7 +317,8 @@ def offload(
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
     where = torch.device(device) if device is not None else _default()
-    return Offload(parse_bytes(memory), _store(store, where), where, recompute=recompute)
+    make = _store(store, where, check=check)
+    return Offload(parse_bytes(memory), make, where, recompute=recompute)
 
 
 def allocated(device: torch.device) -> int:
@@ -288,17 +330,19 @@ def _default() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _store(given: str | PathLike[str] | None, device: torch.device) -> Callable[[], Store]:
+def _store(
+    given: str | PathLike[str] | None, device: torch.device, *, check: bool
+) -> Callable[[], Store]:
     """Return what makes the store."""
     host = device.type != "cpu"
     if given is None:
         given = "host" if host else "file"
     if given == "host" and host:
-        return HostStore
+        return partial(HostStore, check=check)
     if given != "host" and not host:
         folder = None if given == "file" else Path(given)
         if folder is None or folder.is_dir():
-            return partial(FileStore, folder, direct=True)
+            return partial(FileStore, folder, direct=True, check=check)
     raise ValueError(
         'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
         f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"

@@ -73,6 +73,7 @@ class Facts:
         apart: every sum of gradients is kept apart from ``.grad``.
         failed: samples in a micro-batch for which memory ran out; 0 where it never did.
         lanes: micro-batches wait for each other in BatchNorm.
+        segments: how the device's memory is kept, in words; nothing where there is none to say.
     """
 
     micro_batch: int
@@ -86,6 +87,7 @@ class Facts:
     apart: bool = False
     failed: int = 0
     lanes: bool = False
+    segments: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ def decide(facts: Facts, memory: Memory | None = None) -> Plan:
         reasons.append(f"{', '.join(facts.half)} gradients are summed in float32 and cast once")
     if facts.apart:
         reasons.append("out of memory costs one micro-batch, not the step")
+    if memory is not None and facts.segments:
+        reasons.append(facts.segments)
     if facts.failed:
         reasons.append(
             f"out of memory at {facts.failed} samples in a micro-batch: {facts.micro_batch} from "

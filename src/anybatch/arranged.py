@@ -34,6 +34,7 @@ from anybatch.ranks.everyone import Everyone
 from anybatch.ranks.ranks import ANY, Here
 from anybatch.runner import Runner
 from anybatch.step import Scaler, Step
+from anybatch.step_timeline import StepTimeline
 from anybatch.undo import Before
 
 Planned = tuple[Kind, Allowed]
@@ -65,6 +66,7 @@ class Arranger:
 
     def __init__(self, given: Given, runner: Runner, crew: Crew) -> None:
         self._given, self._runner, self._crew = given, runner, crew
+        self._last: tuple[Planner, Kind] | None = None
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
         """Return the mini-batch of this rank, and every module that it runs."""
@@ -169,6 +171,7 @@ class Arranger:
 
     def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
         """Return how a batch is run, within the budget."""
+        self._last = planner, kind
         with self._given.hearing():
             return planner.allow(
                 kind,
@@ -178,6 +181,13 @@ class Arranger:
                 self._given.optimizer,
                 lambda: self._runner.refuse_division(modules),
             )
+
+    def timeline(self) -> StepTimeline | None:
+        """Return the step that was planned last as it passes; None where none was foreseen."""
+        if self._last is None:
+            return None
+        planner, kind = self._last
+        return planner.timeline(kind)
 
     def _join(
         self,

@@ -41,6 +41,7 @@ from anybatch.refusals import (
 )
 from anybatch.runner import Runner
 from anybatch.step import Observer, Scaler, Shown, Step
+from anybatch.step_timeline import StepTimeline
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 from anybatch.updates import state_bytes
 
@@ -317,6 +318,19 @@ class Engine:
         """
         run = partial(self._foresee, inputs, targets, timed=timed)
         return self._given.reach.again(partial(self._crew.foreseeing, run))
+
+    def timeline(self) -> StepTimeline | None:
+        """Return the step that was planned last as it passes: live bytes by owner at every event.
+
+        Returns:
+            The step; it prints as a chart, and its peak is what the plan predicts. None where
+            nothing was foreseen: before the first batch, and where a plan that was given is obeyed.
+
+        Example:
+            >>> engine.foresee(inputs, targets)
+            >>> print(engine.timeline())
+        """
+        return self._arranger.timeline()
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)

@@ -11,6 +11,7 @@ from anybatch.batch import LazyBatch
 from anybatch.gather import COUPLED
 from anybatch.gradients import HALF, gradient_dtype
 from anybatch.kinds import Allowed
+from anybatch.segments import segments_of
 from anybatch.step import Step
 
 
@@ -29,6 +30,7 @@ def of_run(step: Step, failed: int) -> Facts:
         apart=step.apart and step.count > 1 and gradients is not None,
         failed=failed,
         lanes=step.lanes and step.count > 1,
+        segments=segments_of(step.device).told(),
     )
 
 
@@ -48,4 +50,5 @@ def of_foreseen(step: Step, allowed: Allowed, leaves: Iterable[Tensor]) -> Facts
         apart=allowed.apart,
         failed=0,
         lanes=allowed.lanes,
+        segments=segments_of(step.device).told(),
     )

@@ -28,6 +28,9 @@ SHARDS = "shards"
 OF_UPDATE = ("optimizer", ASIDE, SHARDS)
 """Owners of what a rehearsed update has itself."""
 
+DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
+"""Phases of a step, as `Forecast.phases` names them."""
+
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
 
@@ -151,6 +154,34 @@ class Forecast:
         """Return the forecast with `count` more bytes of one owner."""
         return self.with_constant({owner: self.constant.get(owner, 0) + count})
 
+    def phases(self, n: int, size: int, *, apart: bool = False) -> dict[str, Timeline]:
+        """Return a step of `size` samples in micro-batches of `n`, phase by phase.
+
+        Args:
+            n: samples in a micro-batch.
+            size: N_B, samples in the mini-batch.
+            apart: gradients are summed in an accumulator, where that was rehearsed.
+
+        Returns:
+            Name -> its timeline; of a divided step the first three micro-batches. The peak of all
+            is `peak`, where `apart` is False.
+        """
+        found = dict[str, Timeline]()
+        divided = self._divides(n, size)
+        held = self._held(size, divided=divided)
+        if divided:
+            found["first look"] = self.looked.at(n if n < 4 else (n + 1) // 2).plus(held)
+        line = self.divided if divided else self.undivided
+        step = (self.kept if apart and self.kept is not None else line).at(n if divided else size)
+        if self.everyone:
+            step = step.ended("sum over ranks", {"gradients": self.pieces})
+        found[DIVIDED if divided else UNDIVIDED] = step.plus(
+            {**held, "gradients": self._grown(n, size)}
+        )
+        if self.update is not None:
+            found["update"] = self.update.plus(self._beside_update())
+        return found
+
     def _divides(self, n: int, size: int) -> bool:
         """Say whether a step goes the way of several micro-batches; over ranks it always does."""
         return n < size or self.everyone > 0
@@ -183,10 +214,13 @@ class Forecast:
             looked = self.looked.at(n if n < 4 else (n + 1) // 2)
             found.append(_merged(looked.at_peak(), self._held(size, divided=True)))
         if self.update is not None:
-            outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
-            outside["activations"] = outside.get("activations", 0) + LOSS
-            found.append(_merged(self.update.at_peak(), outside))
+            found.append(_merged(self.update.at_peak(), self._beside_update()))
         return found
+
+    def _beside_update(self) -> dict[str, int]:
+        """Return what is there during the update and is not its own."""
+        outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
+        return _merged(outside, {"activations": LOSS})
 
     def _held(self, size: int, *, divided: bool) -> dict[str, int]:
         copies = self.copied * (2 if divided else 1)

@@ -27,12 +27,14 @@ from anybatch._plan import Plan
 from anybatch.budget import budget_error, default_budget
 from anybatch.case import Case
 from anybatch.choice import fastest, search
+from anybatch.depict import depict
 from anybatch.describe import describe
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.probe import seconds
+from anybatch.step_timeline import StepTimeline
 from anybatch.units import parse_bytes, show_bytes
 
 
@@ -104,6 +106,14 @@ class Planner:
             found = self._decide(kind, make_case, optimizer, refuse_division)
             self._allowed[self._foreseen.plain(kind)] = found
         return found
+
+    def timeline(self, kind: Kind) -> StepTimeline | None:
+        """Return the step of a batch of this kind as it passes; None where none was foreseen."""
+        kind = self._foreseen.plain(kind)
+        allowed, foreseen = self._allowed.get(kind), self._foreseen.bound(kind)
+        if allowed is None or foreseen is None:
+            return None
+        return depict(_beside(foreseen, kind), allowed, kind.size)
 
     def learn(self, kind: Kind, peak: int, states: int) -> None:
         """Take in what a step of this kind has really held; more than predicted is added on.
@@ -215,9 +225,7 @@ class Planner:
         """
         assert self.budget is not None
         size = kind.size
-        foreseen = replace(foreseen, everyone=kind.everyone)
-        if kind.before:
-            foreseen = foreseen.with_more(ASIDE, kind.before)
+        foreseen = _beside(foreseen, kind)
         cap = foreseen.largest(self.budget, size)
         while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
             cap = min(cap - 1, 7 * cap // 8)
@@ -318,6 +326,12 @@ def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Plann
     if memory is None and micro_batch is not None:
         return None
     return Planner(None if memory is None else parse_bytes(memory), fixed=micro_batch)
+
+
+def _beside(foreseen: Forecast, kind: Kind) -> Forecast:
+    """Return the forecast beside the samples of other ranks and the gradients that are there."""
+    foreseen = replace(foreseen, everyone=kind.everyone)
+    return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen
 
 
 def _must_be_whole(refuse_division: Callable[[], None]) -> bool:

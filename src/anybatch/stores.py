@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anybatch.checksums import Sums, checksums, require_same
 from anybatch.undo import uninterrupted
 
 BLOCK = 4096
@@ -51,10 +53,15 @@ class Store(Protocol):
 
 
 class HostStore:
-    """Host memory, page-locked where that makes copies from CUDA faster."""
+    """Host memory, page-locked where that makes copies from CUDA faster.
 
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, Tensor] = {}
+    Args:
+        check: compare checksums of what returns with those of what had left. Default False.
+    """
+
+    def __init__(self, *, check: bool = False) -> None:
+        self._check = check
+        self._kept: dict[Hashable, tuple[Tensor, Sums | None]] = {}
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return what keeps a copy."""
@@ -67,11 +74,15 @@ class HostStore:
     def put(self, key: Hashable, data: Tensor) -> None:
         """Keep a copy."""
         host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=data.is_cuda)
-        self._kept[key] = host.copy_(data)
+        host.copy_(data)
+        self._kept[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
 
     def get(self, key: Hashable, out: Tensor) -> None:
         """Fill `out`."""
-        out.copy_(self._kept[key])
+        host, sums = self._kept[key]
+        if sums is not None:
+            require_same(_memory(host.untyped_storage()), sums, "host memory")
+        out.copy_(host)
 
     def drop(self, key: Hashable) -> None:
         """Forget a copy."""
@@ -80,6 +91,15 @@ class HostStore:
     def close(self) -> None:
         """Forget all copies."""
         self._kept.clear()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where in the file a copy is, and, where that is checked, its checksums once it is there."""
+
+    begin: int
+    size: int
+    sums: Sums | None = None
 
 
 class FileStore:
@@ -91,18 +111,22 @@ class FileStore:
         folder: where the file is; None (default) is the system's folder for temporary files.
         direct: past the page cache, which would fill the memory that this is to spare; where the
             system can. Each thread has a buffer of `BOUNCE` bytes for it. Default False.
+        check: compare checksums of what returns with those of what had left. Default False.
 
     Raises:
         OSError: the folder cannot be written to, or is full.
     """
 
-    def __init__(self, folder: Path | None = None, *, direct: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None = None, *, direct: bool = False, check: bool = False
+    ) -> None:
         with uninterrupted():  # or the file would keep its name, or stay open
             self._file, past = _unnamed(folder, direct=direct)
             self._closing = weakref.finalize(self, os.close, self._file)
         self._buffers = threading.local() if past else None
         self._block = BLOCK if past else 1
-        self._places: dict[Hashable, tuple[int, int]] = {}
+        self._check = check
+        self._places: dict[Hashable, _Place] = {}
         self._free: dict[int, list[int]] = {}
         self._end = 0
 
@@ -120,31 +144,35 @@ class FileStore:
         whole = self._whole(size)
         free = self._free.get(whole)
         begin = free.pop() if free else self._end
-        self._places[key] = begin, size
+        place = self._places[key] = _Place(begin, size)
         self._end = max(self._end, begin + whole)
-        return partial(self._write, storage, begin)
+        return partial(self._write, storage, place)
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return what reads into a storage."""
-        return partial(self._read, storage, *self._places[key])
+        return partial(self._read, storage, self._places[key])
 
-    def _write(self, storage: Any, begin: int) -> None:
+    def _write(self, storage: Any, place: _Place) -> None:
+        if self._check:
+            place.sums = checksums(_memory(storage))
         if self._buffers is None:
-            self._put_all(_memory(storage), begin)
+            self._put_all(_memory(storage), place.begin)
             return
         address, buffer = storage.data_ptr(), self._buffer()
-        for at, part in _parts(storage.nbytes()):
+        for at, part in _parts(place.size):
             ctypes.memmove(_address(buffer), address + at, part)
-            self._put_all(buffer[: self._whole(part)], begin + at)
+            self._put_all(buffer[: self._whole(part)], place.begin + at)
 
-    def _read(self, storage: Any, begin: int, size: int) -> None:
+    def _read(self, storage: Any, place: _Place) -> None:
         if self._buffers is None:
-            self._get_all(_memory(storage), begin)
-            return
-        address, buffer = storage.data_ptr(), self._buffer()
-        for at, part in _parts(size):
-            self._get_all(buffer[: self._whole(part)], begin + at)
-            ctypes.memmove(address + at, _address(buffer), part)
+            self._get_all(_memory(storage), place.begin)
+        else:
+            address, buffer = storage.data_ptr(), self._buffer()
+            for at, part in _parts(place.size):
+                self._get_all(buffer[: self._whole(part)], place.begin + at)
+                ctypes.memmove(address + at, _address(buffer), part)
+        if place.sums is not None:
+            require_same(_memory(storage), place.sums, "the spill file")
 
     def _put_all(self, view: memoryview, begin: int) -> None:
         done = 0
@@ -158,9 +186,9 @@ class FileStore:
         done = 0
         while done < len(view):
             got = os.preadv(self._file, [view[done:]], begin + done)
-            if got == 0:
-                raise OSError(f"the spill file ends at {begin + done} of {begin + len(view)} bytes")
             done += got
+            if got == 0 or (done < len(view) and done % self._block):  # what is left is no block
+                raise OSError(f"the spill file ends at {begin + done} of {begin + len(view)} bytes")
 
     def _whole(self, size: int) -> int:
         """Return the bytes of the blocks that hold so many."""
@@ -178,7 +206,7 @@ class FileStore:
         """Make its place free."""
         place = self._places.pop(key, None)
         if place is not None:
-            self._free.setdefault(self._whole(place[1]), []).append(place[0])
+            self._free.setdefault(self._whole(place.size), []).append(place.begin)
 
     def close(self) -> None:
         """Close the file, with which it is gone."""

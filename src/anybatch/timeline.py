@@ -76,6 +76,14 @@ class Timeline:
             live[:, owners.index(name)] += count
         return Timeline(owners, self.events, live, self.spans)
 
+    def ended(self, event: str, more: Mapping[str, int]) -> Timeline:
+        """Return the timeline with one more event at its end, at which more is live, by owner."""
+        lasted = self.plus(dict.fromkeys(more, 0))
+        last = lasted.live[-1:] if len(lasted.live) else np.zeros((1, len(lasted.owners)), np.int64)
+        extra = np.array([[more.get(name, 0) for name in lasted.owners]], np.int64)
+        live = np.vstack([lasted.live, last + extra])
+        return Timeline(lasted.owners, (*self.events, event), live, self.spans)
+
     def rounded(self, others: Sequence[tuple[Timeline, int]], n: int, room: int) -> Timeline:
         """Return the timeline with room for what kernels round up, as the owner "rounding".
 
@@ -178,6 +186,15 @@ class BentTimeline:
 
 
 Line = AffineTimeline | BentTimeline
+
+
+def joined(parts: Sequence[Timeline]) -> Timeline:
+    """Return timelines one after another; an owner that one of them lacks has nothing in it."""
+    owners = tuple(dict.fromkeys(name for part in parts for name in part.owners))
+    same = [part.plus(dict.fromkeys(owners, 0)) for part in parts]
+    rows = [part.live[:, [part.owners.index(name) for name in owners]] for part in same]
+    live = np.vstack(rows) if rows else np.zeros((0, 0), np.int64)
+    return Timeline(owners, tuple(event for part in parts for event in part.events), live)
 
 
 def record(spans: Sequence[Span], events: list[str], owners: tuple[str, ...]) -> Timeline:

@@ -155,6 +155,16 @@ def test_a_disk_that_is_full_loses_no_checkpoint(tmp_path: Path) -> None:
     assert same_end(tmp_path / "full", tmp_path / "whole")
 
 
+def test_a_disk_too_full_for_the_first_checkpoint_promises_no_resume(tmp_path: Path) -> None:
+    full = command("train", "--model", "cnn:4", "--epochs", 1, "--out", tmp_path / "r", limit=9_000)
+    _, errors = full.communicate()
+    assert full.returncode == 1
+    assert errors.endswith(
+        "File too large. No step is kept yet; make room, then start the run again.\n"
+    )
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_job_scheduler_gets_a_checkpoint_and_143(tmp_path: Path, classes: Make) -> None:
     words = ("train", "--data", classes(count=8), "--model", "cnn:4", "--threads", 1)
     words = (*words, "--batch-size", 6, "--micro-batch", 4, "--epochs", 3000, "--workers", 1)

@@ -22,12 +22,12 @@ FRONT = "anybatch"
 TIERS = {
     "base": "errors units",
     "pure": "_plan timeline choice",
-    "outofcore": "outofcore",  # but for those named below
+    "outofcore": "outofcore step_timeline",  # but for those named below
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
-    "meeting norm unseen stores copier book hold pager paging slots turns lanes surroundings ranks "
-    "dice gathered",
+    "meeting norm unseen checksums stores copier book hold pager paging slots turns lanes "
+    "surroundings ranks dice gathered segments",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute",
@@ -36,7 +36,7 @@ TIERS = {
     "probe": "diagnose forecast probe",
     "ladder": "ladder",
     "budget": "budget",
-    "foreseen": "foreseen describe",
+    "foreseen": "foreseen describe depict",
     "planner": "planner",
     "runner": "runner facts",
     "arranged": "arranged",

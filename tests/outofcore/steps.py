@@ -19,6 +19,9 @@ from anybatch.outofcore.simulate import Link
 
 CPU = torch.device("cpu")
 LOTS = 1 << 30
+TELLS = hasattr(torch._C._autograd.SavedTensor, "data")
+"""This torch says what hooks have given a node; without it nothing is computed again."""
+
 Rows = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 

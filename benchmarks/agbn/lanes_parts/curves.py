@@ -41,7 +41,7 @@ def _bars(axis: Axes, total: Results) -> None:
 
 def _lines(axis: Axes, scan: Results, label: str) -> None:
     """Median ratios to the plain loop, with the range over the rounds."""
-    counts = [int(count) for count in scan]
+    counts = sorted(map(int, scan))
     for way, (color, style) in STYLES.items():
         low, middle, high = (
             zip(*(scan[str(c)][way] for c in counts), strict=True) if scan else ((),) * 3

@@ -52,7 +52,7 @@ def lanes_parts_scans(results: Results) -> str:
         head = [label, *(f"{SHOWN[way]}, malloc {m}" for m in modes for way in SHOWN)]
         rows = [
             [count, *(_range(of[count][way]) for of in modes.values() for way in SHOWN)]
-            for count in next(iter(modes.values()))
+            for count in sorted(next(iter(modes.values())), key=int)
         ]
         tables.append(markdown(head, rows))
     return "\n\n".join(tables) or "*Not run yet.*"

@@ -1,6 +1,7 @@
-"""A step as it was recorded, in which all that is cheap is made again and nothing moves."""
+"""A step as it was recorded, in which what is cheap is made again and nothing moves."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -9,7 +10,7 @@ from anybatch.outofcore.again import choices, remade
 from anybatch.outofcore.course import Course, set_course
 from anybatch.outofcore.execute import Step as Hooks
 from anybatch.outofcore.mover import Mover
-from anybatch.outofcore.recording import Recording
+from anybatch.outofcore.recording import Recording, Remake
 from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch
 from anybatch.stores import FileStore
@@ -27,18 +28,24 @@ def recorded(step: Step) -> Recording:
     return watch.recording()
 
 
-def all_again(recording: Recording) -> Course:
-    """Return the course that makes again all that is cheap, within what that holds."""
-    chosen = list(choices(recording, SLOW))[-1]
+def made_again(recording: Recording, goal: float) -> Course:
+    """Return the course that makes again what is cheap, the cheapest first, and moves nothing.
+
+    Args:
+        recording: the step.
+        goal: share of the saved bytes that may be kept; what is cheap beyond it is kept, too.
+    """
+    sizes, remakes = recording.sizes, recording.remakes
+    order = sorted(
+        list(choices(recording, SLOW))[-1], key=lambda k: (remakes[k].seconds / sizes[k], k)
+    )
+    left, chosen = sum(sizes), dict[int, Remake]()
+    for k in order:
+        if left > goal * sum(sizes):
+            chosen[k] = remakes[k]
+            left -= sizes[k]
     memory = recording.outside + remade(recording, chosen).trace.peak
-    return set_course(recording, memory, SLOW)
-
-
-def fits(recording: Recording, memory: int) -> bool:
-    """Say whether a step fits in memory without moving anything."""
-    if recording.trace().floor > memory - recording.outside:
-        return False
-    return not set_course(recording, memory, SLOW).sent
+    return set_course(replace(recording, remakes=chosen), memory, SLOW)
 
 
 class Again:

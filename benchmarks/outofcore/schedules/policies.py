@@ -69,6 +69,8 @@ def on_machine(
     found = on_link(timed, made, budget, machine)
     for name, each in made.items():
         found[name] = _best(timed, machine, each)
+    runs = [(each, simulate(timed, each, machine.link)) for each in made["window"]]
+    found["windows"] = {each.policy: run.seconds for each, run in runs}
     return found | recomputing(timed, budget, machine)
 
 

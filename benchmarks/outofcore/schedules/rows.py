@@ -32,13 +32,13 @@ AGAIN = {
 
 def _cells(results: Results) -> Iterator[tuple[str, str, Results]]:
     """Yield network, batch and what was found, of those of which a function fits."""
-    for name, sizes in _networks(results):
+    for name, sizes in networks(results):
         for n, found in sizes.items():
             if "machines" in found:
                 yield name, n, found
 
 
-def _networks(results: Results) -> Iterator[tuple[str, Results]]:
+def networks(results: Results) -> Iterator[tuple[str, Results]]:
     """Yield the networks and their batches in the order in which they are planned."""
     for name in NETWORKS:
         if name in results["networks"]:
@@ -46,7 +46,7 @@ def _networks(results: Results) -> Iterator[tuple[str, Results]]:
             yield name, {n: sizes[n] for n in sorted(sizes, key=int)}
 
 
-def _machines(results: Results) -> list[str]:
+def machines(results: Results) -> list[str]:
     return [machine.name for machine in MACHINES if machine.name in results["machines"]]
 
 
@@ -70,7 +70,7 @@ def _against(one: Results, key: str) -> float | None:
 def schedules_summary(results: Results) -> str:
     """A row for each machine: the default beside the bound, the others, and recomputation."""
     rows = []
-    for machine in _machines(results):
+    for machine in machines(results):
         ones = [found["machines"][machine] for _, _, found in _cells(results)]
         above = [_over_bound(one) - 1 for one in ones]
         row = [machine, str(len(ones)), f"{median(above):.1%}", f"{max(above):.1%}"]
@@ -87,7 +87,7 @@ def schedules_summary(results: Results) -> str:
 
 def schedules(results: Results) -> str:
     """Everything else: speeds on each machine, Table 1, and what allocators reserve."""
-    parts = [_speeds(results, machine) for machine in _machines(results)]
+    parts = [_speeds(results, machine) for machine in machines(results)]
     if MEASURED[0] in results["networks"]:
         parts.append(_table_1(results))
     parts += [_sizes(results), _figure_3(results), _wastes(results)]
@@ -115,9 +115,9 @@ def _speeds(results: Results, machine: str) -> str:
 def _table_1(results: Results) -> str:
     """The paper's images a second, beside those that its link allows in the simulator."""
     name, at, rate = MEASURED
-    machine = _machines(results)[0]
+    machine = machines(results)[0]
     paper, rows = results["table_1"], []
-    for n, found in dict(_networks(results))[name].items():
+    for n, found in dict(networks(results))[name].items():
         if "machines" not in found:
             continue
         one = found["machines"][machine]
@@ -147,7 +147,7 @@ def _images(n: int, seconds: float, rate: float) -> str:
 def _sizes(results: Results) -> str:
     """The largest batches in memory and out of it, beside the paper's."""
     rows = []
-    for name, sizes in _networks(results):
+    for name, sizes in networks(results):
         fits = ["none", *(n for n, found in sizes.items() if found["peak"] <= results["budget"])]
         planned = ["none", *(n for n, found in sizes.items() if "machines" in found)]
         n = list(sizes)[-1]

@@ -33,6 +33,7 @@ from benchmarks.outofcore.schedules.cases import (
     TABLE_1,
     WIDE,
 )
+from benchmarks.outofcore.schedules.figures import draw
 from benchmarks.outofcore.schedules.policies import on_link, on_machine, schedules
 from benchmarks.outofcore.schedules.reserved import largest_budgets, wastes
 from benchmarks.results import console, write
@@ -76,7 +77,7 @@ def main(
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
     networks: Annotated[str, typer.Option(help="names, comma between")] = ",".join(NETWORKS),
 ) -> None:
-    """Trace, plan, simulate, and write results.json."""
+    """Trace, plan, simulate, and write results.json and the figures."""
     there = MACHINES if quick else machines()
     found: dict[str, Any] = {}
     for name in QUICK if quick else networks.split(","):
@@ -95,7 +96,9 @@ def main(
             m.name: {"flops": m.flops, "memory": m.memory, "link": m.link.out} for m in there
         },
     }
-    write(out / "results.json", {"environment": environment(), "networks": found, **facts})
+    results = {"environment": environment(), "networks": found, **facts}
+    write(out / "results.json", results)
+    draw(results, out)
 
 
 if __name__ == "__main__":

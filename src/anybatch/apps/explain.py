@@ -1,17 +1,19 @@
 """`anybatch plan` and `anybatch check`: what training would do, and whether it would be exact.
 
-Both look at the first mini-batch of the training data, train nothing and write nothing.
+Both look at the first mini-batch of the training data, train nothing and write nothing but the
+picture of `--timeline FILE.png`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from anybatch import Plan
+from anybatch import Engine, Plan, StepTimeline
 from anybatch import check as check_gradients
-from anybatch import plan as foresee
 from anybatch.apps.build import Parts, build, seeded
 from anybatch.apps.norms import Norms
 from anybatch.apps.options import (
@@ -31,12 +33,14 @@ from anybatch.apps.options import (
     MomentumOption,
     NormOption,
     OptimizerOption,
+    PictureArgument,
     RecipeOption,
     SeedOption,
     SizeOption,
     SkipOption,
     TaskOption,
     ThreadsOption,
+    TimelineOption,
 )
 from anybatch.apps.outcome import ending
 from anybatch.apps.planned import refuse_unknown_memory
@@ -46,6 +50,7 @@ from anybatch.apps.reading import Reading
 from anybatch.apps.recipes import make_optimizer
 from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
+from anybatch.apps.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.apps.views import Batch
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
@@ -55,6 +60,7 @@ NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose
 
 def plan(
     context: typer.Context,
+    picture: PictureArgument = None,
     *,
     data: DataOption = "digits",
     task: TaskOption = None,
@@ -63,6 +69,7 @@ def plan(
     memory: MemoryOption = None,
     micro_batch: MicroBatchOption = None,
     measure: MeasureOption = False,
+    timeline: TimelineOption = False,
     json: JsonOption = False,
     recipe: RecipeOption = None,
     optimizer: OptimizerOption = None,
@@ -87,6 +94,7 @@ def plan(
     team = Team.here()
     with ending(team):
         team.refuse("plan")
+        refuse_picture(picture, timeline=timeline, json=json)
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
             data=data,
@@ -112,22 +120,23 @@ def plan(
         with seeded(seed, threads):
             parts, batch = _first_batch(settings)
             refuse_unknown_memory(settings, parts.device)
-            found = foresee(
+            engine = Engine(
                 parts.model,
                 parts.loss,
-                (batch.inputs, batch.targets),
                 memory=memory,
                 optimizer=make_optimizer(parts.recipe, parts.model.parameters()),
                 micro_batch=micro_batch,
                 batchnorm=Norms(settings, batch_size).given,
-                timed=measure,
             )
+            found = engine.foresee(batch.inputs, batch.targets, timed=measure)
         lines = [
             allocated,
             str(found),
             _not_done(found, measured=measure, fixed=micro_batch is not None),
         ]
         typer.echo(found.to_json() if json else "\n".join(lines))
+        if timeline:
+            _draw(engine.timeline(), picture, chart=not json)
 
 
 def check(
@@ -174,6 +183,18 @@ def check(
         typer.echo(str(report))
     if not report.exact:
         raise typer.Exit(1)
+
+
+def _draw(step: StepTimeline | None, picture: Path | None, *, chart: bool) -> None:
+    """Print a step as a chart, and draw it to a file if one was named."""
+    out = Console(stderr=not chart, highlight=False, soft_wrap=True)
+    if step is None:
+        out.print(NONE)
+        return
+    if chart:
+        out.print(colored(step), markup=False)
+    if picture is not None:
+        out.print(write_picture(step, picture), markup=False)
 
 
 def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:

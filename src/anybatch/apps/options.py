@@ -113,6 +113,16 @@ CompareStepsOption = Annotated[int, typer.Option(help="Steps of --compare, at mo
 MeasureOption = Annotated[
     bool, typer.Option("--measure", help="Time the sizes that fit, and choose the fastest.")
 ]
+TimelineOption = Annotated[
+    bool,
+    typer.Option(
+        "--timeline", help="Draw live bytes by owner against the budget; FILE.png for a picture."
+    ),
+]
+PictureArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE.png]", show_default=False, help="Of --timeline, as a picture."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and only that.")]
 MinutesOption = Annotated[
     float, typer.Option(help="Between two checkpoints within an epoch; 0: after every step.")

@@ -68,6 +68,7 @@ def summary_table(summary: Summary) -> Table:
         "seconds": f"{summary.seconds:.1f}",
         "images/s": f"{summary.images_per_second:,.0f}",
         "run folder": summary.run_folder or "-",
+        **({"timeline": summary.timeline} if summary.timeline else {}),
     }
     for row in rows.items():
         table.add_row(*row)

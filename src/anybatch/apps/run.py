@@ -154,6 +154,7 @@ class Run:
         text = self.planned.text()
         assert text is not None
         self.folder.write_text("plan.json", text)
+        self.folder.draw_step(self.planned.engine.timeline())
 
     def all_epochs(self) -> None:
         """Train and test every epoch that is left, with a checkpoint after each."""
@@ -308,4 +309,5 @@ class Run:
             resumed=counts.resumed,
             interrupted=interrupted,
             stopped=stopped,
+            timeline=self.folder.timeline,
         )

@@ -5,6 +5,7 @@
     plan.json       how the engine divided the batch
     checkpoint.pt   all that the run needs to go on: see `checkpoint`
     summary.json    how it ended
+    timeline.png    the planned step, where one was foreseen and matplotlib is installed
     curves.png      loss and metric over the epochs, where matplotlib is installed
     events.out.*    the same for TensorBoard, where it is installed
 
@@ -25,14 +26,17 @@ from typing import IO, Any
 
 import torch
 
+from anybatch import StepTimeline
 from anybatch.apps import lock, log
 from anybatch.apps.curves import EpochRow, draw_curves
 from anybatch.apps.earlier import Earlier
-from anybatch.apps.faults import RunFolderError
+from anybatch.apps.faults import MissingExtraError, RunFolderError
 from anybatch.apps.interrupts import unbroken
+from anybatch.apps.picture import draw_step
 
 NAMES = (
     *("config.json", "metrics.jsonl", "plan.json", "checkpoint.pt", "summary.json", "curves.png"),
+    "timeline.png",
 )
 EVENTS = "events.out.tfevents."
 ABSENT = "not installed: pip install 'anybatch[{}]'"
@@ -134,6 +138,23 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Write the text file `name`."""
         self._replace(name, lambda file: file.write(text.encode()))
+
+    def draw_step(self, step: StepTimeline | None) -> None:
+        """Draw the planned step as timeline.png; None, where it was not foreseen, draws nothing."""
+        if self.path is None or step is None:
+            return
+        try:
+            picture = draw_step(step)
+        except MissingExtraError:
+            self.extras["timeline"] = ABSENT.format("report")
+            return
+        self._replace("timeline.png", lambda file: file.write(picture))
+
+    @property
+    def timeline(self) -> str | None:
+        """Name of the picture of the planned step, or why there is none; None without a plan."""
+        there = self.has("timeline.png")
+        return "timeline.png" if there else self.extras.get("timeline")
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write checkpoint.pt; when it is there, so is every line logged before it."""
@@ -247,9 +268,13 @@ class RunFolder:
                 found = found.__context__
             reason = found.strerror if isinstance(found, OSError) else str(error)
             raise RunFolderError(
-                f"{name} cannot be written to {self.path}: {reason}. What was written before is "
-                f"whole; make room, then go on with --resume {self.path}."
+                f"{name} cannot be written to {self.path}: {reason}. {self._what_is_there()}"
             ) from error
+
+    def _what_is_there(self) -> str:
+        if not self.has("checkpoint.pt"):
+            return "No step is kept yet; make room, then start the run again."
+        return f"What was written before is whole; make room, then go on with --resume {self.path}."
 
 
 def _sync_folder(path: Path) -> None:

@@ -21,7 +21,9 @@ class Summary:
     images over the latter. All three count every part of a run that was `resumed` so many times.
     `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
     `ranks` is how many processes shared each mini-batch; but for `micro_batch`, figures are those
-    of all of them. `exact_from` is the epoch from which on an adaptive BatchNorm was exact.
+    of all of them. `timeline` names the picture of the planned step in the run folder, or says why
+    there is none; None where nothing was foreseen. `exact_from` is the epoch from which on an
+    adaptive BatchNorm was exact.
     """
 
     metric: str
@@ -54,6 +56,7 @@ class Summary:
     interrupted: bool
     stopped: str | None
     run_folder: str | None
+    timeline: str | None = None
 
 
 class Interrupted(KeyboardInterrupt):

@@ -19,7 +19,6 @@ from itertools import accumulate
 
 from anybatch.outofcore.recompute import SOON
 from anybatch.outofcore.recording import Recording
-from anybatch.outofcore.schedule import Schedule, Stage
 from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.trace import Function, Trace, Variable
 
@@ -40,13 +39,6 @@ class Again:
     trace: Trace
     made: Mapping[int, tuple[int, ...]]
     of: Mapping[int, int]
-
-    def stages(self, schedule: Schedule) -> tuple[Stage, ...]:
-        """Return a schedule's stages with storages in place of variables."""
-        return tuple(
-            Stage(*(tuple(self.of[v] for v in moved) for moved in (one.frees, one.ins, one.outs)))
-            for one in schedule.stages
-        )
 
 
 def remade(recording: Recording, chosen: Collection[int]) -> Again:

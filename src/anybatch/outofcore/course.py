@@ -9,8 +9,7 @@ On demand it holds what was held while it was recorded, which is the least that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from anybatch.errors import BudgetError
@@ -33,7 +32,10 @@ class Course:
         predicted: the most bytes that will be there.
         sent: bytes that leave.
         seconds: how long the step takes, if nothing disturbs it.
-        again: cut -> storages that are made again at it, in order.
+        there: bytes that are there all the time: parameters, inputs, gradients of before.
+        budget: bytes that the step may hold, these among them.
+        link: how fast storages move.
+        step: the step that is planned, in which some storages may be made again.
     """
 
     recording: Recording
@@ -41,12 +43,15 @@ class Course:
     predicted: int
     sent: int
     seconds: float
-    again: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    there: int
+    budget: int
+    link: Link
+    step: Again
 
     @cached_property
     def dropped(self) -> frozenset[int]:
         """Return the storages that are not kept, but made again."""
-        return frozenset(k for made in self.again.values() for k in made)
+        return frozenset(k for made in self.step.made.values() for k in made)
 
 
 def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
@@ -66,7 +71,7 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
     if step.trace.floor <= memory - there:
         course = _planned(recording, step, memory, there, link)
         assert course.stages is not None
-        moved = {k for stage in course.stages for k in stage.outs}
+        moved = {v for stage in course.stages for v in stage.outs}  # by the number of the storage
         if not moved:
             return course
         others = (remade(recording, chosen) for chosen in choices(recording, link, moved))
@@ -77,7 +82,8 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
         raise too_little(recording.peak + more, memory)
     every = sum(recording.sizes)
     seconds = step.trace.seconds + every / link.out + every / link.back
-    return Course(recording, None, recording.peak + more, every, seconds)
+    predicted = recording.peak + more
+    return Course(recording, None, predicted, every, seconds, there, memory, link, step)
 
 
 def _planned(recording: Recording, step: Again, memory: int, there: int, link: Link) -> Course:
@@ -85,8 +91,9 @@ def _planned(recording: Recording, step: Again, memory: int, there: int, link: L
     schedule = plan(step.trace, memory - there, link)
     found = simulate(step.trace, schedule, link)
     sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
-    stages = step.stages(schedule)
-    return Course(recording, stages, there + found.peak, sent, found.seconds, step.made)
+    predicted, seconds = there + found.peak, found.seconds
+    stages = schedule.stages
+    return Course(recording, stages, predicted, sent, seconds, there, memory, link, step)
 
 
 def too_little(needed: int, given: int) -> BudgetError:

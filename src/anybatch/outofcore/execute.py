@@ -19,7 +19,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from torch import Tensor
 
 from anybatch.outofcore.course import Course
 from anybatch.outofcore.mover import Mover, gone
-from anybatch.outofcore.recipes import Recipe, read, same
+from anybatch.outofcore.recipes import Recipe, read
 from anybatch.outofcore.recording import STAYED, Cut, Remake
-from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays
+from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays, same
 from anybatch.outofcore.watch import Watch
 from anybatch.outofcore.weights import is_weight, may_move
 
@@ -158,7 +157,7 @@ class Step:
             if self._at >= len(cuts) or cuts[self._at] != cut:
                 self._leave_course()
             elif course.stages is not None:
-                for number in course.again.get(self._at, ()):
+                for number in course.step.made.get(self._at, ()):
                     self._pass(course)
                     self._make(number)
                 self._pass(course)
@@ -169,14 +168,15 @@ class Step:
         assert course.stages is not None
         before, after = course.stages[self._stage : self._stage + 2]
         self._stage += 1
-        for number in before.outs:
-            if (saved := self._saved[number]()) is not None:
+        of = course.step.of
+        for v in before.outs:
+            if (saved := self._saved[of[v]]()) is not None:
                 self._mover.send(saved)
-        for number in after.frees:
-            if (saved := self._saved[number]()) is not None:
+        for v in after.frees:
+            if (saved := self._saved[of[v]]()) is not None:
                 self._mover.free(saved)
-        for number in after.ins:
-            if (saved := self._saved[number]()) is not None:
+        for v in after.ins:
+            if (saved := self._saved[of[v]]()) is not None:
                 self._mover.call(saved)
 
     def _take(self, tensor: Tensor, storage: Any, saved: Saved | None) -> Handle:
@@ -263,11 +263,14 @@ class Step:
         with watch.apart():
             found = {source.number: self._present(source) for source in sources}
             with watch.apart() as work:
-                start = perf_counter()
-                storage = recipe.storage(lambda source: found[source.number])
-                seconds = perf_counter() - start
+                start = self._mover.now()
+                try:
+                    storage = recipe.storage(lambda source: found[source.number])
+                except (RuntimeError, TypeError):  # not with tensors such as these
+                    storage = None
+                seconds = self._mover.now() - start
             found.clear()
-            if same(storage, self._mover.fetch(saved)):
+            if storage is not None and same(storage, self._mover.fetch(saved)):
                 size = max(0, work.most - work.before - saved.size)
                 watch.cheap(saved.number, Remake(tuple(s.number for s in sources), seconds, size))
             del storage

@@ -127,6 +127,12 @@ class Mover:
             self._reading(saved, storage)()
         return storage
 
+    def now(self) -> float:
+        """Return the time in seconds when all that was begun on the device has ended."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
     def settle(self) -> None:
         """Make room in the store of what nobody wants."""
         for _ in range(len(self.ended)):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from anybatch.outofcore.rules import ONLY_IN_TRAINING, RULES, Rule
 from anybatch.outofcore.saved import Handle, Saved, Stays, empty, written
-from anybatch.outofcore.weights import LEAF
+from anybatch.outofcore.weights import LEAF, MOVES
 
 DEPTH = 8
 """Operations that a recipe may have one after another."""
@@ -187,7 +187,7 @@ class Recipe:
 
     def storage(self, bring: Bring) -> Any:
         """Follow it, and return a storage of its own."""
-        with torch.no_grad(), _as_it_is():
+        with torch.no_grad(), torch._C._DisableAutocast():
             found = self._operation.tensor(bring)
             fits = found.stride() == self._stride and found.untyped_storage().nbytes() == self._size
             if fits and not self._operation.rule.view:
@@ -267,7 +267,7 @@ class _Reader:
         if node is None:
             return None
         if node.name() == LEAF:
-            return Leaf(node.variable)
+            return Leaf(node.variable) if type(node.variable) in MOVES else None
         kept = None if nr else _kept(node, "result")
         return self.made_by(node, nr, depth - 1) if kept is None else self._known(kept)
 
@@ -276,7 +276,7 @@ class _Reader:
         if isinstance(kept, Number):
             return kept
         if isinstance(kept, Stays):
-            return Known(kept) if kept.current() else None
+            return Known(kept) if kept.current() and type(kept.tensor) in MOVES else None
         if isinstance(kept, Handle) and kept.current() and self._mine(kept.saved):
             return Known(kept)
         return None
@@ -298,16 +298,3 @@ def _signed(constant: Any) -> Any:
     if isinstance(constant, tuple):
         return tuple(map(_signed, constant))
     return constant
-
-
-def same(one: Any, other: Any) -> bool:
-    """Say whether two storages are the same bit for bit, in pieces."""
-    device, piece = one.device, 1 << 20
-    a, b = (torch.empty(0, dtype=torch.uint8, device=device).set_(s) for s in (one, other))
-    pieces = range(0, len(a), piece)
-    return len(a) == len(b) and all(torch.equal(a[k : k + piece], b[k : k + piece]) for k in pieces)
-
-
-def _as_it_is() -> Any:
-    """Return a context in which autocast casts nothing."""
-    return torch._C._DisableAutocast()

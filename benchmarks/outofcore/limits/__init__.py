@@ -1,0 +1,1 @@
+"""A step under a limit that the system keeps."""
