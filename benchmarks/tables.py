@@ -35,6 +35,7 @@ from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.limits import rows as limits_rows
 from benchmarks.outofcore.monger import rows as monger_rows
 from benchmarks.outofcore.offload import rows as offload_rows
+from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
@@ -77,6 +78,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "cheap": ("outofcore/cheap", cheap.cheap),
     "monger": ("outofcore/monger", monger_rows.monger),
     "offload": ("outofcore/offload", offload_rows.offload),
+    "recompute": ("outofcore/recompute", recompute_rows.recompute),
+    "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "limits": ("outofcore/limits", limits_rows.limits),
     "limits_cgroup": ("outofcore/limits", limits_rows.cgroup),
     "table1": ("outofcore/table1", table1_rows.table1),
@@ -112,6 +115,7 @@ TITLES = {
     "monger": "The largest batch with a memory monger, as AGBN has it",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
+    "recompute": "Out of core: cheap results computed again in real steps",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
     "states": "Out of core: a training whose states are larger than its memory",
@@ -128,6 +132,7 @@ MORE = {
     "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
+    "recompute": ("recompute_pixels",),
     "limits": ("limits_cgroup",),
 }
 """Tables that stand below the first one on its page."""

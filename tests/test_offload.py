@@ -15,6 +15,7 @@ import torch
 from tests.outofcore.steps import (
     LOTS,
     NAMES,
+    TELLS,
     bounds,
     equal,
     held,
@@ -22,6 +23,7 @@ from tests.outofcore.steps import (
     network,
     offloaded,
     plain,
+    slow_link,
     states,
 )
 from torch import Tensor, nn
@@ -65,7 +67,9 @@ def _target(link: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_without_it_and_the_budget_is_kept(name: str) -> None:
+def test_gradients_are_those_without_it_and_the_budget_is_kept(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, loss_fn, (x, y) = network(name)
 
     def step(ours: nn.Module) -> None:
@@ -74,7 +78,10 @@ def test_gradients_are_those_without_it_and_the_budget_is_kept(name: str) -> Non
     wanted = plain(model, step, 3)
     low, high = bounds(model, step)
     assert high > low
-    for memory in (low, (low + high) // 2, high):
+    middle = (low + high) // 2
+    for memory, slow in ((low, False), (middle, False), (middle, True), (high, True)):
+        if slow:
+            slow_link(monkeypatch)
         off, ours = offload(memory), copy.deepcopy(model)
         torch.manual_seed(1)
         for one in wanted:
@@ -91,7 +98,8 @@ def test_gradients_are_those_without_it_and_the_budget_is_kept(name: str) -> Non
             assert most <= off.last.predicted_bytes <= memory
         if memory > low:
             assert off.last.kind == "planned"
-        assert (off.last.out_bytes > 0) == (memory < high)
+        assert (off.last.out_bytes + off.last.remade_bytes > 0) == (memory < high)
+        assert (off.last.remade_bytes > 0) == (slow and memory < high and name != "LSTM" and TELLS)
 
 
 def test_less_than_the_floor_is_refused_with_what_is_needed() -> None:

@@ -55,6 +55,7 @@ class OffloadReport:
         out_bytes: bytes that have left.
         back_bytes: bytes that have returned.
         waited: seconds in which the step waited for copies.
+        remade_bytes: bytes that were dropped, and computed again from what was saved beside them.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class OffloadReport:
     out_bytes: int
     back_bytes: int
     waited: float
+    remade_bytes: int = 0
 
 
 class Offload:
@@ -71,14 +73,23 @@ class Offload:
         memory: bytes of the budget.
         make: returns a store.
         device: whose tensors leave.
+        recompute: cheap results may be computed again.
 
     Attributes:
         memory: bytes of the budget.
         last: what the last step has done; None before the first has ended.
     """
 
-    def __init__(self, memory: int, make: Callable[[], Store], device: torch.device) -> None:
+    def __init__(
+        self,
+        memory: int,
+        make: Callable[[], Store],
+        device: torch.device,
+        *,
+        recompute: bool = True,
+    ) -> None:
         self.memory = memory
+        self._tries = memory if recompute else 0
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
         self._recordings: dict[Cut, _Known] = {}
@@ -99,7 +110,7 @@ class Offload:
         self._mover.begin()
         self._there = allocated(self._device)
         courses = {} if self._to_record else self._courses()
-        watch = Watch(self._device) if self._to_record else None
+        watch = Watch(self._device, self._tries, self._there) if self._to_record else None
         self._mover.require_room(max((course.sent for course in courses.values()), default=0))
         step = Step(self._mover, self._device, watch, courses)
         hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
@@ -209,7 +220,7 @@ class Offload:
     def _learn(self, step: Step, watch: Watch | None, course: Course | None) -> None:
         """Take in a step that has gone well."""
         mover = self._mover
-        moved = mover.out, mover.back, mover.waited
+        moved = mover.out, mover.back, mover.waited, step.remade
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
             predicted = None if course is None or step.missed else course.predicted
@@ -221,7 +232,8 @@ class Offload:
                 self._to_record = min(self._misses, MOST)
             return
         recording = watch.recording(self._there)
-        self.last = OffloadReport("recorded", recording.peak, *moved)
+        most = max(recording.peak, watch.tried + recording.outside)
+        self.last = OffloadReport("recorded", most, *moved)
         if recording.peak > self.memory:
             raise too_little(recording.peak, self.memory)
         self._to_record -= 1
@@ -260,12 +272,15 @@ def offload(
     store: str | PathLike[str] | None = None,
     device: torch.device | str | None = None,
     check: bool = False,
+    recompute: bool = True,
 ) -> Offload:
     """Keep a person's own forward and backward within a byte budget: what is saved leaves.
 
     Autograd saves tensors in forward for backward, and holds them meanwhile. The first step under
     one `offload` is recorded; from then on as much leaves as the budget asks for, what is asked for
-    last first, and returns before it is asked for. Gradients are bit for bit those without it.
+    last first, and returns before it is asked for. What is cheap to compute again from what is
+    saved anyway (normalisation, activations, sums) may be dropped instead, where the plan finds
+    that faster. Gradients are bit for bit those without it.
     Weights stay, as do buffers, inputs and everything else that was there before the step.
 
     Args:
@@ -278,6 +293,8 @@ def offload(
         device: whose tensors leave. Default None: CUDA if there is one, else the CPU.
         check: for debugging, keep a checksum of every block that leaves, and compare it when the
             block returns. Default False: what a disk or another program has changed is not seen.
+        recompute: cheap results may be computed again. Only those are that came out bit for bit
+            when that was tried, in the recorded step.
 
     Returns:
         A context manager to enter around forward and backward of every step, one at a time.
@@ -300,7 +317,8 @@ def offload(
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
     where = torch.device(device) if device is not None else _default()
-    return Offload(parse_bytes(memory), _store(store, where, check=check), where)
+    make = _store(store, where, check=check)
+    return Offload(parse_bytes(memory), make, where, recompute=recompute)
 
 
 def allocated(device: torch.device) -> int:

@@ -29,8 +29,8 @@ TIERS = {
     "meeting norm unseen checksums stores copier book hold pager paging slots turns lanes "
     "surroundings ranks dice gathered segments states.optimizers states.parts",
     "mechanisms": "undivided stream gather",
-    "offload": "outofcore.saved outofcore.weights outofcore.watch outofcore.mover "
-    "outofcore.execute outofcore.keeping spill states _states",
+    "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
+    "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping spill states _states",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

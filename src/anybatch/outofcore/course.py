@@ -1,16 +1,19 @@
 """How a step that was recorded goes from now on: what leaves and returns at which cut.
 
     recording ──> trace ──> default policy ──> stages ──> followed cut by cut
-                              does not fit ──> everything leaves at once and returns on demand
+                  │          does not fit ──> everything leaves at once and returns on demand
+                  └ with cheap storages made again, if something has to leave and that is faster
 
-The second holds what was held while the step was recorded, which is the least that hooks can do.
+On demand it holds what was held while it was recorded, which is the least that hooks can do.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from anybatch.errors import BudgetError
+from anybatch.outofcore.again import Again, choices, remade
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.recording import Recording
 from anybatch.outofcore.schedule import Stage
@@ -24,13 +27,15 @@ class Course:
 
     Attributes:
         recording: the step.
-        stages: of each interval; None where everything leaves and returns on demand.
+        stages: of each interval, and of what is made again before it; None where everything leaves
+            and returns on demand.
         predicted: the most bytes that will be there.
         sent: bytes that leave.
         seconds: how long the step takes, if nothing disturbs it.
         there: bytes that are there all the time: parameters, inputs, gradients of before.
         budget: bytes that the step may hold, these among them.
         link: how fast storages move.
+        step: the step that is planned, in which some storages may be made again.
     """
 
     recording: Recording
@@ -41,6 +46,12 @@ class Course:
     there: int
     budget: int
     link: Link
+    step: Again
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """Return the storages that are not kept, but made again."""
+        return frozenset(k for made in self.step.made.values() for k in made)
 
 
 def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
@@ -55,19 +66,34 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
     Raises:
         BudgetError: it does not fit with everything away.
     """
-    trace, there = recording.trace(), recording.outside + more
-    if trace.floor <= memory - there:
-        schedule = plan(trace, memory - there, link)
-        found = simulate(trace, schedule, link)
-        sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
-        stages, predicted = schedule.stages, there + found.peak
-        return Course(recording, stages, predicted, sent, found.seconds, there, memory, link)
+    there = recording.outside + more
+    step = remade(recording, ())
+    if step.trace.floor <= memory - there:
+        course = _planned(recording, step, memory, there, link)
+        assert course.stages is not None
+        moved = {v for stage in course.stages for v in stage.outs}  # by the number of the storage
+        if not moved:
+            return course
+        others = (remade(recording, chosen) for chosen in choices(recording, link, moved))
+        fit = (other for other in others if other.trace.floor <= memory - there)
+        courses = (_planned(recording, other, memory, there, link) for other in fit)
+        return min([course, *courses], key=lambda one: one.seconds)
     if recording.peak + more > memory:
         raise too_little(recording.peak + more, memory)
     every = sum(recording.sizes)
-    seconds = trace.seconds + every / link.out + every / link.back
+    seconds = step.trace.seconds + every / link.out + every / link.back
     predicted = recording.peak + more
-    return Course(recording, None, predicted, every, seconds, there, memory, link)
+    return Course(recording, None, predicted, every, seconds, there, memory, link, step)
+
+
+def _planned(recording: Recording, step: Again, memory: int, there: int, link: Link) -> Course:
+    """Return the course of a step that fits."""
+    schedule = plan(step.trace, memory - there, link)
+    found = simulate(step.trace, schedule, link)
+    sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
+    predicted, seconds = there + found.peak, found.seconds
+    stages = schedule.stages
+    return Course(recording, stages, predicted, sent, seconds, there, memory, link, step)
 
 
 def too_little(needed: int, given: int) -> BudgetError:

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from anybatch.outofcore.course import Course
 from anybatch.outofcore.mover import Mover, gone
-from anybatch.outofcore.recording import STAYED, Cut
-from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays
+from anybatch.outofcore.recipes import Recipe, read
+from anybatch.outofcore.recording import STAYED, Cut, Remake
+from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays, same
 from anybatch.outofcore.watch import Watch
 from anybatch.outofcore.weights import is_weight, may_move
 
@@ -44,6 +45,7 @@ class Step:
     Attributes:
         course: the one that is followed; None before the first cut, and off course.
         missed: the step was not one of those that were recorded.
+        remade: bytes that were made again.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Step:
     ) -> None:
         self.course: Course | None = None
         self.missed = False
+        self.remade = 0
         self._mover, self._device, self._watch, self._courses = mover, device, watch, courses
-        self._at = 0
+        self._at = self._stage = 0
         self._over = self._failed = False
         self._saved: list[weakref.ref[Saved]] = []
         self._places: dict[int, weakref.ref[Saved]] = {}
+        self._recipes: dict[int, Recipe] = {}  # to be tried in a step that is recorded
         self._lock = threading.RLock()
 
     def pack(self, tensor: Tensor) -> Handle | Stays:
@@ -90,8 +94,10 @@ class Step:
             saved = packed.saved
             if not self._over:
                 self._cut(Cut(False, saved.number))
+            if self._watch is not None:
+                self._try(saved, self._watch)
             storage = self._bring(saved)
-            if self._watch is not None and not self._over:
+            if self._watch is not None:
                 self._watch.resume()
             return packed.tensor(storage)
 
@@ -99,6 +105,7 @@ class Step:
         """The step is over; what autograd still holds can still be asked for."""
         with self._lock:
             self._over, self._watch = True, None
+            self._recipes.clear()
             course = self.course
             if course is not None and self._at < len(course.recording.cuts):
                 self.missed = True
@@ -108,8 +115,9 @@ class Step:
         """The step has failed; what autograd holds is gone."""
         self._over = self._failed = True
         self._watch = self.course = None
+        self._recipes.clear()
         for saved in self._living():
-            saved.storage = None
+            saved.storage = saved.recipe = None
 
     def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
         """Return what is known of a storage, if nothing has written to it since."""
@@ -149,21 +157,26 @@ class Step:
             if self._at >= len(cuts) or cuts[self._at] != cut:
                 self._leave_course()
             elif course.stages is not None:
+                for number in course.step.made.get(self._at, ()):
+                    self._pass(course)
+                    self._make(number)
                 self._pass(course)
         self._at += 1
 
     def _pass(self, course: Course) -> None:
         """Go from one stage to the next."""
         assert course.stages is not None
-        before, after = course.stages[self._at : self._at + 2]
-        for number in before.outs:
-            if (saved := self._saved[number]()) is not None:
+        before, after = course.stages[self._stage : self._stage + 2]
+        self._stage += 1
+        of = course.step.of
+        for v in before.outs:
+            if (saved := self._saved[of[v]]()) is not None:
                 self._mover.send(saved)
-        for number in after.frees:
-            if (saved := self._saved[number]()) is not None:
+        for v in after.frees:
+            if (saved := self._saved[of[v]]()) is not None:
                 self._mover.free(saved)
-        for number in after.ins:
-            if (saved := self._saved[number]()) is not None:
+        for v in after.ins:
+            if (saved := self._saved[of[v]]()) is not None:
                 self._mover.call(saved)
 
     def _take(self, tensor: Tensor, storage: Any, saved: Saved | None) -> Handle:
@@ -175,7 +188,11 @@ class Step:
             if self._watch is not None:
                 self._watch.saved(saved)
                 self._watch.follow(saved)
-            if self._on_demand(saved):
+                if self._watch.tries and (recipe := read(tensor, self._mine)) is not None:
+                    self._recipes[saved.number] = recipe
+            if self.course is not None and saved.number in self.course.dropped:
+                self._drop(saved, tensor, self.course)
+            elif self._on_demand(saved):
                 self._mover.send_now(saved)
         return Handle(saved, tensor)
 
@@ -188,14 +205,79 @@ class Step:
                 raise gone()
             if self._watch is not None:
                 self._watch.lives(saved)
-            self._mover.call_now(saved)
+            if saved.recipe is None:
+                self._mover.call_now(saved)
+            else:
+                saved.holds(self._follow(saved))
             storage = saved.storage
             if self._watch is not None:
                 self._watch.follow(saved)
         self._places[storage._cdata] = weakref.ref(saved)
-        if saved.copied and self._on_demand(saved):
+        if self._on_demand(saved) and (saved.copied or saved.recipe is not None):
             saved.storage = None
         return storage
+
+    def _drop(self, saved: Saved, tensor: Tensor, course: Course) -> None:
+        """Give up a storage that is made again, if this step knows how."""
+        recipe = read(tensor, self._mine)
+        planned = course.recording.remakes[saved.number].sources
+        if recipe is None or any(one.number not in planned for one in recipe.sources()):
+            self._leave_course()
+            return
+        recipe.hold()
+        saved.recipe, saved.storage = recipe, None
+
+    def _make(self, number: int) -> None:
+        """Make a storage again, and keep it."""
+        saved = self._saved[number]()
+        if saved is not None:
+            storage = saved.here()
+            saved.holds(self._follow(saved) if storage is None else storage)
+            saved.recipe = None
+
+    def _follow(self, saved: Saved) -> Any:
+        """Return what a recipe makes."""
+        if self._failed:
+            raise gone()
+        self.remade += saved.size
+        return saved.recipe.storage(self._present)
+
+    def _present(self, source: Saved) -> Any:
+        """Return a storage that something is made from; off course nobody keeps it."""
+        self._mover.arrived(source)
+        storage = source.here()
+        if storage is None:
+            has = source.recipe is not None
+            storage = self._follow(source) if has else self._mover.fetch(source)
+        return storage
+
+    def _try(self, saved: Saved, watch: Watch) -> None:
+        """Follow the recipe of a storage, and see whether it gives what has left, bit for bit."""
+        recipe = self._recipes.pop(saved.number, None)
+        if recipe is None or saved.here() is not None or not recipe.good():
+            return
+        sources = recipe.sources()
+        away = sum(source.size for source in sources if source.here() is None)
+        if not watch.room(away + max(recipe.most(), 2 * saved.size)):
+            return
+        with watch.apart():
+            found = {source.number: self._present(source) for source in sources}
+            with watch.apart() as work:
+                start = self._mover.now()
+                try:
+                    storage = recipe.storage(lambda source: found[source.number])
+                except (RuntimeError, TypeError):  # not with tensors such as these
+                    storage = None
+                seconds = self._mover.now() - start
+            found.clear()
+            if storage is not None and same(storage, self._mover.fetch(saved)):
+                size = max(0, work.most - work.before - saved.size)
+                watch.cheap(saved.number, Remake(tuple(s.number for s in sources), seconds, size))
+            del storage
+
+    def _mine(self, saved: Saved) -> bool:
+        """Say whether a storage is one of this step."""
+        return saved.number < len(self._saved) and self._saved[saved.number]() is saved
 
     def _on_demand(self, saved: Saved) -> bool:
         """Say whether a storage leaves at once and returns when it is asked for."""

@@ -120,6 +120,19 @@ class Mover:
         self.back += saved.size
         saved.holds(storage)
 
+    def fetch(self, saved: Saved) -> Any:
+        """Return a copy of what has left, which nobody else knows of."""
+        storage = empty(saved.size, saved.device)
+        with _told("read from"):
+            self._reading(saved, storage)()
+        return storage
+
+    def now(self) -> float:
+        """Return the time in seconds when all that was begun on the device has ended."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
+
     def settle(self) -> None:
         """Make room in the store of what nobody wants."""
         for _ in range(len(self.ended)):

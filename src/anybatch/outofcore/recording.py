@@ -14,7 +14,8 @@ is the rest of each interval, beside the storages that are used in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anybatch.outofcore.trace import Function, Trace, Variable
@@ -40,6 +41,21 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Remake:
+    """How a storage is made again where it is asked for first, as it was tried bit for bit.
+
+    Attributes:
+        sources: the storages that it is made from.
+        seconds: how long it took.
+        work: the most bytes meanwhile, beside its own and theirs.
+    """
+
+    sources: tuple[int, ...]
+    seconds: float
+    work: int = 0
+
+
+@dataclass(frozen=True)
 class Recording:
     """One step, as it was with everything away that may be.
 
@@ -52,6 +68,8 @@ class Recording:
         loose: storages that outlive their last use, so that a plan would not know their end.
         outside: bytes that were there before the step, and are used in it.
         peak: the most bytes that were there, these among them.
+        standing: cut -> bytes of all else that the step had made by then.
+        remakes: storages that are cheap to make again.
     """
 
     cuts: tuple[Cut, ...]
@@ -62,6 +80,8 @@ class Recording:
     loose: frozenset[int]
     outside: int
     peak: int
+    standing: tuple[int, ...] = ()
+    remakes: Mapping[int, Remake] = field(default_factory=dict)
 
     @property
     def planned(self) -> tuple[int, ...]:

@@ -43,11 +43,12 @@ class Saved:
         copied: a copy is in the store, or on its way there.
         out: that copy, until it is known to have ended.
         back: a return that is under way, or None.
+        recipe: how to make it again; None where it is moved.
     """
 
     __slots__ = (
-        "__weakref__", "back", "copied", "device", "ended", "key", "number", "out", "seen", "size",
-        "storage", "version",
+        "__weakref__", "back", "copied", "device", "ended", "key", "number", "out", "recipe",
+        "seen", "size", "storage", "version",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class Saved:
         self.copied = False
         self.out: Job | None = None
         self.back: Job | None = None
+        self.recipe: Any = None
 
     def __del__(self) -> None:
         if getattr(self, "copied", False):  # an interrupt may leave it half made
@@ -78,7 +80,9 @@ class Saved:
 class Handle:
     """One saved tensor: its part of a storage, and what tells of writes to it."""
 
-    __slots__ = ("dtype", "offset", "probe", "saved", "shape", "stride", "version")
+    __slots__ = (
+        "__weakref__", "dtype", "offset", "probe", "saved", "shape", "stride", "version",
+    )  # fmt: skip
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self.saved, self.version = saved, tensor._version
@@ -94,30 +98,39 @@ class Handle:
             empty = torch.empty(0, dtype=self.dtype, device=self.saved.device)
             return empty.set_(storage, self.offset, self.shape, self.stride)
 
+    def current(self) -> bool:
+        """Say whether nothing has written to it since."""
+        return self.probe._version == self.version
+
     def check(self) -> None:
         """Require that nothing has written to it since."""
-        if self.probe._version != self.version:
-            raise _written(self.dtype, self.shape, self.probe._version, self.version)
+        if not self.current():
+            raise written(self.dtype, self.shape, self.probe._version, self.version)
 
 
 class Stays:
     """A saved tensor that does not leave; detached, or it and its graph would hold each other."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.detach()
         self.version = None if tensor.is_inference() else tensor._version
 
+    def current(self) -> bool:
+        """Say whether nothing has written to it since."""
+        return self.version is None or self.tensor._version == self.version
+
     def unpack(self) -> Tensor:
         """Return it, if nothing has written to it since."""
         tensor = self.tensor
-        if self.version is not None and tensor._version != self.version:
-            raise _written(tensor.dtype, tensor.shape, tensor._version, self.version)
+        if not self.current():
+            assert self.version is not None
+            raise written(tensor.dtype, tensor.shape, tensor._version, self.version)
         return tensor
 
 
-def _written(dtype: torch.dtype, shape: torch.Size, now: int, then: int) -> RuntimeError:
+def written(dtype: torch.dtype, shape: torch.Size, now: int, then: int) -> RuntimeError:
     """Return the error that autograd raises, in its words."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
@@ -143,3 +156,11 @@ def _nothing(like: Tensor) -> Tensor:
 def empty(size: int, device: torch.device) -> Any:
     """Return a new storage; made by a kernel, so that who counts tensors counts it."""
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Say whether two storages are the same bit for bit, in pieces."""
+    device, piece = one.device, 1 << 20
+    a, b = (torch.empty(0, dtype=torch.uint8, device=device).set_(s) for s in (one, other))
+    pieces = range(0, len(a), piece)
+    return len(a) == len(b) and all(torch.equal(a[k : k + piece], b[k : k + piece]) for k in pieces)

@@ -73,7 +73,7 @@ def of_course(course: Course) -> StepTimeline:
     if course.stages is None:
         return _on_demand(course)
     schedule = Schedule("", course.budget - course.there, course.stages)
-    return unroll(course.recording.trace(), schedule, course.link, there=course.there)
+    return unroll(course.step.trace, schedule, course.link, there=course.there)
 
 
 def _owner(trace: Trace, v: int) -> str:

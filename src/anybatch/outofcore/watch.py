@@ -8,7 +8,8 @@ that may move while somebody works with them, and the rest.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -16,9 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.meter import FOREIGN, Meter
-from anybatch.outofcore.recording import Cut, Recording
+from anybatch.meter import FOREIGN, Meter, tensors_in
+from anybatch.outofcore.recording import Cut, Recording, Remake
 from anybatch.outofcore.saved import Saved
+
+
+class Apart:
+    """What was done apart.
+
+    Attributes:
+        before: bytes that lived when it began.
+        most: the most bytes that lived meanwhile.
+    """
+
+    def __init__(self, before: int) -> None:
+        self.before = self.most = before
 
 
 class Watch(Meter):  # type: ignore[no-untyped-call]
@@ -26,15 +39,23 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     Args:
         device: of the tensors that count.
+        tries: bytes within which it is tried to make storages again; by default it is not.
+        there: bytes that were allocated before, where known.
 
     Attributes:
+        tried: the most bytes that the step made while something was tried.
         outside: bytes that were there before, and were used.
         leaves: weak references on the leaves among them that want a gradient.
         gradients: bytes of the gradients that these had.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.outside = self.gradients = 0
+    def __init__(self, device: torch.device, tries: int = 0, there: int = 0) -> None:
+        self.outside = self.gradients = self.tried = 0
+        self.tries = tries
+        self._there = there
+        self._remakes: dict[int, Remake] = {}
+        self._behind = False  # somebody writes to results behind autograd's back
+        self._standing: list[int] = []
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         super().__init__(device)
         self._moving = self._most = 0
@@ -62,6 +83,28 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
             self._asked.add(cut.number)
         self._used.append(set(self._alive))
         self._rest.append(self.live - self._moving)
+        self._standing.append(self._rest[-1])
+
+    def room(self, size: int) -> bool:
+        """Say whether there is room for so many bytes to try something."""
+        return self.live + max(self.outside, self._there) + size <= self.tries
+
+    @contextmanager
+    def apart(self) -> Iterator[Apart]:
+        """Count what is done meanwhile apart: it is no part of the step."""
+        found = Apart(self.live)
+        peak, rest = self.peak, self._rest[-1]
+        self.peak = self.live
+        try:
+            yield found
+        finally:
+            found.most = self.peak
+            self.tried = max(self.tried, self.peak)
+            self.peak, self._rest[-1] = peak, rest
+
+    def cheap(self, number: int, remake: Remake) -> None:
+        """A storage was made again bit for bit."""
+        self._remakes[number] = remake
 
     def resume(self) -> None:
         """Let the clock go on after a cut."""
@@ -102,6 +145,11 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
             end = self._ends.get(number)
             if number not in self._asked or end is None or end > last[number]:
                 self._loose.add(number)
+        remakes = {
+            number: remake
+            for number, remake in self._remakes.items()
+            if not (self._behind or self._loose.intersection((number, *remake.sources)))
+        }
         return Recording(
             cuts=tuple(self._cuts),
             sizes=tuple(self._sizes),
@@ -111,6 +159,8 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
             loose=frozenset(self._loose),
             outside=outside,
             peak=self.peak + outside,
+            standing=tuple(max(0, rest) for rest in self._standing),
+            remakes=remakes,
         )
 
     def __torch_dispatch__(
@@ -121,6 +171,8 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one kernel, and count."""
+        if func._schema.is_mutable and not torch.is_grad_enabled():
+            self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._rest[-1] = max(self._rest[-1], self.live - self._moving)
         return result
@@ -145,6 +197,10 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def _dropped(self, number: int) -> None:
         self._ends[number] = len(self._cuts)
+
+
+def _is_result(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf
 
 
 def gradient_bytes(leaf: Tensor) -> int:

@@ -1,0 +1,182 @@
+"""What computing cheap results again saves in real steps, and what it costs.
+
+A step is recorded as `anybatch.offload` records it: every recipe that is read off the graph is
+tried and compared bit for bit. Then what is cheap is made again, the fewest seconds for its bytes
+first, and nothing moves: as much as it takes to keep 0.85 of what autograd saves for ResNet-50 and
+0.6 for DenseNet-121, and all of it in the other steps. `saved` is what autograd saves, weights and
+tensors of less than 64 KiB apart, in MiB; `cheap` the share of it that passed the trial; `kept`
+what is still saved. A step in memory and one that computes again run back to back, the order
+alternating: `wall` and `processor` are medians of time(again) / time(in memory), `wall` with its
+quartiles. Images have 128x128 pixels, mini-batches 4 samples, but for the steps of the speed
+benchmark. Both glibc malloc modes run, each in a process started in them (design, 5.10).
+
+The second table is about AGBN's section 4.2: a ResNet-50 that labels the pixels of Cityscapes, of
+which 3 samples fit, and 8 with "memory monger". The step is traced on shapes at 512x1024 pixels,
+and a batch fits where its peak is at most that of 3 samples in memory; seconds are those of a
+roofline. `anybatch.offload` makes cheap results again; whole stretches are planned only, and run
+with ``torch.utils.checkpoint``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import quantiles
+from time import process_time
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch.apps.models.resnet import resnet
+from anybatch.outofcore.recompute import cheap
+from anybatch.outofcore.sublinear import sublinear
+from anybatch.tracing import trace_step
+from benchmarks.environment import MALLOC, environment
+from benchmarks.mbs.problem import Problem
+from benchmarks.mbs.speed.problems import STEPS
+from benchmarks.outofcore.models import densenet121
+from benchmarks.outofcore.offload.steps import Step
+from benchmarks.outofcore.recompute.made import Again, made_again, recorded
+from benchmarks.outofcore.schedules.cases import MACHINES
+from benchmarks.results import console, write
+
+HERE = Path(__file__).parent
+SEED = 0
+NAMES = ("resnet50", "densenet121", "unet96", "transformer")
+GOALS = {"resnet50": 0.85, "densenet121": 0.6}
+"""Of what autograd saves, the share that may still be saved."""
+
+STRETCHES = (2, 4, 8)
+MOST = 9
+"""Samples that are tried for pixels."""
+
+
+class Pixels(nn.Module):
+    """ResNet-50 without its head, and a classifier of pixels: [n, 3, H, W] -> [n, 19, H, W]."""
+
+    def __init__(self, classes: int = 19) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*list(resnet(50, norm="batch").children())[:-3])
+        self.head = nn.Conv2d(2048, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of every pixel."""
+        return F.interpolate(self.head(self.body(x)), x.shape[2:], mode="bilinear")
+
+
+def _images(model: nn.Module, n: int = 4, pixels: int = 128) -> Problem:
+    x, y = torch.randn(n, 3, pixels, pixels), torch.randint(19, (n,))
+    return Problem(model, nn.CrossEntropyLoss(), None, x, y, n)
+
+
+MAKE: dict[str, Callable[[], Problem]] = {
+    "resnet50": lambda: _images(resnet(50, norm="batch")),
+    "densenet121": lambda: _images(densenet121()),
+    "unet96": STEPS["unet96"][0],
+    "transformer": STEPS["transformer"][0],
+}
+
+
+def one(step: Step, rounds: int, goal: float) -> dict[str, Any]:
+    """What a step holds and takes when cheap results are computed again."""
+    recording = recorded(step)
+    course = made_again(recording, goal)
+    plain, again = nullcontext(), Again(step.device, course=course)
+    for _ in range(2):
+        step.run(plain)
+        step.run(again)
+    wall, processor = [], []
+    for index in range(rounds):
+        times = {}
+        for around in (plain, again) if index % 2 else (again, plain):
+            start = process_time()
+            times[around] = step.run(around), process_time() - start
+        wall.append(times[again][0] / times[plain][0])
+        processor.append(times[again][1] / times[plain][1])
+    saved = sum(recording.sizes)
+    return {
+        "saved": saved,
+        "cheap": sum(recording.sizes[k] for k in recording.remakes),
+        "remade": again.remade,
+        "sent": course.sent,
+        "in memory": step.peak(plain),
+        "peak": step.peak(again),
+        "predicted": course.predicted,
+        "wall": [round(cut, 4) for cut in quantiles(wall, n=4)],
+        "processor": [round(cut, 4) for cut in quantiles(processor, n=4)],
+        "exact": all(map(torch.equal, step.gradients(plain), step.gradients(again))),
+    }
+
+
+def largest() -> list[dict[str, Any]]:
+    """The largest batches of a network for pixels in the memory that 3 samples take."""
+    model, loss = Pixels(), nn.CrossEntropyLoss()
+    budget, found = 0, dict[str, dict[str, Any]]()
+    for n in range(3, MOST + 1):
+        step = trace_step(model, loss, (n, 3, 512, 1024), (n, 512, 1024))
+        budget = budget or step.peak
+        ways = {"in memory": step, "cheap results again": cheap(step)}
+        ways |= {f"{count} stretches again": sublinear(step, count) for count in STRETCHES}
+        for way, trace in ways.items():
+            if trace.peak <= budget:
+                seconds = [m.timed(trace).seconds / m.timed(step).seconds for m in MACHINES]
+                found[way] = {"way": way, "samples": n, "seconds": seconds}
+                found[way]["share"] = trace.peak / budget
+    return [{**one, "budget": budget} for one in found.values()]
+
+
+def one_mode(names: list[str], rounds: int) -> dict[str, Any]:
+    """Every step, in this process and its malloc mode."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in names:
+        console.print(name)
+        torch.manual_seed(SEED)
+        found[name] = one(Step(MAKE[name]()), rounds, GOALS.get(name, 0.0))
+    return {"environment": environment(), "steps": found}
+
+
+def child(mode: str, names: list[str], rounds: int) -> Any:
+    """The same in a new process whose malloc was set before it started."""
+    console.print(f"malloc mode {mode}")
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    command = [sys.executable, "-m", "benchmarks.outofcore.recompute.run", "--here"]
+    command += ["--steps", ",".join(names), "--rounds", str(rounds)]
+    done = subprocess.run(
+        command,
+        env={**ours, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return json.loads(done.stdout)
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    rounds: Annotated[int, typer.Option(help="pairs of timings")] = 10,
+    steps: Annotated[str, typer.Option(help="names, comma between")] = ",".join(NAMES),
+    here: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Measure in both malloc modes and write results.json."""
+    names = steps.split(",")
+    if quick:
+        names, rounds = names[-1:], 2
+    if here:
+        print(json.dumps(one_mode(names, rounds)))
+        return
+    modes = {mode: child(mode, names, rounds) for mode in MALLOC}
+    pixels = [] if quick else largest()
+    write(out / "results.json", {"seed": SEED, "rounds": rounds, "modes": modes, "pixels": pixels})
+
+
+if __name__ == "__main__":
+    typer.run(main)
