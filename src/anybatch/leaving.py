@@ -85,9 +85,9 @@ class Leaving:
         return fastest(self._timed, self._size) if self._timed else cap
 
     def least(self, cap: int) -> int:
-        """Return the size up to `cap` of which the fewest bytes leave."""
+        """Return the size up to `cap` of which the fewest bytes leave; the larger of two."""
         known = [n for n in self._leans if n <= cap and self.fits(n)]
-        return min(known, key=lambda n: (self._sent(n), n))
+        return min(known, key=lambda n: (self._sent(n), -n))
 
     def seconds(self, n: int) -> float | None:
         """Time a micro-batch as it would be run; None where it does not fit."""

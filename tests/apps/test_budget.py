@@ -186,6 +186,10 @@ def test_a_micro_batch_in_a_budget_is_kept_to(command: Command, tmp_path: Path) 
             "spill must be a folder that can be written to, and of 'nowhere': it is not there",
         ),
         (
+            ("--memory", "1MiB", "--offload", "host"),
+            'offload must be "file" on cpu, where saved tensors go to a file, and it is "host"',
+        ),
+        (
             ("--micro-batch", "7", "--offload", "file"),
             "offload and spill need a budget to keep to; memory was not given",
         ),

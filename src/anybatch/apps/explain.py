@@ -45,7 +45,7 @@ from anybatch.apps.options import (
     TimelineOption,
 )
 from anybatch.apps.outcome import ending
-from anybatch.apps.planned import refuse_unknown_memory
+from anybatch.apps.planned import refuse_to_plan
 from anybatch.apps.process import allocate
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
@@ -125,7 +125,7 @@ def plan(
         )
         with seeded(seed, threads):
             parts, batch = _first_batch(settings)
-            refuse_unknown_memory(settings, parts.device)
+            refuse_to_plan(settings, parts.device)
             engine = Engine(
                 parts.model,
                 parts.loss,

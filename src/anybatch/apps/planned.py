@@ -30,6 +30,7 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Batch
 from anybatch.memory import left
+from anybatch.spill import spill_of
 
 
 class Planned:
@@ -117,7 +118,7 @@ class Planned:
         Raises:
             BudgetError: when no micro-batch fits, or not the one that was given.
         """
-        refuse_unknown_memory(self._settings, self._parts.device)
+        refuse_to_plan(self._settings, self._parts.device)
         self._parts.model.train()
         self._optimizer.zero_grad()
         self._norms.choose(sum(int(samples) for [samples] in self._team.gather(len(batch.inputs))))
@@ -151,12 +152,17 @@ class Planned:
         return self.plan != before
 
 
-def refuse_unknown_memory(settings: Settings, device: torch.device) -> None:
-    """Refuse to plan without a budget where the system does not tell what is left.
+def refuse_to_plan(settings: Settings, device: torch.device) -> None:
+    """Refuse what no plan can be made for on this device.
 
     Raises:
-        SettingsError: saying so.
+        SettingsError: what leaves does not go there; or there is no budget, and the system does not
+            tell what is left.
     """
+    try:
+        spill_of(settings.offload, settings.spill).refuse_on(device)
+    except ValueError as error:
+        raise SettingsError(f"{error}.") from error
     if settings.memory is not None:
         return
     try:
