@@ -18,7 +18,7 @@ from tests.apps.runs import Drawing, Stopped, checkpoint, equal, rows, same_end
 from torch import Tensor, nn
 from typer.testing import Result
 
-from anybatch import BudgetError, Plan, engine
+from anybatch import BudgetError, Engine, Plan, engine
 from anybatch import plan as foresee
 from anybatch.apps import planned
 from anybatch.apps.build import build
@@ -464,6 +464,21 @@ def test_what_leaves_is_planned_saved_and_obeyed(
     one, other = (checkpoint(tmp_path / name) for name in ("run", "alone"))
     assert equal(one["model"], other["model"])
     assert {path.name for path in tmp_path.iterdir()} == {"run", "alone"}
+
+
+def test_the_test_has_the_room_of_the_gradients(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, seen = Engine.evaluate, list[bool]()
+
+    def watched(one: Engine, *given: Any, **named: Any) -> Any:
+        seen.append(any(p.grad is not None for p in one.model.parameters()))
+        return evaluate(one, *given, **named)
+
+    monkeypatch.setattr(Engine, "evaluate", watched)
+    command("train", *SMALL, "--micro-batch", 300, "--out", tmp_path / "run")
+    assert seen
+    assert not any(seen)
 
 
 def test_plan_measures_where_that_is_asked_for(command: Command) -> None:

@@ -20,6 +20,7 @@ def tested(
     of `engine` must be in the mode it is tested in.
     """
     engine.model.eval()
+    engine.model.zero_grad()  # the next step begins without them, and here is room for the test
     metric = make_metric(task)
     seen = reading.team.apart(metric, partial(make_metric, task))
     total, images = 0.0, 0
