@@ -133,8 +133,7 @@ class Gradients:
             assert gradient is not None
             if gradient.layout != torch.strided:
                 continue
-            with torch._C.DisableTorchFunction():  # nobody wants its address
-                place = gradient.untyped_storage()._cdata
+            place = storage_of(gradient)
             if place in places:
                 parameter.grad = gradient.detach().clone()
             places.add(place)
@@ -265,3 +264,14 @@ def _sum(before: Tensor, total: Tensor) -> Tensor:
 
 def _is_one(factor: float | Tensor) -> bool:
     return isinstance(factor, int | float) and factor == 1.0
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return which storage a tensor has; no mode is told, because nobody wants its address.
+
+    All of it stands on one line: an interrupt at the end of a block, where its first line is met
+    once more, would leave torch without function modes.
+    """
+    # fmt: off
+    with torch._C.DisableTorchFunction(): return int(tensor.untyped_storage()._cdata)  # noqa: E701
+    # fmt: on

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anybatch import tree
 from anybatch.batchnorm import refuse
 from anybatch.errors import NotExactError
+from anybatch.gradients import storage_of
 from anybatch.step import Step
 
 TRAINING_FLAG = {
@@ -96,8 +97,7 @@ def _place(tensor: Tensor) -> int | None:
     if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
         return None
     try:
-        with torch._C.DisableTorchFunction():  # nobody wants its address
-            return int(tensor.untyped_storage()._cdata)
+        return storage_of(tensor)
     except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
         return None
 
