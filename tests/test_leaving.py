@@ -90,7 +90,7 @@ def by_hand(room: int, micro_batch: int = 1, way: str = "streaming", folder: Any
     lots = 1 << 30
     memory = Memory(lots, "by hand", lots, (), 1, 1, "nobody")
     away = Away("file", None if folder is None else str(folder), (room, room), 0, 0, 1)
-    return Plan(micro_batch, way, "in place", "", True, (), memory, away)
+    return Plan(micro_batch, way, "in place", "", True, (), memory, offload=away)
 
 
 ROOMS = (0, 60 << 10, 1 << 30)
