@@ -69,6 +69,7 @@ def main(
         kept = {name: one for name, one in results["files"].items() if name in every}
         results |= {"files": kept, "of": len(every), "whole": len(kept) == len(every)}
         results["environment"] = environment()
+        RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     outcomes = [one["outcomes"] for one in results["files"].values()]
     if any(found["failed"] or found["error"] for found in outcomes):
