@@ -15,7 +15,8 @@ undivided, and in the same micro-batches with `batchnorm="exact"`, which normali
 mini-batch. What waits for the others is in an unlinked file meanwhile; each that waits is a thread,
 whose stack of 256 KiB comes on top of the cap as the host's. Parked memory must go back to the
 system at once to be refused to nobody: these run in a malloc mode, "mapped", where blocks of
-256 KiB do, which alone makes GroupNorm's steps slower too.
+256 KiB do, which alone makes GroupNorm's steps slower too. Where these columns were made the
+machine had other work beside them: their seconds say no more than how many times longer it is.
 Dice is computed over the whole mini-batch, which joins its samples: with MBS there is a second
 forward pass, and the time holds it. Eight epochs at batch 1024 are 16 steps, so a figure that falls
 there at a fixed learning rate says little about longer trainings.
