@@ -26,7 +26,9 @@ from anybatch.forecast import Forecast, merged, total
 from anybatch.meter import Meter
 from anybatch.outofcore.course import Course, set_course
 from anybatch.outofcore.execute import Step
-from anybatch.outofcore.keeping import FAST, alone, link_of, within
+from anybatch.outofcore.hooked import Hooked
+from anybatch.outofcore.keeping import alone
+from anybatch.outofcore.known import FAST, link_of
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Recording
 from anybatch.outofcore.simulate import Link
@@ -236,7 +238,7 @@ class Recorder:
         del size
         there, begin = self._meter.live, self._meter.events
         watch = Watch(self._device)
-        with within(Step(self._mover, self._device, watch, {}), self._mover, watch):
+        with Hooked(Step(self._mover, self._device, watch, {}), self._mover, watch):
             work()
         self.parts.append(Part(first, there, begin, self._meter.events, alone(watch)))
 
