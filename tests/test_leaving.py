@@ -281,3 +281,28 @@ def test_memory_that_runs_out_all_the_same_costs_a_smaller_try() -> None:
     assert_exact(state, undivided(model, F.mse_loss, *batch))
     assert engines[0].last is not None
     assert engines[0].last.micro_batch == 2
+
+
+@pytest.mark.parametrize("size", [2, 3], ids=["divided", "undivided"])
+def test_the_timeline_of_a_plan_is_what_leaves_and_returns(size: int) -> None:
+    model, batch = mlp(), rows(3)
+    low, high = bounds(model, F.mse_loss, batch, size)
+    engine = Engine(model, F.mse_loss, memory=(low + high) // 2, micro_batch=size)
+    found = engine.foresee(*batch, timed=False, offload="file")
+    told = engine.timeline()
+    assert told is not None
+    assert found.memory is not None
+    assert found.offload is not None
+    assert (told.peak, told.budget) == (found.memory.predicted, found.memory.budget)
+    for back in (False, True):
+        assert sum(move.size for move in told.moved(back=back)) == found.offload.sent > 0
+    assert told.stall >= 0
+    assert told.seconds is not None
+    assert list(told.seconds) == sorted(told.seconds)
+    assert told.runs[-1].end <= told.end
+    assert ("in 2 micro-batches of 2" in told.title) == (size == 2)
+    names = [phase.name for phase in told.phases]
+    assert names[: 4 - size] == ["micro-batch 1", "micro-batch 2"][: 4 - size]
+    obeying = Engine(model, F.mse_loss, plan=found)
+    obeying.backward(*batch)
+    assert obeying.timeline() is None

@@ -181,6 +181,7 @@ class Runner:
             step.agree()
             if isinstance(step.away, Keeping):
                 step.moved += step.away.moved
+                step.remade += step.away.remade
         finally:
             step.discover = None
         return loss

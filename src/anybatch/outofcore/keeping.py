@@ -37,6 +37,7 @@ class Keeping:
     Attributes:
         rooms: bytes that the first micro-batch of a step may make, and any other.
         moved: bytes that were copied out and back since `begin`.
+        remade: bytes that were dropped, and computed again from what was saved beside them.
         waited: seconds in which a micro-batch waited for copies.
         recorded: micro-batches that were recorded.
     """
@@ -48,7 +49,8 @@ class Keeping:
 
     def begin(self, rooms: tuple[int, int]) -> None:
         """Begin a step, and count from nothing."""
-        self.rooms, self.moved, self.waited, self.recorded = rooms, 0, 0.0, 0
+        self.rooms, self.waited = rooms, 0.0
+        self.moved = self.remade = self.recorded = 0
 
     def close(self) -> None:
         """Give up the file or the host memory that is kept from step to step."""
@@ -61,8 +63,8 @@ class Keeping:
             StoreError: there is no room where tensors go, or a write or a read has failed.
         """
         known = self._kinds.setdefault((first, size), Known())
-        watch = Watch(self._device) if known.to_record else None
         room = self.rooms[0 if first else 1]
+        watch = Watch(self._device, room, None) if known.to_record else None
         found = {} if watch else {cut: one.course(room) for cut, one in known.recorded.items()}
         courses = {cut: course for cut, course in found.items() if course is not None}
         mover = self._mover
@@ -71,6 +73,7 @@ class Keeping:
         with Hooked(step, mover, watch):
             work()
         self.moved += mover.out + mover.back
+        self.remade += step.remade
         self.waited += mover.waited
         if watch is not None:
             self.recorded += 1
