@@ -27,8 +27,8 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(BIN)/mypy
 	$(PYTEST) -n 2
 
-soak: $(READY)  ## the full counts; writes benchmarks/mbs/soak/results.json with its seeds
-	$(PYTEST) -n 2 --soak --soak-results=benchmarks/mbs/soak/results.json
+soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak
 	$(BIN)/python -m scripts.docs
 
 bench: $(PEERS)  ## every table of README and docs, from the machine it runs on

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.environment import environment
 from hypothesis import settings
 
 SEED = 0
@@ -31,21 +31,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out nine tenths of the cases of tests that are marked large, the same ones always."""
+    """Leave out what has no large count under --soak, else nine tenths of the large cases.
+
+    These are the same ones always.
+    """
     if config.getoption("--soak"):
-        return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("large"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    out = [
-        item
-        for name, every in cases.items()
-        for item in _others(every, random.Random(name), max(FEW, len(every) // 10))
-    ]
+        out = [item for item in items if not _counts(item)]
+    else:
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            if item.get_closest_marker("large"):
+                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        out = [
+            item
+            for name, every in cases.items()
+            for item in _others(every, random.Random(name), max(FEW, len(every) // 10))
+        ]
     config.hook.pytest_deselected(items=out)
     gone = set(map(id, out))
     items[:] = [item for item in items if id(item) not in gone]
+
+
+def _counts(item: pytest.Item) -> bool:
+    """Say whether a test does more under --soak."""
+    assert isinstance(item, pytest.Function)
+    drawn = getattr(item.obj, "is_hypothesis_test", False)
+    return bool(item.get_closest_marker("large") or drawn or "counted" in item.fixturenames)
 
 
 def _others(every: list[pytest.Item], dice: random.Random, count: int) -> list[pytest.Item]:
@@ -85,13 +96,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties
         if name == "counted"
     }
+    kinds = ("passed", "failed", "error", "skipped", "xfailed")
     found = {
-        "environment": environment(),
         "seed": SEED,
-        "soak": bool(config.getoption("--soak")),
         "examples": EXAMPLES if config.getoption("--soak") else EXAMPLES // 10,
-        "outcomes": {kind: len(stats.get(kind, [])) for kind in ("passed", "failed", "skipped")},
-        "exactness": sum("claims/test_exactness" in r.nodeid for r in stats.get("passed", [])),
+        "outcomes": {kind: len(stats.get(kind, [])) for kind in kinds},
+        "cases": Counter(
+            report.nodeid.partition("[")[0]
+            for report in stats.get("passed", [])
+            if "large" in report.keywords and report.nodeid not in counted
+        ),
         "counted": dict(sorted(counted.items())),
     }
     path = Path(target)

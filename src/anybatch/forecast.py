@@ -55,6 +55,7 @@ class Forecast:
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
         everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
+        confirmed: sizes that were rehearsed just as they are, and the timelines of these.
     """
 
     how: str
@@ -72,6 +73,9 @@ class Forecast:
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
     everyone: int = 0
     pieces: int = 0
+    confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def meets_ranks(self) -> bool:
@@ -137,14 +141,19 @@ class Forecast:
 
     def _rehearsed(self, n: int, size: int, *, apart: bool) -> int:
         """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
+        key = n, size, self.everyone, apart
+        found = self.confirmed.get(key)
+        if found is None:
+            found = self.confirmed[key] = self._rehearse(n, size, apart=apart)
+        held = self.held(size, divided=self.divides(n, size))
+        return total(self.summed(found)) + total(held)
+
+    def _rehearse(self, n: int, size: int, *, apart: bool) -> Timeline:
         assert self.case is not None
-        divided = self.divides(n, size)
-        if divided:
-            case = replace(first_rows(self.case, size), everyone=self.everyone)
-            found = rehearse.divided(case, n, self.look, apart=apart)
-        else:
-            found = rehearse.whole(self.case, size, self.look)
-        return total(self.summed(found)) + total(self.held(size, divided=divided))
+        if not self.divides(n, size):
+            return rehearse.whole(self.case, size, self.look)
+        case = replace(first_rows(self.case, size), everyone=self.everyone)
+        return rehearse.divided(case, n, self.look, apart=apart)
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""

@@ -273,16 +273,18 @@ def _missing(found: Forecast, case: Case, room: int) -> int:
 
     Where not even one sample has room, nothing is run, and the forecast is taken as it is.
     """
-    assert found.case is not None
+    fakes = found.case
+    assert fakes is not None
     n = next((n for n in (SMALL, 1) if _held_at(found, case, n) <= room), 0)
     if n == 0:
         return 0
     real = rehearse.unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, found.look)
     try:  # what all outputs need may hide what a micro-batch needs, so undivided too
-        return max(
-            _divided(real, found, n) - _divided(found.case, found, n),
-            _whole(real, found, n) - _whole(found.case, found, n),
-        )
+        if n == SMALL:
+            divided, whole = found.divided.at(n).peak, found.undivided.at(n).peak
+        else:
+            divided, whole = _divided(fakes, found, n), _whole(fakes, found, n)
+        return max(_divided(real, found, n) - divided, _whole(real, found, n) - whole)
     except AnybatchError:
         raise
     except (ValueError, IndexError):  # two rows are too few for it: there is nothing to compare

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.apps.conftest import Make
 from tests.apps.runs import Stopped, checkpoint, equal, rows, same_end
+from tests.ranks.pool import PROCESSES
 from torch import nn
 from typer.testing import Result
 
@@ -337,9 +337,8 @@ def hold(path: Path, pipe: Any) -> None:
 @pytest.fixture
 def held(stopped: Path) -> Iterator[Callable[[], None]]:
     """Let another process hold the folder; return what ends it."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=hold, args=(stopped, theirs))
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=hold, args=(stopped, theirs))
     process.start()
     assert ours.recv() == "held"
 

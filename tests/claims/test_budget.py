@@ -61,11 +61,7 @@ class Draw:
         memory = self.plan(AMPLE).memory
         assert memory is not None
         low, high = sorted((memory.floor, memory.whole))
-        try:
-            self.plan(low)
-        except BudgetError as error:  # with less room less is tried out, and more is allowed for
-            low = error.needed
-        return low, max(low, high)
+        return low, high
 
     def plan(self, memory: int | str) -> anybatch.Plan:
         pair = (self.x, self.y)
@@ -136,7 +132,12 @@ def two_steps(seed: int, *, timed: bool) -> tuple[int, int, int]:
     low, high = it.bounds()
     budget = random.Random(seed).randint(low, high)
     engine = it.engine(budget, timed=timed)
-    first = metered_step(it, engine, it.x, it.y)
+    try:
+        first = metered_step(it, engine, it.x, it.y)
+    except BudgetError as error:  # with less room less is tried out, and more is allowed for
+        budget = error.needed
+        engine = it.engine(budget, timed=timed)
+        first = metered_step(it, engine, it.x, it.y)
     return budget, first, metered_step(it, engine, it.x, it.y)
 
 

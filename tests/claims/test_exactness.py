@@ -48,6 +48,7 @@ def noise(problem: Problem, want: dict[str, Tensor]) -> dict[str, float]:
     return error_of(truth(permuted), want)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", ["even", "ragged", "one", "larger"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_engine_gives_the_gradient_of_the_undivided_batch(case: Case, kind: str) -> None:

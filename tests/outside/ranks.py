@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing import spawn
+from torch.multiprocessing import start_processes
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,14 +63,8 @@ def in_processes(ranks: int, size: int, folder: Path) -> dict[bool, list[dict[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        spawn(rank, (ranks, size, port, folder), nprocs=ranks)
-    finally:
-        os.environ.pop("OMP_NUM_THREADS")
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+    args = (ranks, size, port, folder)
+    start_processes(rank, args, nprocs=ranks, start_method="forkserver")
     return {
         keeps: [torch.load(folder / f"{number}-{keeps}.pt") for number in range(ranks)]
         for keeps in (True, False)

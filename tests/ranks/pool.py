@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PROCESSES = mp.get_context("forkserver")
+"""Starts processes that have torch imported already, which is most of what such a start costs."""
+PROCESSES.set_forkserver_preload(["anybatch", "tests.ranks.pool"])
+
 PATIENCE = 120
 """Seconds after which a rank that does not answer counts as hanging."""
 
@@ -27,13 +31,12 @@ class Pool:
     """
 
     def __init__(self, size: int, folder: str) -> None:
-        context = mp.get_context("spawn")
         meet = str(Path(folder) / "meet")
         self._ends: list[Connection] = []
         self.processes = []
         for rank in range(size):
-            mine, its = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, meet, its), daemon=True)
+            mine, its = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=_serve, args=(rank, size, meet, its), daemon=True)
             process.start()
             self._ends.append(mine)
             self.processes.append(process)
