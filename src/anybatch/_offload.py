@@ -11,36 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
-from anybatch.errors import BudgetError
-from anybatch.outofcore.course import Course, set_course, too_little
+from anybatch.outofcore.course import Course, too_little
 from anybatch.outofcore.execute import Step
+from anybatch.outofcore.hooked import Hooked
+from anybatch.outofcore.known import Known, Recorded, link_of
 from anybatch.outofcore.mover import Mover
-from anybatch.outofcore.recording import Cut, Recording
-from anybatch.outofcore.simulate import Link
+from anybatch.outofcore.recording import Cut
 from anybatch.outofcore.unroll import of_course
-from anybatch.outofcore.watch import Watch, gradient_bytes
+from anybatch.outofcore.watch import Watch
+from anybatch.spill import maker
 from anybatch.step_timeline import StepTimeline
-from anybatch.stores import FileStore, HostStore, Store
-from anybatch.undo import uninterrupted
+from anybatch.stores import Store
 from anybatch.units import parse_bytes
-
-FAST = 1e12
-"""Bytes a second of a link that nothing has gone over."""
-
-MOST = 8
-"""Steps that are recorded in a row, at most, while shapes change."""
-
-
-KEPT = 16
-"""Recorded steps that are known at a time."""
 
 
 @dataclass(frozen=True)
@@ -92,37 +80,31 @@ class Offload:
         self._tries = memory if recompute else 0
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
-        self._recordings: dict[Cut, _Known] = {}
+        self._known = Known()
         self._followed: Course | None = None
-        self._newest: _Known | None = None
-        self._to_record, self._misses = 1, 0
+        self._newest: Recorded | None = None
         self._there = 0
-        self._step: Step | None = None
-        self._watch: Watch | None = None
-        self._hooks: Any = None
+        self._inside: tuple[Hooked, Step, Watch | None] | None = None
 
     def __enter__(self) -> Self:
-        if self._step is not None:
+        if self._inside is not None:
             raise RuntimeError(
                 "a step must end before the next begins, and this offload() is entered already: "
                 "make another for a step inside a step"
             )
         self._mover.begin()
         self._there = allocated(self._device)
-        courses = {} if self._to_record else self._courses()
-        watch = Watch(self._device, self._tries, self._there) if self._to_record else None
+        courses = self._courses()
+        watch = Watch(self._device, self._tries, self._there) if self._known.to_record else None
         self._mover.require_room(max((course.sent for course in courses.values()), default=0))
         step = Step(self._mover, self._device, watch, courses)
-        hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
+        hooked = Hooked(step, self._mover, watch)
         try:
-            with uninterrupted():
-                hooks.__enter__()
-                if watch is not None:
-                    watch.__enter__()  # type: ignore[no-untyped-call]
-                self._step, self._watch, self._hooks = step, watch, hooks
-        except BaseException as error:
-            if self._step is not None:  # an interrupt that was held back
-                self.__exit__(type(error), error, None)
+            self._inside = hooked, step, watch
+            hooked.__enter__()
+        except BaseException:  # an interrupt, maybe after the hooks were entered
+            hooked.give_up()
+            self._inside = None
             raise
         return self
 
@@ -132,15 +114,16 @@ class Offload:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        step, watch = self._step, self._watch
-        assert step is not None
+        assert self._inside is not None
+        hooked, step, watch = self._inside
+        course = step.course
         try:
-            with uninterrupted(once=True):
-                course = self._leave(failed=kind is not None)
-        except BaseException:
-            if self._step is not None:  # an interrupt that was not held back yet
-                self._leave(failed=True)
+            hooked.__exit__(kind, value, trace)
+        except BaseException:  # an interrupt, most likely before it was held back
+            hooked.give_up()
             raise
+        finally:
+            self._inside = None
         if kind is None:
             self._learn(step, watch, course)
 
@@ -163,7 +146,7 @@ class Offload:
             >>> print(off.timeline())
         """
         newest, followed = self._newest, self._followed
-        course = followed if newest is None else newest.beside(self.memory, 0)
+        course = followed if newest is None else newest.course(self.memory)
         if course is None:
             raise RuntimeError(
                 "a step must have been recorded before its timeline can be told, and none has "
@@ -180,42 +163,14 @@ class Offload:
 
         More may be there than when they were (gradients), of which it is not known when it counts.
         """
-        try:
-            known = self._recordings.items()
-            return {cut: one.course(self.memory, self._there) for cut, one in known}
-        except BudgetError:
-            self._to_record = 1
-            return {}
-
-    def _leave(self, *, failed: bool) -> Course | None:
-        """End a step, and return the course that it followed to the end."""
-        step, watch, hooks = self._step, self._watch, self._hooks
-        self._step = self._watch = self._hooks = None
-        assert step is not None
-        try:
-            if watch is not None:
-                watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        finally:
-            hooks.__exit__(None, None, None)
-            course = self._ended(step, failed=failed)
-        return course
-
-    def _ended(self, step: Step, *, failed: bool) -> Course | None:
-        """End the threads, and after a failed step give up all that has left; return its course."""
-        course = step.course
-        try:
-            if not failed:
-                self._mover.rest()
-                step.end()
-                return course
-        except BaseException:
-            failed = True
-            raise
-        finally:
-            if failed:
-                step.fail()
-                self._mover.close()
-        return None
+        known, found = self._known, dict[Cut, Course]()
+        for cut, one in () if known.to_record else known.recorded.items():
+            course = one.course(self.memory, one.more(self._there))
+            if course is None:
+                known.to_record = 1
+                return {}
+            found[cut] = course
+        return found
 
     def _learn(self, step: Step, watch: Watch | None, course: Course | None) -> None:
         """Take in a step that has gone well."""
@@ -228,42 +183,17 @@ class Offload:
                 self._followed, self._newest = course, None
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
-                self._misses += 1
-                self._to_record = min(self._misses, MOST)
+                self._known.missed()
             return
         recording = watch.recording(self._there)
         most = max(recording.peak, watch.tried + recording.outside)
         self.last = OffloadReport("recorded", most, *moved)
         if recording.peak > self.memory:
             raise too_little(recording.peak, self.memory)
-        self._to_record -= 1
+        one = Recorded(recording, link_of(mover), watch, self._there)
+        self._known.learn(one)
         if recording.cuts:
-            if len(self._recordings) == KEPT:
-                del self._recordings[next(iter(self._recordings))]
-            self._newest = _Known(recording, mover, watch, self._there)
-            self._recordings[recording.cuts[0]] = self._newest
-
-
-class _Known:
-    """A recorded step, and the courses that were set for it."""
-
-    def __init__(self, recording: Recording, mover: Mover, watch: Watch, there: int) -> None:
-        self._recording, self._leaves = recording, watch.leaves
-        self._then = there or watch.gradients
-        rates = [size / spent if spent else FAST for size, spent in mover.rates]
-        self._link = Link(out=rates[0], back=rates[1])
-        self._courses: dict[int, Course] = {}
-
-    def course(self, memory: int, there: int) -> Course:
-        """Return the course beside what is there now: on the CPU gradients, on CUDA anything."""
-        leaves = (leaf for ref in self._leaves.values() if (leaf := ref()) is not None)
-        return self.beside(memory, max(0, (there or sum(map(gradient_bytes, leaves))) - self._then))
-
-    def beside(self, memory: int, more: int) -> Course:
-        """Return the course beside `more` bytes than were there when the step was recorded."""
-        if more not in self._courses:
-            self._courses[more] = set_course(self._recording, memory, self._link, more)
-        return self._courses[more]
+            self._newest = one
 
 
 def offload(
@@ -317,7 +247,7 @@ def offload(
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
     where = torch.device(device) if device is not None else _default()
-    make = _store(store, where, check=check)
+    make = maker(store, where, check=check)
     return Offload(parse_bytes(memory), make, where, recompute=recompute)
 
 
@@ -328,22 +258,3 @@ def allocated(device: torch.device) -> int:
 
 def _default() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _store(
-    given: str | PathLike[str] | None, device: torch.device, *, check: bool
-) -> Callable[[], Store]:
-    """Return what makes the store."""
-    host = device.type != "cpu"
-    if given is None:
-        given = "host" if host else "file"
-    if given == "host" and host:
-        return partial(HostStore, check=check)
-    if given != "host" and not host:
-        folder = None if given == "file" else Path(given)
-        if folder is None or folder.is_dir():
-            return partial(FileStore, folder, direct=True, check=check)
-    raise ValueError(
-        'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
-        f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"
-    )

@@ -89,6 +89,7 @@ class Away:
         sent: what leaves in a step, and returns.
         most: what the store must have room for: all that a micro-batch saves.
         stall: seconds in which a step is predicted to wait for that; None where it is not known.
+        remade: what is computed again in a step instead, from what was saved beside it.
     """
 
     store: str
@@ -98,16 +99,19 @@ class Away:
     sent: int
     most: int
     stall: float | None = None
+    remade: int = 0
 
     def explain(self) -> list[str]:
         """Return what a plan says of it, a line each."""
         place = {"host": "page-locked memory of the host", "file": "a file without a name"}
         inside = f" in {self.folder or 'the system folder'}" if self.store == "file" else ""
         wait = "not known" if self.stall is None else f"{self.stall:.3g} s a step, predicted"
+        again = f"    instead          {show_bytes(self.remade)} are computed again in a step"
         return [
             f"  offload      {show_bytes(self.sent)} leave in a step and return; a micro-batch "
             f"saves {show_bytes(self.saved)}",
             f"    to               {place[self.store]}{inside}",
+            *([again] if self.remade else []),
             f"    stall            {wait}",
         ]
 

@@ -23,13 +23,13 @@ from typing import Any, Self
 import torch
 from torch import nn, optim
 
+from anybatch.spill import maker
 from anybatch.states.keeper import Keeper
 from anybatch.states.optimizers import device_of, inner_step, state_bound
 from anybatch.states.paging import PagedModel
 from anybatch.states.parts import AT_A_TIME
 from anybatch.states.seams import Seams
 from anybatch.states.stepping import send_all, step_in_parts
-from anybatch.states.where import maker
 from anybatch.stores import Store
 from anybatch.undo import uninterrupted
 from anybatch.units import parse_bytes

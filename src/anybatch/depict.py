@@ -12,6 +12,8 @@ there are any.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anybatch.case import MICRO_BATCHES
 from anybatch.forecast import DIVIDED, Forecast
 from anybatch.kinds import Allowed
@@ -32,9 +34,13 @@ def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
 
     Returns:
         The step, in the order of its events. Its peak is what the plan predicts, or less where
-        micro-batches wait and the peak is not in theirs but in the update.
+        micro-batches wait and the peak is not in theirs but in the update. Where saved tensors
+        leave it has the seconds that they were planned with, if it was run for that.
     """
     n, memory = min(allowed.micro_batch, size), allowed.memory
+    title = _title(n, size, lanes=allowed.lanes)
+    if allowed.passes is not None:
+        return replace(allowed.passes(), title=f"{title}, saved tensors away")
     parts = foreseen.phases(n, size, apart=allowed.apart)
     more = max(0, memory.predicted - joined(list(parts.values())).peak)
     if more and allowed.lanes:
@@ -47,7 +53,7 @@ def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
         phases.append(Phase(name, first))
         first += len(part.events)
     return StepTimeline(
-        title=_title(n, size, lanes=allowed.lanes),
+        title=title,
         ledger=joined(list(parts.values())),
         budget=memory.budget,
         phases=tuple(phases),

@@ -319,6 +319,7 @@ class Engine:
             peak_bytes=peak,
             predicted_bytes=None if memory is None else memory.predicted,
             moved_bytes=step.moved,
+            remade_bytes=step.remade,
             retries=step.retries,
             batchnorm=step.batchnorm,
         )

@@ -6,7 +6,8 @@ least as large, because a kernel on fewer elements needs no more memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from anybatch import tree
 from anybatch._plan import Away, Memory
 from anybatch.modules import local
+from anybatch.step_timeline import StepTimeline
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
@@ -95,6 +97,7 @@ class Allowed:
         loss: the loss in words.
         lanes: micro-batches wait for each other.
         away: which saved tensors leave; None (default) where all of them stay.
+        passes: returns that step as it passes; None (default) where that was not foreseen.
     """
 
     micro_batch: int
@@ -104,6 +107,7 @@ class Allowed:
     loss: str
     lanes: bool = False
     away: Away | None = None
+    passes: Callable[[], StepTimeline] | None = field(default=None, compare=False, repr=False)
 
 
 def kinds_of(rows: Rows) -> tuple[Any, ...]:

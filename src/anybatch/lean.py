@@ -24,14 +24,18 @@ from anybatch.case import MICRO_BATCHES, Case, few, first_rows
 from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast, merged, total
 from anybatch.meter import Meter
+from anybatch.outofcore.chain import Stretch
 from anybatch.outofcore.course import Course, set_course
 from anybatch.outofcore.execute import Step
-from anybatch.outofcore.keeping import FAST, alone, link_of, within
+from anybatch.outofcore.hooked import Hooked
+from anybatch.outofcore.keeping import alone
+from anybatch.outofcore.known import FAST, link_of
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Recording
 from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch
 from anybatch.stores import BLOCK, Store
+from anybatch.timeline import Timeline
 
 LINK = Link(out=FAST, back=FAST)
 """Between a rehearsal without data and nowhere."""
@@ -117,6 +121,12 @@ class Lean:
         )
         return Fitted(predicted, self._rooms(predicted), self.parts, tuple(courses))
 
+    def stretches(self, fitted: Fitted) -> tuple[Stretch, ...]:
+        """Return the micro-batches as they pass, beside what is there."""
+        held = total(self.held)
+        pairs = zip(self.parts, fitted.courses, strict=True)
+        return tuple(Stretch(held + part.there, course) for part, course in pairs)
+
     def _rooms(self, predicted: int) -> tuple[int, int]:
         """Return what the first micro-batch may make, and any other."""
         first = [part.there for part in self.parts if part.first]
@@ -145,11 +155,13 @@ class Fitted:
         """Return the bytes that leave in a step of `count` micro-batches."""
         return sum(course.sent for course in self._all(count))
 
+    def remade(self, count: int) -> int:
+        """Return the bytes that are computed again in such a step, neither kept nor sent."""
+        return sum(course.remade for course in self._all(count))
+
     def stall(self, count: int) -> float:
         """Return the seconds in which such a step waits for copies."""
-        return sum(
-            max(0.0, course.seconds - sum(course.recording.seconds)) for course in self._all(count)
-        )
+        return sum(course.stall for course in self._all(count))
 
     def _all(self, count: int) -> list[Course]:
         """Return the course of every micro-batch; those that were not rehearsed are the last."""
@@ -158,7 +170,12 @@ class Fitted:
 
 
 def lean(
-    foreseen: Forecast, case: Case, n: int, size: int, make: Callable[[], Store] | None = None
+    foreseen: Forecast,
+    case: Case,
+    n: int,
+    size: int,
+    make: Callable[[], Store] | None = None,
+    tries: int = 0,
 ) -> Lean:
     """Rehearse a step with its saved tensors away.
 
@@ -168,17 +185,20 @@ def lean(
         n: samples in a micro-batch.
         size: N_B, samples in the mini-batch.
         make: returns the store of a real one; None (default) keeps nothing, for fakes.
+        tries: bytes that a real one may hold while it is tried what is cheap to compute again.
+            Default 0: nothing is, for fakes have no values to compare.
     """
     recorders: list[Recorder] = []
-
-    def sends(meter: Meter) -> Recorder:
-        recorders.append(Recorder(case, meter, make))
-        return recorders[0]
-
     divided, seen = foreseen.divides(n, size), foreseen.look
     held = foreseen.held(size, divided=divided)
     if grown := foreseen.grown(n, size):
         held = merged(held, {"gradients": grown})
+    inside = tries - total(held) if make is not None else 0
+
+    def sends(meter: Meter) -> Recorder:
+        recorders.append(Recorder(case, meter, make, inside))
+        return recorders[0]
+
     try:
         if divided:
             case = replace(first_rows(_rows(case, n, size), size), everyone=foreseen.everyone)
@@ -189,11 +209,11 @@ def lean(
         for recorder in recorders:
             recorder.close()
     parts = tuple(recorders[0].parts)
-    live = line.live.sum(1)
-    inside = [range(part.begin, part.end) for part in parts]
-    outside = [int(b) for t, b in enumerate(live) if not any(t in span for span in inside)]
+    live, tried = line.live.sum(1), recorders[0].tried
+    spans = [range(part.begin, part.end) for part in parts]
+    outside = [int(b) for t, b in enumerate(live) if not any(t in span for span in spans)]
     return Lean(
-        owners=foreseen.summed(line),
+        owners=foreseen.summed(_without(line, tried)),
         between=max([*outside, total(line.final())]),
         parts=parts,
         link=LINK if make is None else recorders[0].link,
@@ -201,6 +221,12 @@ def lean(
         beside=max(foreseen.beside(n, size), key=total),
         clocked=make is not None,
     )
+
+
+def _without(line: Timeline, tried: set[int]) -> Timeline:
+    """Return a step without the events in which something was tried: they are no part of it."""
+    kept = [t for t in range(len(line.events)) if t not in tried]
+    return Timeline(line.owners, tuple(line.events[t] for t in kept), line.live[kept])
 
 
 def _rows(case: Case, n: int, size: int) -> Case:
@@ -216,15 +242,20 @@ class Recorder:
         case: what is rehearsed.
         meter: counts its bytes.
         make: returns a store; None keeps nothing.
+        tries: bytes that may be live while it is tried what is cheap to compute again.
 
     Attributes:
         parts: the micro-batches so far.
+        tried: the events in which it was tried to compute something again.
     """
 
-    def __init__(self, case: Case, meter: Meter, make: Callable[[], Store] | None) -> None:
-        self._device, self._meter = case.device, meter
+    def __init__(
+        self, case: Case, meter: Meter, make: Callable[[], Store] | None, tries: int
+    ) -> None:
+        self._device, self._meter, self._tries = case.device, meter, tries
         self._mover = Mover(make or Nowhere, case.device)
         self.parts: list[Part] = []
+        self.tried: set[int] = set()
 
     @property
     def link(self) -> Link:
@@ -235,9 +266,11 @@ class Recorder:
         """Do `work`, forward and backward of a micro-batch of `size` samples."""
         del size
         there, begin = self._meter.live, self._meter.events
-        watch = Watch(self._device)
-        with within(Step(self._mover, self._device, watch, {}), self._mover, watch):
+        watch = Watch(self._device, max(0, self._tries - there), None)
+        with Hooked(Step(self._mover, self._device, watch, {}), self._mover, watch):
             work()
+        assert self._meter.events - begin == watch.events, "both count the same kernels"
+        self.tried.update(begin + t for aside in watch.asides for t in aside)
         self.parts.append(Part(first, there, begin, self._meter.events, alone(watch)))
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ keep workspace that no fake knows of; that also tells how fast the store is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from anybatch._plan import Away, Candidate, Memory
@@ -21,6 +22,7 @@ from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast, merged
 from anybatch.kinds import Allowed
 from anybatch.lean import Fitted, Lean, lean
+from anybatch.outofcore.chain import chained
 from anybatch.outofcore.keeping import Keeping
 from anybatch.probe import seconds
 from anybatch.spill import Spill, maker, require_room, store_of
@@ -169,7 +171,7 @@ class Leaving:
         return self._leans[n]
 
     def _really(self, n: int) -> Lean:
-        return lean(self._foreseen, self._case(), n, self._size, self._maker())
+        return lean(self._foreseen, self._case(), n, self._size, self._maker(), self._budget)
 
     def _maker(self) -> Callable[[], Store]:
         return maker(self._spill.folder, self._case().device)
@@ -211,9 +213,17 @@ class Leaving:
             sent=fitted.sent(count),
             most=found.most,
             stall=fitted.stall(count) if found.clocked else None,
+            remade=fitted.remade(count),
         )
         look = foreseen.look
-        return Allowed(n, False, memory, look.coupled, look.loss, away=away)
+        passes = partial(
+            chained,
+            found.stretches(fitted),
+            budget=self._budget,
+            most=fitted.predicted,
+            clocked=found.clocked,
+        )
+        return Allowed(n, False, memory, look.coupled, look.loss, away=away, passes=passes)
 
 
 def samples(n: int) -> str:

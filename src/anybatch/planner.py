@@ -115,12 +115,11 @@ class Planner:
     def timeline(self, kind: Kind) -> StepTimeline | None:
         """Return the step of a batch of this kind as it passes.
 
-        None where none was foreseen, and where saved tensors leave: when they do is decided as the
-        step goes.
+        None where none was foreseen, and of a plan that was given in which saved tensors leave.
         """
         kind = self._foreseen.plain(kind)
         allowed, foreseen = self._allowed.get(kind), self._foreseen.bound(kind)
-        if allowed is None or foreseen is None or allowed.away is not None:
+        if allowed is None or foreseen is None or (allowed.away and not allowed.passes):
             return None
         return depict(_beside(foreseen, kind), allowed, kind.size)
 

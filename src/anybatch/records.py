@@ -24,6 +24,7 @@ class StepReport:
             bytes of tensors, measured in the first step after each forecast, else None.
         predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
         moved_bytes: bytes that were copied out of the device and back, where micro-batches waited.
+        remade_bytes: bytes that were computed again instead, from what was saved beside them.
         retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
         batchnorm: "exact" or "local".
     """
@@ -36,6 +37,7 @@ class StepReport:
     peak_bytes: int | None
     predicted_bytes: int | None = None
     moved_bytes: int = 0
+    remade_bytes: int = 0
     retries: int = 0
     batchnorm: str = "exact"
 

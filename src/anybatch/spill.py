@@ -1,4 +1,4 @@
-"""Where saved tensors go when they leave the device, as a person may say it: host, file, a folder.
+"""Where tensors go when they leave the device, as a person may say it: host, file, a folder.
 
 auto    what the device takes, where a step needs it or is faster for it
 host    page-locked memory, from a GPU      file    one without a name, from the CPU      off
@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from anybatch import stores
 from anybatch.errors import StoreError
+from anybatch.outofcore.mover import SENT
 from anybatch.stores import FileStore, HostStore, Store
-from anybatch.units import show_bytes
 
 WAYS = ("auto", "off", "host", "file")
 
@@ -92,11 +93,45 @@ def store_of(device: torch.device) -> str:
     return "file" if device.type == "cpu" else "host"
 
 
-def maker(folder: str | None, device: torch.device) -> Callable[[], Store]:
-    """Return what makes the store."""
-    if store_of(device) == "host":
-        return HostStore
-    return partial(FileStore, None if folder is None else Path(folder), direct=True)
+def maker(
+    given: str | PathLike[str] | None, device: torch.device, *, check: bool = False
+) -> Callable[[], Store]:
+    """Return what makes the store.
+
+    Args:
+        given: "host", "file", a folder for the file, or None: what the device takes.
+        device: that is left.
+        check: compare checksums of what returns with those of what had left. Default False.
+
+    Raises:
+        ValueError: it means nothing on this device.
+    """
+    takes = store_of(device)
+    if takes == "host" and given in (None, "host"):
+        return partial(HostStore, check=check)
+    if takes == "file" and given != "host":
+        folder = None if given in (None, "file") else Path(given)
+        if folder is None or folder.is_dir():
+            return partial(FileStore, folder, direct=True, check=check)
+    raise ValueError(
+        'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
+        f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"
+    )
+
+
+def require_place(store: str, device: torch.device) -> None:
+    """Require that saved tensors go where a plan says; it was made for a device, maybe another.
+
+    Raises:
+        ValueError: from this one they go elsewhere.
+    """
+    takes = store_of(device)
+    if store != takes:
+        raise ValueError(
+            f"a plan must be obeyed as it was made, and by this one saved tensors go to "
+            f"{WORDS[store]}, and from {device.type} they go to {WORDS[takes]}: plan again, with "
+            f"the model on {device.type}"
+        )
 
 
 def require_room(size: int, folder: str | None, device: torch.device) -> None:
@@ -115,9 +150,5 @@ def require_room(size: int, folder: str | None, device: torch.device) -> None:
             f"the folder of the spill file must be there, and {where} cannot be read ({error}): "
             "name another one (spill=)"
         ) from error
-    if left < size:
-        raise StoreError(
-            f"what leaves the device must fit where it goes: a micro-batch sends away "
-            f"{show_bytes(size)}, and {where} has {show_bytes(left)} left: make room there, name "
-            "another folder (spill=), or give more memory="
-        )
+    otherwise = "name another folder (spill=), or give more memory="
+    stores.require_room(size, left, of=SENT, folder=where, otherwise=otherwise)

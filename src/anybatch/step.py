@@ -103,6 +103,7 @@ class Step:
         room: bytes that waiting lanes may hold on the device; None sends nothing away.
         budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
         moved: bytes that left the device and returned.
+        remade: bytes that were computed again instead.
         watch: sees each micro-batch as it comes, and may end the step.
         shown: what the observer has seen.
         everyone: the batch over all ranks, as far as it is not here.
@@ -147,6 +148,7 @@ class Step:
     room: int | None = None
     budgeted: bool = False
     moved: int = 0
+    remade: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     shown: Shown = field(default_factory=Shown)
     everyone: Everyone = field(default_factory=Alone)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor
 
 from anybatch.checksums import Sums, checksums, require_same
+from anybatch.errors import StoreError
 from anybatch.undo import uninterrupted
+from anybatch.units import show_bytes
 
 BLOCK = 4096
 """Bytes to which places, sizes and memory are aligned past the page cache."""
@@ -50,6 +53,61 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Forget everything."""
+
+
+@contextmanager
+def told(what: str, *, of: str, then: str) -> Iterator[None]:
+    """Say what a system's error means here.
+
+    Args:
+        what: could not be done to the store, such as "written to".
+        of: what it keeps, in words.
+        then: what has become of that.
+
+    Raises:
+        StoreError: in place of an error of the system's.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"{of} must be kept, and its store could not be {what} ({error}): make room there, or "
+            f"name another folder (store=); {then}"
+        ) from error
+
+
+def require_room(
+    size: int,
+    room: int | None,
+    *,
+    of: str,
+    folder: str = "the folder of the spill file",
+    otherwise: str = "or name another folder (store=)",
+) -> None:
+    """Require that a store has room, before anything is sent there.
+
+    Args:
+        size: bytes that it will be sent.
+        room: bytes that it can keep; None where nobody knows.
+        of: what is sent, in words.
+        folder: of its file, in words.
+        otherwise: what to do but for making room there.
+
+    Raises:
+        StoreError: it has not.
+    """
+    if room is not None and room < size:
+        raise StoreError(
+            f"{of} must fit where it goes, and that is {show_bytes(size)}, and {folder} has "
+            f"{show_bytes(room)} left: make room there, {otherwise}"
+        )
+
+
+def room_of(store: Store) -> int | None:
+    """Return the bytes that a store can keep; None where nobody knows."""
+    return store.room() if isinstance(store, FileStore) else None
 
 
 class HostStore:

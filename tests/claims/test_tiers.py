@@ -30,7 +30,8 @@ TIERS = {
     "surroundings ranks dice gathered segments states.optimizers states.parts",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
-    "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping spill states _states",
+    "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
+    "outofcore.hooked spill states _states",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

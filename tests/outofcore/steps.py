@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Offload, _offload
+from anybatch import Offload
 from anybatch.meter import Meter
+from anybatch.outofcore import known
 from anybatch.outofcore.simulate import Link
 
 CPU = torch.device("cpu")
@@ -107,9 +108,12 @@ def offloaded(
     return found
 
 
-def slow_link(patch: pytest.MonkeyPatch) -> None:
-    """Have plans think that copies are slow, so that they compute again what they can."""
-    patch.setattr(_offload, "Link", lambda out, back: Link(1e3, 1e3))
+def slow_link(patch: pytest.MonkeyPatch, speed: float = 1e3) -> None:
+    """Have plans think that copies are slow, so that they compute again what they can.
+
+    Or, at a `speed` of many bytes a second, fast: on a machine that is busy real ones are slow.
+    """
+    patch.setattr(known, "Link", lambda out, back: Link(speed, speed))
 
 
 def bounds(model: nn.Module, step: Callable[[nn.Module], Any]) -> tuple[int, int]:

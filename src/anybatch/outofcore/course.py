@@ -53,6 +53,16 @@ class Course:
         """Return the storages that are not kept, but made again."""
         return frozenset(k for made in self.step.made.values() for k in made)
 
+    @property
+    def remade(self) -> int:
+        """Return the bytes that are made again."""
+        return sum(self.recording.sizes[k] for k in self.dropped)
+
+    @property
+    def stall(self) -> float:
+        """Return the seconds in which copies are awaited, beside what is computed once or again."""
+        return max(0.0, self.seconds - self.step.trace.seconds)
+
 
 def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
     """Plan a recorded step.

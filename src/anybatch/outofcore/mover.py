@@ -7,8 +7,8 @@ copied at once, in the thread that needs it. Memory is taken and given back in t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from anybatch.copier import Copier, Job
 from anybatch.errors import StoreError
 from anybatch.outofcore.saved import Saved, empty
-from anybatch.stores import FileStore, Store
-from anybatch.units import show_bytes
+from anybatch.stores import Store, require_room, room_of, told
+
+SENT = "what leaves the device"
 
 
 class Mover:
@@ -154,14 +155,10 @@ class Mover:
         if size == 0:
             return
         with _told("opened"):
-            store = self._opened()
-            room = store.room() if isinstance(store, FileStore) else None
-        if room is not None and room < size:
-            raise StoreError(
-                f"what leaves the device must fit where it goes: the step sends away "
-                f"{show_bytes(size)}, and the folder of the spill file has {show_bytes(room)} "
-                "left: make room there, name another folder (store=), or give more memory="
-            )
+            room = room_of(self._opened())
+        require_room(
+            size, room, of=SENT, otherwise="name another folder (store=), or give more memory="
+        )
 
     def rest(self) -> None:
         """End the threads; what they were given is done before."""
@@ -217,16 +214,9 @@ def gone() -> StoreError:
     )
 
 
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Say what a system's error means here."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(
-            f"what leaves the device must be kept, and its store could not be {what} ({error}): "
-            "make room there, or name another folder (store=); the gradients of this step are "
-            "not complete, so set them to zero before the next"
-        ) from error
+_told = partial(
+    told,
+    of=SENT,
+    then="the gradients of this step are not complete, so set them to zero before the next",
+)
+"""Says what a system's error means for a saved tensor."""

@@ -40,18 +40,21 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
     Args:
         device: of the tensors that count.
         tries: bytes within which it is tried to make storages again; by default it is not.
-        there: bytes that were allocated before, where known.
+        there: bytes that were allocated before and count among these, where known; None where
+            `tries` is for what the step makes alone.
 
     Attributes:
         tried: the most bytes that the step made while something was tried.
+        asides: the kernels, as they were counted, in which it was tried.
         outside: bytes that were there before, and were used.
         leaves: weak references on the leaves among them that want a gradient.
         gradients: bytes of the gradients that these had.
     """
 
-    def __init__(self, device: torch.device, tries: int = 0, there: int = 0) -> None:
+    def __init__(self, device: torch.device, tries: int = 0, there: int | None = 0) -> None:
         self.outside = self.gradients = self.tried = 0
         self.tries = tries
+        self.asides: list[range] = []
         self._there = there
         self._remakes: dict[int, Remake] = {}
         self._behind = False  # somebody writes to results behind autograd's back
@@ -87,19 +90,21 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def room(self, size: int) -> bool:
         """Say whether there is room for so many bytes to try something."""
-        return self.live + max(self.outside, self._there) + size <= self.tries
+        beside = 0 if self._there is None else max(self.outside, self._there)
+        return self.live + beside + size <= self.tries
 
     @contextmanager
     def apart(self) -> Iterator[Apart]:
         """Count what is done meanwhile apart: it is no part of the step."""
         found = Apart(self.live)
-        peak, rest = self.peak, self._rest[-1]
+        peak, rest, begin = self.peak, self._rest[-1], self.events
         self.peak = self.live
         try:
             yield found
         finally:
             found.most = self.peak
             self.tried = max(self.tried, self.peak)
+            self.asides.append(range(begin, self.events))
             self.peak, self._rest[-1] = peak, rest
 
     def cheap(self, number: int, remake: Remake) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybatch.copier import Job
-from anybatch.errors import StoreError
+from anybatch.stores import told as told_of
 
 WRITTEN = (
     "an optimizer's state must not be written to while it is away, and a tensor that stands for a "
@@ -56,18 +55,9 @@ class Away:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 
 
-@contextmanager
-def told(what: str) -> Iterator[None]:
-    """Say what a system's error means here."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(
-            f"an optimizer's state must be kept, and its store could not be {what} ({error}): make "
-            "room there, or name another folder (store=); what was not written is still in memory"
-        ) from error
+STATE = "an optimizer's state"
+told = partial(told_of, of=STATE, then="what was not written is still in memory")
+"""Says what a system's error means for an optimizer's state."""
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ from torch import Tensor
 from anybatch.copier import Copier, Job
 from anybatch.errors import StoreError
 from anybatch.states import optimizers
-from anybatch.states.away import GIVEN_UP, WRITTEN, Away, State, told, whole
-from anybatch.stores import FileStore, Store
-from anybatch.units import show_bytes
+from anybatch.states.away import GIVEN_UP, STATE, WRITTEN, Away, State, told, whole
+from anybatch.stores import Store, require_room, room_of
 
 
 class Keeper:
@@ -175,14 +174,8 @@ class Keeper:
         if size == 0:
             return
         with told("opened"):
-            store = self._opened()
-            room = store.room() if isinstance(store, FileStore) else None
-        if room is not None and room < size:
-            raise StoreError(
-                f"an optimizer's state must fit where it goes, and it has {show_bytes(size)}, and "
-                f"the folder of the file has {show_bytes(room)} left: make room there, or name "
-                "another folder (store=)"
-            )
+            room = room_of(self._opened())
+        require_room(size, room, of=STATE)
 
     def rest(self) -> None:
         """End the threads; what they were given is done before, and what has failed stays here."""

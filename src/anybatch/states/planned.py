@@ -8,8 +8,8 @@ from torch import optim
 
 from anybatch._plan import States
 from anybatch._states import OffloadedStates, default_room, offload_states
+from anybatch.spill import maker
 from anybatch.states.optimizers import device_of, inner_step, state_bound
-from anybatch.states.where import maker
 from anybatch.units import parse_bytes
 
 
