@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from anybatch import BudgetError, Engine, Plan, StoreError
 from anybatch._plan import Away, Memory
 from anybatch.meter import Meter
 from anybatch.outofcore import execute
+from anybatch.spill import require_place
 from anybatch.stores import FileStore
 
 CPU = torch.device("cpu")
@@ -281,6 +284,86 @@ def test_memory_that_runs_out_all_the_same_costs_a_smaller_try() -> None:
     assert_exact(state, undivided(model, F.mse_loss, *batch))
     assert engines[0].last is not None
     assert engines[0].last.micro_batch == 2
+
+
+def normed(depth: int = 5, width: int = 8) -> nn.Module:
+    """Layers enough that a lane of one sample saves more than a layer of three samples holds."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Conv1d(width, width, 3, padding=1), nn.BatchNorm1d(width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1)).double()
+
+
+def test_a_batch_that_meets_in_batchnorm_leaves_whole_where_no_lane_fits() -> None:
+    model = normed()
+    x, y = torch.randn(3, 8, 256).double() + 100, torch.randn(3, 8, 1).double()
+    needed = []
+    for offload in ("file", "off"):
+        with pytest.raises(BudgetError) as error:
+            plan(model, F.mse_loss, (x, y), memory=1024, offload=offload)
+        needed.append(error.value.needed)
+    low, lanes = needed
+    memory = (low + lanes) // 2
+    assert low < memory < lanes
+    want = undivided(model, F.mse_loss, x, y)
+    engines: list[Engine] = []
+
+    def run(ours: nn.Module) -> Tensor:
+        engines.append(Engine(ours, F.mse_loss, memory=memory))
+        before = {name: b.clone() for name, b in ours.named_buffers()}
+        for i in range(3):  # recorded, planned, planned
+            ours.zero_grad()
+            ours.load_state_dict(before, strict=False)
+            with Meter(CPU, {"there": [*ours.parameters(), *ours.buffers()]}) as meter:
+                loss = engines[0].backward(x, y)
+            last = engines[0].last
+            assert last is not None
+            assert last.moved_bytes + last.remade_bytes > 0
+            assert last.predicted_bytes is not None
+            assert max(last.predicted_bytes, meter.peak) <= memory
+            assert i == 0 or meter.peak <= last.predicted_bytes  # planned in the first
+        return loss
+
+    assert_exact(state_after(model, run), want)
+    found = engines[0].plan
+    assert found is not None
+    assert found.offload is not None
+    assert (found.micro_batch, found.mechanism) == (3, "undivided")
+
+
+def test_a_size_that_does_not_fit_is_told_the_largest_that_does() -> None:
+    model, batch = mlp(), rows(7)
+    low, high = (bounds(model, F.mse_loss, batch, n)[0] for n in (1, 7))
+    with pytest.raises(BudgetError, match="give micro_batch=[0-9]+ or less, or memory=") as error:
+        plan(model, F.mse_loss, batch, memory=(low + high) // 2, micro_batch=6)
+    hint = re.search(r"micro_batch=(\d+) or less", str(error.value))
+    assert hint is not None
+    most, given = int(hint[1]), error.value.given
+    assert 1 < most < 5
+    for n in range(1, most + 1):
+        found = plan(model, F.mse_loss, batch, memory=given, micro_batch=n)
+        assert found.micro_batch == n
+        _, held = steps(Engine(model, F.mse_loss, plan=found), batch, 2)
+        assert max(held) <= given
+    with pytest.raises(BudgetError, match=f"give micro_batch={most} or less"):
+        plan(model, F.mse_loss, batch, memory=given, micro_batch=most + 1)
+    with pytest.raises(BudgetError, match="with micro-batches of one sample") as error:
+        plan(model, F.mse_loss, batch, memory=low - 1, micro_batch=1)
+    assert "or less" not in str(error.value)
+
+
+def test_a_plan_that_sends_elsewhere_than_the_device_does_is_refused() -> None:
+    model, batch = mlp(), rows()
+    made = by_hand(0)
+    assert made.offload is not None
+    before = snapshot(model)
+    elsewhere = replace(made, offload=replace(made.offload, store="host"))
+    with pytest.raises(ValueError, match="by this one saved tensors go to page-locked memory"):
+        Engine(model, F.mse_loss, plan=elsewhere).backward(*batch)
+    assert same(before, snapshot(model))
+    with pytest.raises(ValueError, match=r"to a file, and from cuda .*plan again, with the model"):
+        require_place("file", torch.device("cuda"))
+    require_place("host", torch.device("cuda"))
 
 
 @pytest.mark.parametrize("size", [2, 3], ids=["divided", "undivided"])

@@ -369,7 +369,7 @@ def test_too_little_room_is_said_before_anything_changes(monkeypatch: pytest.Mon
     before = [p.detach().clone() for p in model.parameters()]
     gradients(model, 0)
     monkeypatch.setattr(FileStore, "room", lambda _: 1000)
-    with pytest.raises(StoreError, match=r"it has 1\d\.\d KiB, and the folder .* has 1000 B left"):
+    with pytest.raises(StoreError, match=r"that is 1\d\.\d KiB, and the folder .* has 1000 B left"):
         optimizer.step()
     assert equal(before, [p.detach() for p in model.parameters()])
     assert not tensors(optimizer)

@@ -99,10 +99,11 @@ class Offload:
         self._mover.require_room(max((course.sent for course in courses.values()), default=0))
         step = Step(self._mover, self._device, watch, courses)
         hooked = Hooked(step, self._mover, watch)
-        self._inside = hooked, step, watch
         try:
+            self._inside = hooked, step, watch
             hooked.__enter__()
-        except BaseException:
+        except BaseException:  # an interrupt, maybe after the hooks were entered
+            hooked.give_up()
             self._inside = None
             raise
         return self

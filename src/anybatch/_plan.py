@@ -106,7 +106,7 @@ class Away:
         place = {"host": "page-locked memory of the host", "file": "a file without a name"}
         inside = f" in {self.folder or 'the system folder'}" if self.store == "file" else ""
         wait = "not known" if self.stall is None else f"{self.stall:.3g} s a step, predicted"
-        again = f"    again            {show_bytes(self.remade)} are computed again in a step"
+        again = f"    instead          {show_bytes(self.remade)} are computed again in a step"
         return [
             f"  offload      {show_bytes(self.sent)} leave in a step and return; a micro-batch "
             f"saves {show_bytes(self.saved)}",

@@ -48,7 +48,7 @@ from anybatch.records import Seen
 from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
-from anybatch.spill import maker, require_room
+from anybatch.spill import maker, require_place, require_room
 from anybatch.step import OutputsChangedError, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
@@ -133,6 +133,7 @@ class Runner:
     def _away(self, away: Away) -> Keeping:
         """Return where saved tensors go, as they went in earlier steps."""
         device = self._given.device
+        require_place(away.store, device)
         require_room(away.most, away.folder, device)
         kind = device, away.folder
         if self._keeping is None or self._keeping[0] != kind:

@@ -119,6 +119,21 @@ def maker(
     )
 
 
+def require_place(store: str, device: torch.device) -> None:
+    """Require that saved tensors go where a plan says; it was made for a device, maybe another.
+
+    Raises:
+        ValueError: from this one they go elsewhere.
+    """
+    takes = store_of(device)
+    if store != takes:
+        raise ValueError(
+            f"a plan must be obeyed as it was made, and by this one saved tensors go to "
+            f"{WORDS[store]}, and from {device.type} they go to {WORDS[takes]}: plan again, with "
+            f"the model on {device.type}"
+        )
+
+
 def require_room(size: int, folder: str | None, device: torch.device) -> None:
     """Require that `size` bytes can go where they would.
 

@@ -145,9 +145,9 @@ def _tried(model: nn.Module) -> list[tuple[int, int]]:
     off = offload()
     with off:
         _backward(model)
-    (known,) = off._recordings.values()
-    found = known._recording.remakes
-    return [(known._recording.sizes[k], len(one.sources)) for k, one in found.items()]
+    (known,) = off._known.recorded.values()
+    found = known.recording.remakes
+    return [(known.recording.sizes[k], len(one.sources)) for k, one in found.items()]
 
 
 @pytest.mark.parametrize("name", CHEAP)
@@ -307,8 +307,8 @@ def test_switched_off_nothing_is_tried() -> None:
         with off:
             model(x).sum().backward()
         model.zero_grad()
-    (known,) = off._recordings.values()
-    assert known._recording.remakes == {}
+    (known,) = off._known.recorded.values()
+    assert known.recording.remakes == {}
     assert off.last is not None
     assert (off.last.remade_bytes, off.last.out_bytes > 0) == (0, True)
 
@@ -332,8 +332,8 @@ def test_what_is_tried_stays_within_the_budget() -> None:
         assert off.last is not None
         assert off.last.predicted_bytes is not None
         assert most <= off.last.predicted_bytes <= memory
-        (known,) = off._recordings.values()
-        counts.append(len(known._recording.remakes))
+        (known,) = off._known.recorded.values()
+        counts.append(len(known.recording.remakes))
     assert counts[0] < counts[-1]
 
 
@@ -350,8 +350,8 @@ def test_a_write_behind_autograds_back_leaves_no_recipe() -> None:
     off = offload()
     with off:
         whole(x).sum().backward()
-    (known,) = off._recordings.values()
-    assert known._recording.remakes == {}
+    (known,) = off._known.recorded.values()
+    assert known.recording.remakes == {}
 
 
 @pytest.mark.parametrize("what", ["source", "bias"])
