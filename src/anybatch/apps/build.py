@@ -18,6 +18,7 @@ from anybatch import Loss
 from anybatch.apps import allocator
 from anybatch.apps.data import Data, open_data
 from anybatch.apps.devices import find_device
+from anybatch.apps.faults import SettingsError
 from anybatch.apps.losses import make_loss
 from anybatch.apps.models.find import find_model
 from anybatch.apps.recipes import Recipe, choose, chosen_image_size
@@ -25,6 +26,7 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.summary import versions
 from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Loader, Share, Views, make_views
+from anybatch.spill import store_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,8 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     """
     settings.checked()
     device = find_device(team.device(settings.device))
+    if settings.states not in (None, takes := store_of(device)):
+        raise SettingsError(f"states must be {takes} on {device.type}; got {settings.states}.")
     data = open_data(settings, chosen_image_size(settings))
     recipe = choose(settings, data.task)
     loss = make_loss(recipe.loss, data.task)

@@ -6,6 +6,7 @@ picture of `--timeline FILE.png`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -40,12 +41,13 @@ from anybatch.apps.options import (
     SizeOption,
     SkipOption,
     SpillOption,
+    StatesOption,
     TaskOption,
     ThreadsOption,
     TimelineOption,
 )
 from anybatch.apps.outcome import ending
-from anybatch.apps.planned import refuse_to_plan
+from anybatch.apps.planned import let_states_leave, refuse_to_plan
 from anybatch.apps.process import allocate
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
@@ -71,6 +73,7 @@ def plan(
     memory: MemoryOption = None,
     micro_batch: MicroBatchOption = None,
     offload: OffloadOption = "auto",
+    states: StatesOption = None,
     spill: SpillOption = None,
     measure: MeasureOption = False,
     timeline: TimelineOption = False,
@@ -108,6 +111,7 @@ def plan(
             memory=memory,
             micro_batch=micro_batch,
             offload=offload,
+            states=states,
             spill=spill,
             recipe=recipe,
             optimizer=optimizer,
@@ -126,17 +130,20 @@ def plan(
         with seeded(seed, threads):
             parts, batch = _first_batch(settings)
             refuse_to_plan(settings, parts.device)
+            stepped = make_optimizer(parts.recipe, parts.model.parameters())
+            where = let_states_leave(settings, stepped)
             engine = Engine(
                 parts.model,
                 parts.loss,
                 memory=memory,
-                optimizer=make_optimizer(parts.recipe, parts.model.parameters()),
+                optimizer=stepped,
                 micro_batch=micro_batch,
                 batchnorm=Norms(settings, batch_size).given,
             )
             found = engine.foresee(
                 batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
             )
+            found = replace(found, states=where)
         lines = [
             allocated,
             str(found),

@@ -20,6 +20,7 @@ from anybatch.apps.settings import (
     OptimizerName,
     RecipeName,
     ScheduleName,
+    StatesName,
     Task,
 )
 
@@ -53,9 +54,16 @@ OffloadOption = Annotated[
         "it; host memory (from a GPU) or a file (from the CPU) in any case; off never."
     ),
 ]
+StatesOption = Annotated[
+    StatesName | None,
+    typer.Option(
+        help="Where the optimizer's state waits between its steps: host memory (from a GPU) or a "
+        "file (from the CPU). Default: it stays on the device."
+    ),
+]
 SpillOption = Annotated[
     str | None,
-    typer.Option(help="Folder of that file. Default: the system's for temporary files."),
+    typer.Option(help="Folder of these files. Default: the system's for temporary files."),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of weights, order and augmentation.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of torch.")]

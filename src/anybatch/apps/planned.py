@@ -19,10 +19,12 @@ Source: design, section 4, "A run folder's plan is the run's plan".
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from anybatch import Engine, Plan
+from anybatch._plan import States
 from anybatch.apps.build import Parts
 from anybatch.apps.faults import RunFolderError, SettingsError
 from anybatch.apps.norms import Norms
@@ -31,6 +33,7 @@ from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Batch
 from anybatch.memory import left
 from anybatch.spill import spill_of
+from anybatch.states.planned import away, states_of
 
 
 class Planned:
@@ -52,6 +55,7 @@ class Planned:
     ) -> None:
         self._settings, self._parts, self._optimizer = settings, parts, optimizer
         self._norms, self._team = norms, team
+        self._states = let_states_leave(settings, optimizer)
         self.forget()
 
     def forget(self) -> None:
@@ -96,7 +100,7 @@ class Planned:
         if text is None:
             return
         try:
-            self.plan = Plan.from_json(text)
+            self.plan = self._with_states(Plan.from_json(text))
         except ValueError as error:
             raise RunFolderError(
                 f"the checkpoint must hold a plan of this version of anybatch; {error}. Use "
@@ -109,7 +113,7 @@ class Planned:
                 self._parts.loss,
                 optimizer=self._optimizer,
                 batchnorm=self._norms.given,
-                plan=self.plan,
+                plan=replace(self.plan, states=None),  # they are away already
             )
 
     def make(self, batch: Batch) -> None:
@@ -133,7 +137,12 @@ class Planned:
     def _foresee(self, batch: Batch) -> Plan:
         """Return the plan of the present engine."""
         told = self._settings
-        return self.engine.foresee(*batch[:2], offload=told.offload, spill=told.spill)
+        found = self.engine.foresee(*batch[:2], offload=told.offload, spill=told.spill)
+        return self._with_states(found)
+
+    def _with_states(self, plan: Plan) -> Plan:
+        """Return the plan as that of a training whose optimizer's state is where it was told."""
+        return replace(plan, states=self._states)
 
     def follow(self, batch: Batch) -> bool:
         """Take in what a step has shown, and say whether the plan is another one now.
@@ -144,12 +153,26 @@ class Planned:
         before, report = self.plan, self.engine.last
         assert report is not None
         if before is None or report.retries:
-            self.plan = self.engine.plan
+            self.plan = None if self.engine.plan is None else self._with_states(self.engine.plan)
         elif self._made and len(batch.inputs):
             self._optimizer.zero_grad()
-            self.plan = self.engine.foresee(batch.inputs, batch.targets, timed=False)
+            found = self.engine.foresee(batch.inputs, batch.targets, timed=False)
+            self.plan = self._with_states(found)
         self._made = self._made and not len(batch.inputs)
         return self.plan != before
+
+
+def let_states_leave(settings: Settings, optimizer: torch.optim.Optimizer) -> States | None:
+    """Let the optimizer's state leave, if it is to; return where it waits.
+
+    Raises:
+        StoreError: there is no room for it.
+    """
+    if settings.states is None:
+        return None
+    found = states_of(settings.states, settings.spill, optimizer, settings.memory)
+    away(found, optimizer)
+    return found
 
 
 def refuse_to_plan(settings: Settings, device: torch.device) -> None:

@@ -23,6 +23,7 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 BatchNormMode = Literal["exact", "local", "adaptive"]
 LossName = Literal["cross-entropy", "bce", "bce+dice", "bce+dice-per-image"]
 OffloadName = Literal["auto", "off", "host", "file"]
+StatesName = Literal["host", "file"]
 RecipeName = Literal["mbs-resnet", "mbs-amoebanet", "mbs-unet"]
 
 
@@ -41,7 +42,8 @@ class Settings:
     A `micro_batch` alone plans nothing. Where several ranks train, `batch_size` is that of all of
     them, and `memory` that of each.
 
-    `offload` and `spill` are as for `anybatch.plan`: where saved tensors go, if they have to leave.
+    `offload`, `states` and `spill` are as for `anybatch.plan`: where saved tensors go, if they have
+    to leave, and where the optimizer's state waits between its steps.
 
     `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples stays local.
 
@@ -58,6 +60,7 @@ class Settings:
     micro_batch: int | None = None
     memory: str | int | None = None
     offload: OffloadName = "auto"
+    states: StatesName | None = None
     spill: str | None = None
     epochs: int | None = None
     lr: float | None = None
@@ -102,7 +105,8 @@ class Settings:
                 spill_of(self.offload, self.spill)
         except ValueError as error:
             return [str(error)]
-        if not self.planned and (self.offload in ("host", "file") or self.spill is not None):
+        spills = self.spill is not None and self.states is None
+        if not self.planned and (self.offload in ("host", "file") or spills):
             return ["offload and spill need a budget to keep to; memory was not given"]
         return []
 
@@ -116,6 +120,7 @@ class Settings:
             "norm": (self.norm, NormName),
             "batchnorm": (self.batchnorm, BatchNormMode),
             "offload": (self.offload, OffloadName),
+            "states": (self.states, StatesName),
         }
         return [
             f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}"
