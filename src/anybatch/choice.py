@@ -119,6 +119,12 @@ def fastest(timed: Mapping[int, float], size: int) -> int:
     return min(timed, key=lambda n: (step_seconds(timed, n, size), n))
 
 
+def even(size: int, cap: int) -> int:
+    """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
+    count = -(-size // cap)
+    return -(-size // count)
+
+
 def step_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
     """Return the seconds of a step of `size` samples in micro-batches of `n`.
 

@@ -24,20 +24,19 @@ from typing import Any
 import torch
 
 from anybatch._plan import Plan
-from anybatch.budget import budget_error, default_budget
+from anybatch.budget import default_budget
 from anybatch.case import Case
-from anybatch.choice import fastest, search
+from anybatch.choice import even
 from anybatch.depict import depict
-from anybatch.describe import describe
 from anybatch.errors import BudgetError, NotExactError, NotYetError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.leaving import Leaving
-from anybatch.probe import seconds
 from anybatch.spill import Spill
+from anybatch.staying import Staying
 from anybatch.step_timeline import StepTimeline
-from anybatch.units import parse_bytes, show_bytes
+from anybatch.units import parse_bytes
 
 
 class Planner:
@@ -185,34 +184,59 @@ class Planner:
         refuse_division: Callable[[], None],
     ) -> Allowed:
         """Return how a batch is run with all its saved tensors on the device."""
+        staying = self._staying(kind, case, optimizer, refuse_division)
+        cap = staying.largest
+        whole = kind.lanes or _must_be_whole(refuse_division)
+        if self._fixed is None and cap == kind.size and whole:
+            return staying.allowed(cap)
+        first = self._best is None and kind.trains
+        timed = first and self.timed and self._fixed is None
+        n = staying.timed() if timed else self._pick(kind, cap)
+        n = n if staying.fits(n) else cap
+        if first:
+            self._best = n, kind.elements
+        return staying.allowed(n)
+
+    def _staying(
+        self,
+        kind: Kind,
+        case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        refuse_division: Callable[[], None],
+    ) -> Staying:
+        """Return the choice of a size with which a step fits in memory.
+
+        Raises:
+            BudgetError: there is none.
+            NotExactError: the batch would have to be divided, and must not be.
+        """
+
+        def choice(foreseen: Forecast, *, fresh: bool) -> Staying:
+            assert self.budget is not None
+            found = Staying(
+                _beside(foreseen, kind),
+                case,
+                kind,
+                budget=self.budget,
+                source=self.source,
+                confirmed=fresh,
+            )
+            found.require(self._fixed, refuse_division)
+            return found
+
         foresee = partial(self._foresee, kind, case, optimizer)
         foreseen = self._foreseen.bound(kind)
-        fresh = foreseen is None
-        if foreseen is None:
-            foreseen = foresee(rounded=True)
         try:
-            foreseen, cap = self._cap(foreseen, kind, refuse_division, confirmed=fresh)
-            if kind.lanes and cap < kind.size and not self._foreseen.knows(kind):
-                fresh = True  # undivided it may fit as it is, and there lanes are only slower
-                foreseen, cap = self._cap(
-                    foresee(rounded=False), kind, refuse_division, confirmed=True
-                )
+            found = choice(foreseen or foresee(rounded=True), fresh=foreseen is None)
+            # Undivided it may fit as it is, and there lanes are only slower.
+            exact = kind.lanes and found.largest < kind.size
         except (BudgetError, NotExactError):
             if self._foreseen.knows(kind):
                 raise
-            fresh = True  # what fits no bound may fit as it is
-            foreseen, cap = self._cap(foresee(rounded=False), kind, refuse_division, confirmed=True)
-        timed: dict[int, float] = {}
-        whole = kind.lanes or _must_be_whole(refuse_division)
-        if self._fixed is None and cap == kind.size and whole:
-            return self._described(foreseen, kind, cap, timed, fresh=fresh)
-        if self._best is None and self.timed and self._fixed is None and kind.trains:
-            timed = search(cap, kind.size, partial(self._seconds, foreseen, kind, case))
-        n = self._pick(kind, cap, timed)
-        n = n if self._fits(foreseen, kind.size, n) else cap
-        if self._best is None and kind.trains:
-            self._best = n, kind.elements
-        return self._described(foreseen, kind, n, timed, fresh=fresh)
+            exact = True  # what fits no bound may fit as it is
+        if exact and not self._foreseen.knows(kind):
+            found = choice(foresee(rounded=False), fresh=True)
+        return found
 
     def _away(
         self,
@@ -255,7 +279,7 @@ class Planner:
             return cap
         if self._best is None:
             return leaving.timed(cap) if self.timed else leaving.least(cap)
-        return self._pick(kind, cap, {})
+        return self._pick(kind, cap)
 
     def _still_away(self, kind: Kind) -> bool:
         """Say whether saved tensors have left before, and by what is known have to again."""
@@ -283,55 +307,6 @@ class Planner:
         self.decided += 1
         return settled
 
-    def _described(
-        self, foreseen: Forecast, kind: Kind, n: int, timed: dict[int, float], *, fresh: bool
-    ) -> Allowed:
-        assert self.budget is not None
-        return describe(
-            foreseen,
-            n,
-            kind.size,
-            timed,
-            budget=self.budget,
-            source=self.source,
-            trains=kind.trains,
-            confirmed=fresh,
-        )
-
-    def _cap(
-        self,
-        foreseen: Forecast,
-        kind: Kind,
-        refuse_division: Callable[[], None],
-        *,
-        confirmed: bool,
-    ) -> tuple[Forecast, int]:
-        """Return the forecast beside the gradients that are there, and the most samples that fit.
-
-        They are confirmed where that can be done without memory.
-        """
-        assert self.budget is not None
-        size = kind.size
-        foreseen = _beside(foreseen, kind)
-        cap = foreseen.largest(self.budget, size)
-        while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
-            cap = min(cap - 1, 7 * cap // 8)
-        if cap < size:
-            self._refuse(refuse_division, foreseen.peak(size, size))
-        if cap == 0:
-            raise budget_error(self.budget, self.source, foreseen, size)
-        n = cap if self._fixed is None else min(self._fixed, size)
-        if n != cap and (n > cap or not self._fits(foreseen, size, n)):
-            needed = foreseen.peak(n, size)
-            raise BudgetError(
-                f"a step must fit in memory, and micro-batches of {self._fixed} samples need "
-                f"{show_bytes(needed)} of {show_bytes(self.budget)} ({self.source}): give "
-                f"micro_batch={cap}{' or less' if n > cap else ''}, or leave it out",
-                needed=needed,
-                given=self.budget,
-            )
-        return foreseen, cap
-
     def _foresee(
         self,
         kind: Kind,
@@ -344,39 +319,10 @@ class Planner:
         self.decided += 1
         return self._foreseen.foresee(kind, case(), optimizer, self.budget, rounded=rounded)
 
-    def _refuse(self, refuse_division: Callable[[], None], whole: int) -> None:
-        """Refuse to divide what must not be, and say how many bytes undivided it needs."""
-        assert self.budget is not None
-        try:
-            refuse_division()
-        except NotExactError as error:
-            raise NotExactError(
-                f"{error}. Undivided the batch needs {show_bytes(whole)}, and "
-                f"{show_bytes(self.budget)} is there ({self.source})"
-            ) from None
-
-    def _seconds(
-        self, foreseen: Forecast, kind: Kind, case: Callable[[], Case], n: int
-    ) -> float | None:
-        """Time a size as it would be run; None where it does not fit."""
-        assert self.budget is not None
-        if not self._fits(foreseen, kind.size, n):
-            return None
-        apart = not kind.lanes and n < kind.size
-        apart = apart and foreseen.apart(n, kind.size, confirmed=False) <= self.budget
-        return seconds(case(), foreseen.look, n, apart=apart)
-
-    def _fits(self, foreseen: Forecast, size: int, n: int) -> bool:
-        """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
-        assert self.budget is not None
-        return foreseen.peak(n, size) <= self.budget
-
-    def _pick(self, kind: Kind, cap: int, timed: dict[int, float]) -> int:
-        """Return the fastest size, or one that does as much work at once as the fastest did."""
+    def _pick(self, kind: Kind, cap: int) -> int:
+        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
         if self._fixed is not None:
             return min(self._fixed, cap)
-        if timed:
-            return fastest(timed, kind.size)
         if self._best is None:
             return even(kind.size, cap)
         n, elements = self._best
@@ -437,9 +383,3 @@ def _not_over_ranks() -> NotYetError:
         "saved tensors leave the device in one process today, and there are several ranks: plan "
         'with offload="off", or let one process train'
     )
-
-
-def even(size: int, cap: int) -> int:
-    """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
-    count = -(-size // cap)
-    return -(-size // count)

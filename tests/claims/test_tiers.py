@@ -37,6 +37,7 @@ TIERS = {
     "ladder": "ladder lean",
     "budget": "budget",
     "foreseen": "foreseen describe depict leaving",
+    "staying": "staying",
     "planner": "planner",
     "runner": "runner facts",
     "arranged": "arranged",
