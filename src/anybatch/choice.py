@@ -134,10 +134,10 @@ def step_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
         size: N_B, samples in the mini-batch.
     """
     full, rest = divmod(size, n)
-    return full * timed[n] + (_between(timed, rest) if rest else 0.0)
+    return full * timed[n] + (between(timed, rest) if rest else 0.0)
 
 
-def _between(timed: Mapping[int, float], n: int) -> float:
+def between(timed: Mapping[int, float], n: int) -> float:
     """Return the seconds of `n` samples, on the line between the nearest sizes that were timed.
 
     Below the smallest size a micro-batch costs what that one costs: a part of it is fixed.
