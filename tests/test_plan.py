@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from anybatch import Plan
-from anybatch._plan import Facts, decide
+from anybatch._plan import Away, Candidate, Facts, Memory, decide
 
 FACTS = Facts(
     micro_batch=64,
@@ -75,3 +75,46 @@ def test_what_is_no_plan_is_refused() -> None:
         Plan.from_json("[]")
     with pytest.raises(ValueError, match=r"it holds \['micro_batch'\]"):
         Plan.from_json('{"micro_batch": 3}')
+
+
+HERE = (Candidate(4, 50, 3.0), Candidate(8, 90, 2.0), Candidate(16, 180))
+AWAY = (Candidate(16, 99, 1.0, away=True), Candidate(32, 100, 4.0, away=True))
+LEFT = Away("file", None, (50, 50), 80, 160, 90, 0.1)
+
+
+def of_memory(*candidates: Candidate) -> Memory:
+    return Memory(100, "as given", 90, (("activations", 90),), 20, 300, "nobody", candidates)
+
+
+def test_a_plan_says_which_candidates_leave_and_what_was_faster() -> None:
+    memory = of_memory(*sorted((*HERE, *AWAY), key=lambda one: one.micro_batch))
+    text = str(decide(replace(FACTS, micro_batch=16), memory, LEFT))
+    rows = [
+        "4        50 B                3   200 % slower",
+        "8        90 B                2   100 % slower",
+        "16       180 B                -   does not fit: 80 B too much",
+        "16        99 B                1   saved tensors away; chosen: the fastest timed",
+        "32       100 B                4   saved tensors away; 300 % slower",
+        "timed as it would be run, a step takes 1 s in micro-batches of 16 with saved tensors "
+        "away, and 2 s in micro-batches of 8 without",
+    ]
+    assert [row for row in rows if row not in text] == []
+    stays = str(
+        decide(replace(FACTS, micro_batch=8), of_memory(*HERE, replace(AWAY[0], seconds=3)))
+    )
+    assert "16        99 B                3   saved tensors away; 50 % slower" in stays
+    assert "8        90 B                2   chosen: the fastest timed" in stays
+    assert "a step takes 3 s in micro-batches of 16 with saved tensors away" in stays
+    assert "away" not in str(decide(replace(FACTS, micro_batch=8), of_memory(*HERE)))
+
+
+@pytest.mark.parametrize(("candidates", "left"), [(HERE, None), (AWAY, LEFT)])
+def test_a_plan_of_before_candidates_said_what_leaves_loads(
+    candidates: tuple[Candidate, ...], left: Away | None
+) -> None:
+    plan = decide(replace(FACTS, micro_batch=16), of_memory(*candidates), left)
+    old = json.loads(plan.to_json())
+    for one in old["memory"]["candidates"]:
+        del one["away"]
+    assert Plan.from_json(json.dumps(old)) == plan == Plan.from_json(plan.to_json())
+    assert "saved tensors away;" not in str(plan)

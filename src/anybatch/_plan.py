@@ -22,11 +22,13 @@ class Candidate:
         micro_batch: samples.
         peak_bytes: what a step with it holds at most, predicted.
         seconds: of a whole step, from its timed micro-batches; None where it was not timed.
+        away: its saved tensors leave, as far as they do not fit. Default False.
     """
 
     micro_batch: int
     peak_bytes: int
     seconds: float | None = None
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class Plan:
         rows |= {} if self.states is None else {"states": str(self.states)}
         lines = [f"  {name:<12} {value}" for name, value in rows.items()]
         if self.memory is not None:
-            lines += explain(self.memory, self.micro_batch)
+            lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
         if self.offload is not None:
             lines += self.offload.explain()
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
@@ -215,8 +217,8 @@ class Plan:
         try:
             _check_count("micro_batch", found["micro_batch"])
             given = found.get("memory")
-            memory = None if given is None else _memory_of(given)
             away, left = found.get("states"), found.get("offload")
+            memory = None if given is None else _memory_of(given, away=left is not None)
             more = {
                 "reasons": tuple(found["reasons"]),
                 "memory": memory,
@@ -240,20 +242,27 @@ def _pair(found: Any) -> tuple[int, int]:
     return int(first), int(other)
 
 
-def _memory_of(found: Mapping[str, Any]) -> Memory:
+def _memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
+    """Return what is known of memory; of candidates that do not say it, all are `away` or none."""
     _check_count("budget", found["budget"])
     _check_count("predicted", found["predicted"])
     return Memory(
         **{
             **found,
             "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
-            "candidates": tuple(Candidate(**one) for one in found["candidates"]),
+            "candidates": tuple(Candidate(**{"away": away, **one}) for one in found["candidates"]),
         }
     )
 
 
-def explain(memory: Memory, chosen: int) -> list[str]:
-    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up."""
+def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
+    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up.
+
+    Args:
+        memory: what it knows.
+        chosen: samples in a micro-batch, as was chosen.
+        away: its saved tensors leave. Default False.
+    """
     share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
     lines = [f"  memory       {share}, predicted by {memory.how}"]
     lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
@@ -263,32 +272,31 @@ def explain(memory: Memory, chosen: int) -> list[str]:
     ]
     if memory.candidates:
         lines += ["  micro-batch      memory   seconds a step"]
-    return lines + [f"  {_row(one, memory, chosen)}" for one in memory.candidates]
+    every = memory.candidates
+    best = next((one for one in every if (one.micro_batch, one.away) == (chosen, away)), None)
+    both = len({one.away for one in every}) > 1
+    return lines + [f"  {_row(one, best, memory.budget, both=both)}" for one in every]
 
 
-def _row(one: Candidate, memory: Memory, chosen: int) -> str:
-    timed = {c.micro_batch: c.seconds for c in memory.candidates if c.seconds is not None}
+def _row(one: Candidate, best: Candidate | None, budget: int, *, both: bool) -> str:
+    """Return the line of a candidate; `both`: some leave the device, and some do not."""
     seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
     why = ""
-    if one.micro_batch == chosen:
-        why = "chosen: the fastest timed" if chosen in timed else "chosen"
-    elif one.peak_bytes > memory.budget:
-        why = f"does not fit: {show_bytes(one.peak_bytes - memory.budget)} too much"
+    if one is best:
+        why = "chosen" if one.seconds is None else "chosen: the fastest timed"
+    elif one.peak_bytes > budget:
+        why = f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
     elif one.seconds is None:
         why = "fits, not timed"
-    elif timed.get(chosen):
-        why = f"{100 * (one.seconds / timed[chosen] - 1):.0f} % slower"
+    elif best is not None and best.seconds:
+        why = f"{100 * (one.seconds / best.seconds - 1):.0f} % slower"
+    why = f"saved tensors away; {why}" if both and one.away else why
     return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"
 
 
 def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:
     """Return the plan for `facts`, and for what is known of memory and of what leaves."""
-    reasons = [_WHY[_mechanism(facts)]]
-    if offload is not None:
-        reasons.append(
-            "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
-            "what is used last leaves first, and returns before it is asked for"
-        )
+    reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload)]
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
@@ -323,6 +331,26 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
         memory=memory,
         offload=offload,
     )
+
+
+def _of_offload(memory: Memory | None, offload: Away | None) -> list[str]:
+    """Say what leaves, and what was faster where steps were timed with that and without."""
+    reasons = []
+    if offload is not None:
+        reasons.append(
+            "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
+            "what is used last leaves first, and returns before it is asked for"
+        )
+    every = () if memory is None else memory.candidates
+    timed = [(c.seconds, c.micro_batch, c.away) for c in every if c.seconds is not None]
+    away = min((one for one in timed if one[2]), default=None)
+    here = min((one for one in timed if not one[2]), default=None)
+    if away is not None and here is not None:
+        reasons.append(
+            f"timed as it would be run, a step takes {away[0]:.3g} s in micro-batches of {away[1]} "
+            f"with saved tensors away, and {here[0]:.3g} s in micro-batches of {here[1]} without"
+        )
+    return reasons
 
 
 def _mechanism(facts: Facts) -> str:

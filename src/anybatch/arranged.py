@@ -35,6 +35,7 @@ from anybatch.ranks.ranks import ANY, Here
 from anybatch.runner import Runner
 from anybatch.step import Scaler, Step
 from anybatch.step_timeline import StepTimeline
+from anybatch.trial import seconds_in_lanes
 from anybatch.undo import Before
 
 Planned = tuple[Kind, Allowed]
@@ -186,6 +187,7 @@ class Arranger:
                 ),
                 self._given.optimizer,
                 lambda: self._runner.refuse_division(modules),
+                partial(seconds_in_lanes, self._given, batch, modules),
             )
 
     def timeline(self) -> StepTimeline | None:

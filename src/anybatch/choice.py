@@ -119,6 +119,12 @@ def fastest(timed: Mapping[int, float], size: int) -> int:
     return min(timed, key=lambda n: (step_seconds(timed, n, size), n))
 
 
+def even(size: int, cap: int) -> int:
+    """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
+    count = -(-size // cap)
+    return -(-size // count)
+
+
 def step_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
     """Return the seconds of a step of `size` samples in micro-batches of `n`.
 
@@ -128,10 +134,10 @@ def step_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
         size: N_B, samples in the mini-batch.
     """
     full, rest = divmod(size, n)
-    return full * timed[n] + (_between(timed, rest) if rest else 0.0)
+    return full * timed[n] + (between(timed, rest) if rest else 0.0)
 
 
-def _between(timed: Mapping[int, float], n: int) -> float:
+def between(timed: Mapping[int, float], n: int) -> float:
     """Return the seconds of `n` samples, on the line between the nearest sizes that were timed.
 
     Below the smallest size a micro-batch costs what that one costs: a part of it is fixed.

@@ -42,7 +42,6 @@ def describe(
     more = peak - sum(owners.values())
     owner = "gradients" if apart and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)
-    considered = _considered(foreseen, n, size, timed, budget)
     memory = Memory(
         budget=budget,
         source=source,
@@ -52,12 +51,7 @@ def describe(
         floor=foreseen.peak(1, size),
         whole=foreseen.peak(size, size),
         how=foreseen.how,
-        candidates=tuple(
-            Candidate(
-                k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None
-            )
-            for k in considered
-        ),
+        candidates=candidates(foreseen, n, size, timed, budget),
     )
     coupled = foreseen.look.coupled and not lanes
     return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
@@ -79,11 +73,14 @@ def _room(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
     return None if left >= (lanes - 1) * lane else max(0, left)
 
 
-def _considered(
+def candidates(
     foreseen: Forecast, n: int, size: int, timed: Mapping[int, float], budget: int
-) -> list[int]:
+) -> tuple[Candidate, ...]:
     """Return the sizes worth a line: what was timed, and the first that does not fit."""
     doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
     fits = [k for k in doubling if foreseen.peak(k, size) <= budget]
     too_large = [k for k in doubling if k not in fits][:1]
-    return sorted({n, size, *too_large, *(timed or fits)})
+    return tuple(
+        Candidate(k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None)
+        for k in sorted({n, size, *too_large, *(timed or fits)})
+    )

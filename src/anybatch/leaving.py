@@ -11,10 +11,11 @@ keep workspace that no fake knows of; that also tells how fast the store is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import NoReturn
 
 from anybatch._plan import Away, Candidate, Memory
+from anybatch.above import MOVED
 from anybatch.batch import count_micro_batches
 from anybatch.case import Case
 from anybatch.choice import fastest, search, step_seconds
@@ -22,11 +23,15 @@ from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast, merged
 from anybatch.kinds import Allowed
 from anybatch.lean import Fitted, Lean, lean
+from anybatch.meter import STEP
 from anybatch.outofcore.chain import chained
 from anybatch.outofcore.keeping import Keeping
-from anybatch.probe import seconds
-from anybatch.spill import Spill, maker, require_room, store_of
-from anybatch.stores import Store
+from anybatch.outofcore.known import FAST
+from anybatch.outofcore.saved import SMALL
+from anybatch.outofcore.simulate import Link
+from anybatch.probe import LONG, seconds
+from anybatch.spill import Spill, clocked, maker, require_room, store_of
+from anybatch.stores import BLOCK, BOUNCE, Store
 from anybatch.units import show_bytes
 
 SAVED = "saved tensors"
@@ -38,6 +43,7 @@ class Leaving:
 
     Attributes:
         whole: the batch must not be divided.
+        times: size -> seconds of a micro-batch, where it was timed.
 
     Args:
         foreseen: what its steps hold in memory.
@@ -64,7 +70,7 @@ class Leaving:
         self._budget, self._source, self._spill = budget, source, spill
         self.whole = whole
         self._leans: dict[int, Lean] = {}
-        self._timed: dict[int, float] = {}
+        self.times: dict[int, float] = {}
 
     def largest(self) -> int:
         """Return the most samples that fit with everything away, of 1, 2, 4 ... and all; or 0."""
@@ -83,24 +89,72 @@ class Leaving:
 
     def timed(self, cap: int) -> int:
         """Return the fastest size up to `cap`, as timed."""
-        self._timed = search(cap, self._size, self.seconds)
-        return fastest(self._timed, self._size) if self._timed else cap
+        self.times = search(cap, self._size, self.seconds)
+        return fastest(self.times, self._size) if self.times else cap
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything may leave that is large enough, and that can be foreseen without memory.
+
+        It is the activations of the undivided batch, which are more than any storage of them.
+        """
+        owners = self._foreseen.owners(self._size, self._size)
+        return self._foreseen.case is not None and owners.get(STEP, 0) >= SMALL
+
+    def moving(self, n: int) -> float:
+        """Return the fewest seconds in which a step in micro-batches of `n` moves what it must."""
+        much = max(0, self._foreseen.peak(n, self._size) - self._budget)
+        link, count = self._link, count_micro_batches(self._size, n)
+        return MOVED * much * count * (1 / link.out + 1 / link.back)
+
+    @cached_property
+    def _link(self) -> Link:
+        """How fast a few bytes have gone where saved tensors would, and returned."""
+        owners = self._foreseen.owners(1, self._size)
+        room = self._budget - sum(owners.values()) + owners.get(STEP, 0)
+        try:
+            return clocked(self._spill.folder, min(BOUNCE, max(room, BLOCK)), self._case().device)
+        except OSError:  # a trial will say it
+            return Link(out=FAST, back=FAST)
 
     def least(self, cap: int) -> int:
         """Return the size up to `cap` of which the fewest bytes leave; the larger of two."""
         known = [n for n in self._leans if n <= cap and self.fits(n)]
         return min(known, key=lambda n: (self._sent(n), -n))
 
-    def seconds(self, n: int) -> float | None:
-        """Time a micro-batch as it would be run; None where it does not fit."""
+    def seconds(self, n: int, enough: float = LONG) -> float | None:
+        """Time a micro-batch as it would be run; None where it does not fit.
+
+        Args:
+            n: samples.
+            enough: seconds after which a first run is taken as it is.
+
+        Raises:
+            StoreError: what leaves has no room.
+        """
         if not self.fits(n):
             return None
+        require_room(self._lean(n).most, self._spill.folder, self._case().device)
         keeping = Keeping(self._maker(), self._case().device)
         keeping.begin(self._lean(n).within(self._budget).rooms)
         try:
-            return seconds(self._case(), self._foreseen.look, n, away=keeping)
+            return seconds(self._case(), self._foreseen.look, n, away=keeping, enough=enough)
         finally:
             keeping.close()
+
+    def candidates(self, n: int = 0) -> tuple[Candidate, ...]:
+        """Return the sizes that fit with everything away, as far as that is known, and `n`."""
+        size, timed = self._size, self.times
+        return tuple(
+            Candidate(
+                k,
+                one.within(self._budget).predicted,
+                step_seconds(timed, k, size) if k in timed else None,
+                away=True,
+            )
+            for k, one in sorted(self._leans.items())
+            if k == n or one.floor <= self._budget
+        )
 
     def allowed(self, n: int, *, real: bool) -> Allowed:
         """Return how a batch is run in micro-batches of `n`.
@@ -119,8 +173,8 @@ class Leaving:
         require_room(found.most, self._spill.folder, self._case().device)
         if real and self._foreseen.case is not None:
             found = self._really(n)
+            self._leans[n] = found
             if found.floor > self._budget:
-                self._leans[n] = found
                 self._refuse(n)
         return self._described(n, found, found.within(self._budget))
 
@@ -185,13 +239,6 @@ class Leaving:
         kept = fitted.predicted - sum(owners.values())
         if kept > 0:
             owners = merged(owners, {SAVED: kept})
-        rows = {
-            k: one.within(self._budget).predicted
-            for k, one in self._leans.items()
-            if one.floor <= self._budget
-        }
-        rows[n] = fitted.predicted
-        timed = self._timed
         memory = Memory(
             budget=self._budget,
             source=self._source,
@@ -200,10 +247,7 @@ class Leaving:
             floor=self._lean(1).floor if 1 in self._leans else found.floor,
             whole=foreseen.peak(size, size),
             how=f"{foreseen.how}, all that autograd saves away",
-            candidates=tuple(
-                Candidate(k, rows[k], step_seconds(timed, k, size) if k in timed else None)
-                for k in sorted(rows)
-            ),
+            candidates=self.candidates(n),
         )
         away = Away(
             store=store_of(self._case().device),

@@ -1,7 +1,8 @@
 """From a budget in bytes to the micro-batch of every batch that comes.
 
 The first batch is foreseen (`anybatch.forecast`), the sizes that fit are timed (`anybatch.probe`),
-and the fastest is chosen. What comes later is never timed again:
+and the fastest is chosen, with all saved tensors in memory (`anybatch.staying`) or with some away
+(`anybatch.leaving`, `anybatch.contest`). What comes later is never timed again:
 
     another batch size, such as a last partial one     the same plan
     smaller samples (shorter sequences)                bounded by what is known of larger ones
@@ -17,27 +18,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 
 from anybatch._plan import Plan
-from anybatch.budget import budget_error, default_budget
+from anybatch.budget import default_budget
 from anybatch.case import Case
-from anybatch.choice import fastest, search
+from anybatch.choice import even
+from anybatch.contest import InLanes, faster
 from anybatch.depict import depict
-from anybatch.describe import describe
 from anybatch.errors import BudgetError, NotExactError, NotYetError
 from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.leaving import Leaving
-from anybatch.probe import seconds
 from anybatch.spill import Spill
+from anybatch.staying import Staying
 from anybatch.step_timeline import StepTimeline
-from anybatch.units import parse_bytes, show_bytes
+from anybatch.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        kind: of the batch.
+        case: returns what is rehearsed.
+        optimizer: its state counts, as it will be.
+        refuse_division: raises where the batch must not be divided.
+        in_lanes: times a step of it in lanes.
+    """
+
+    kind: Kind
+    case: Callable[[], Case]
+    optimizer: torch.optim.Optimizer | None
+    refuse_division: Callable[[], None]
+    in_lanes: InLanes
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether saved tensors can leave of the undivided batch only."""
+        if self.kind.lanes:
+            return True
+        try:
+            self.refuse_division()
+        except NotExactError:
+            return True
+        return False
 
 
 class Planner:
@@ -93,6 +124,7 @@ class Planner:
         make_case: Callable[[], Case],
         optimizer: torch.optim.Optimizer | None,
         refuse_division: Callable[[], None],
+        in_lanes: InLanes,
     ) -> Allowed:
         """Return how a batch of this kind is run.
 
@@ -101,6 +133,7 @@ class Planner:
             make_case: returns what is rehearsed; called where nothing is known yet.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
+            in_lanes: times a step of it in lanes.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
@@ -108,7 +141,8 @@ class Planner:
         kind = self._foreseen.plain(kind)
         found = self._allowed.get(kind)
         if found is None:
-            found = self._decide(kind, make_case, optimizer, refuse_division)
+            case = cache(make_case)
+            found = self._decide(Asked(kind, case, optimizer, refuse_division, in_lanes))
             self._allowed[self._foreseen.plain(kind)] = found
         return found
 
@@ -146,98 +180,114 @@ class Planner:
                 allowed, memory=replace(allowed.memory, predicted=peak + coming)
             )
 
-    def _decide(
-        self,
-        kind: Kind,
-        make_case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        refuse_division: Callable[[], None],
-    ) -> Allowed:
+    def _decide(self, asked: Asked) -> Allowed:
+        kind, way = asked.kind, self.spill.way
         settled = self._of_plan(kind)
         if settled is not None:
             return settled
-        case = cache(make_case)
         if self.budget is None:
-            self.budget, self.source = default_budget(case(), optimizer)
-        whole = kind.lanes or _must_be_whole(refuse_division)
+            self.budget, self.source = default_budget(asked.case(), asked.optimizer)
         divides = self._fixed is not None and self._fixed < kind.size
-        may = self.spill.way != "off" and kind.trains and not (whole and divides)
+        may = way != "off" and kind.trains and not (asked.whole and divides)
         if kind.everyone:
             may = False
-            if self.spill.way in ("host", "file"):
+            if way in ("host", "file"):
                 raise _not_over_ranks()
-        away = partial(self._away, kind, case, optimizer, whole=whole)
-        if may and (self.spill.way != "auto" or self._still_away(kind)):
-            return away()
+        if may and way != "auto":
+            return self._away(asked)
+        if may and self._sends and (found := self._still_away(asked)) is not None:
+            return found
         try:
-            return self._in_memory(kind, case, optimizer, refuse_division)
+            return self._in_memory(asked, may=may)
         except (BudgetError, NotExactError) as error:
             if not may:
                 raise
-            return away(failed=error)
+            return self._away(asked, failed=error)
 
-    def _in_memory(
-        self,
-        kind: Kind,
-        case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        refuse_division: Callable[[], None],
-    ) -> Allowed:
-        """Return how a batch is run with all its saved tensors on the device."""
-        foresee = partial(self._foresee, kind, case, optimizer)
+    def _in_memory(self, asked: Asked, *, may: bool) -> Allowed:
+        """Return how a batch is run with all its saved tensors on the device.
+
+        Or without some of them where they `may` leave, and that is faster.
+        """
+        kind = asked.kind
+        unknown = self._foreseen.bound(kind) is None
+        staying = self._staying(asked)
+        if unknown and may and self._sends and (found := self._still_away(asked)) is not None:
+            return found
+        cap = staying.largest
+        if self._fixed is None and cap == kind.size and asked.whole:
+            return staying.allowed(cap)
+        first = self._best is None and kind.trains
+        timed = first and self.timed and self._fixed is None
+        n = staying.timed() if timed else self._pick(kind, cap)
+        n = n if staying.fits(n) else cap
+        if timed and may:
+            leaving = self._leaving(staying.foreseen, asked)
+            found = faster(staying, leaving, n, kind.size, asked.in_lanes)
+        else:
+            found = staying.allowed(n)
+        if first:
+            self._sends = found.away is not None
+            self._best = found.micro_batch, kind.elements
+        return found
+
+    def _staying(self, asked: Asked) -> Staying:
+        """Return the choice of a size with which a step fits in memory.
+
+        Raises:
+            BudgetError: there is none.
+            NotExactError: the batch would have to be divided, and must not be.
+        """
+        kind = asked.kind
+
+        def choice(foreseen: Forecast, *, fresh: bool) -> Staying:
+            assert self.budget is not None
+            found = Staying(
+                _beside(foreseen, kind),
+                asked.case,
+                kind,
+                budget=self.budget,
+                source=self.source,
+                confirmed=fresh,
+            )
+            found.require(self._fixed, asked.refuse_division)
+            return found
+
         foreseen = self._foreseen.bound(kind)
-        fresh = foreseen is None
-        if foreseen is None:
-            foreseen = foresee(rounded=True)
         try:
-            foreseen, cap = self._cap(foreseen, kind, refuse_division, confirmed=fresh)
-            if kind.lanes and cap < kind.size and not self._foreseen.knows(kind):
-                fresh = True  # undivided it may fit as it is, and there lanes are only slower
-                foreseen, cap = self._cap(
-                    foresee(rounded=False), kind, refuse_division, confirmed=True
-                )
+            found = choice(foreseen or self._foresee(asked, rounded=True), fresh=foreseen is None)
+            # Undivided it may fit as it is, and there lanes are only slower.
+            exact = kind.lanes and found.largest < kind.size
         except (BudgetError, NotExactError):
             if self._foreseen.knows(kind):
                 raise
-            fresh = True  # what fits no bound may fit as it is
-            foreseen, cap = self._cap(foresee(rounded=False), kind, refuse_division, confirmed=True)
-        timed: dict[int, float] = {}
-        whole = kind.lanes or _must_be_whole(refuse_division)
-        if self._fixed is None and cap == kind.size and whole:
-            return self._described(foreseen, kind, cap, timed, fresh=fresh)
-        if self._best is None and self.timed and self._fixed is None and kind.trains:
-            timed = search(cap, kind.size, partial(self._seconds, foreseen, kind, case))
-        n = self._pick(kind, cap, timed)
-        n = n if self._fits(foreseen, kind.size, n) else cap
-        if self._best is None and kind.trains:
-            self._best = n, kind.elements
-        return self._described(foreseen, kind, n, timed, fresh=fresh)
+            exact = True  # what fits no bound may fit as it is
+        if exact and not self._foreseen.knows(kind):
+            found = choice(self._foresee(asked, rounded=False), fresh=True)
+        return found
 
-    def _away(
-        self,
-        kind: Kind,
-        case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        whole: bool,
-        failed: Exception | None = None,
-    ) -> Allowed:
-        """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
+    def _leaving(self, foreseen: Forecast, asked: Asked) -> Leaving:
+        """Return the choice of a size with saved tensors away."""
         assert self.budget is not None
-        foreseen, fresh = self._foreseen.bound(kind), self._best is None
-        if foreseen is None:
-            foreseen = self._foresee(kind, case, optimizer, rounded=True)
-        leaving = Leaving(
-            _beside(foreseen, kind),
-            case,
-            kind.size,
+        return Leaving(
+            foreseen,
+            asked.case,
+            asked.kind.size,
             budget=self.budget,
             source=self.source,
             spill=self.spill,
-            whole=whole,
+            whole=asked.whole,
         )
+
+    def _away(self, asked: Asked, *, failed: Exception | None = None) -> Allowed:
+        """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
+        kind = asked.kind
+        foreseen, fresh = self._foreseen.bound(kind), self._best is None
+        if foreseen is None:
+            foreseen = self._foresee(asked, rounded=True)
+        leaving = self._leaving(_beside(foreseen, kind), asked)
         n = self._size_away(leaving, kind)
-        if failed is not None and ((whole and n == 0) or not leaving.helps(n)):
+        if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
             raise failed
         found = leaving.allowed(n or leaving.smallest, real=fresh)
         self._sends = True
@@ -254,15 +304,25 @@ class Planner:
             return cap
         if self._best is None:
             return leaving.timed(cap) if self.timed else leaving.least(cap)
-        return self._pick(kind, cap, {})
+        return self._pick(kind, cap)
 
-    def _still_away(self, kind: Kind) -> bool:
-        """Say whether saved tensors have left before, and by what is known have to again."""
+    def _still_away(self, asked: Asked) -> Allowed | None:
+        """Return how a batch is run where saved tensors have left before, and have to again.
+
+        None where it fits as it is in micro-batches of the size chosen then, where that is not
+        known, and where it cannot be run so either.
+        """
         assert self.budget is not None
-        bound = self._foreseen.bound(kind) if self._sends else None
+        kind, bound = asked.kind, self._foreseen.bound(asked.kind)
         if bound is None:
-            return False
-        return _beside(bound, kind).largest(self.budget, kind.size) == 0
+            return None
+        n = kind.size if asked.whole else self._pick(kind, kind.size)
+        if _beside(bound, kind).largest(self.budget, kind.size) >= n:
+            return None
+        try:
+            return self._away(asked)
+        except BudgetError:
+            return None
 
     def _of_plan(self, kind: Kind) -> Allowed | None:
         """Return what a plan that was given says of its first batch; None for other batches.
@@ -282,100 +342,17 @@ class Planner:
         self.decided += 1
         return settled
 
-    def _described(
-        self, foreseen: Forecast, kind: Kind, n: int, timed: dict[int, float], *, fresh: bool
-    ) -> Allowed:
-        assert self.budget is not None
-        return describe(
-            foreseen,
-            n,
-            kind.size,
-            timed,
-            budget=self.budget,
-            source=self.source,
-            trains=kind.trains,
-            confirmed=fresh,
-        )
-
-    def _cap(
-        self,
-        foreseen: Forecast,
-        kind: Kind,
-        refuse_division: Callable[[], None],
-        *,
-        confirmed: bool,
-    ) -> tuple[Forecast, int]:
-        """Return the forecast beside the gradients that are there, and the most samples that fit.
-
-        They are confirmed where that can be done without memory.
-        """
-        assert self.budget is not None
-        size = kind.size
-        foreseen = _beside(foreseen, kind)
-        cap = foreseen.largest(self.budget, size)
-        while confirmed and cap > 0 and foreseen.confirm(cap, size) > self.budget:
-            cap = min(cap - 1, 7 * cap // 8)
-        if cap < size:
-            self._refuse(refuse_division, foreseen.peak(size, size))
-        if cap == 0:
-            raise budget_error(self.budget, self.source, foreseen, size)
-        n = cap if self._fixed is None else min(self._fixed, size)
-        if n != cap and (n > cap or not self._fits(foreseen, size, n)):
-            needed = foreseen.peak(n, size)
-            raise BudgetError(
-                f"a step must fit in memory, and micro-batches of {self._fixed} samples need "
-                f"{show_bytes(needed)} of {show_bytes(self.budget)} ({self.source}): give "
-                f"micro_batch={cap}{' or less' if n > cap else ''}, or leave it out",
-                needed=needed,
-                given=self.budget,
-            )
-        return foreseen, cap
-
-    def _foresee(
-        self,
-        kind: Kind,
-        case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        rounded: bool,
-    ) -> Forecast:
+    def _foresee(self, asked: Asked, *, rounded: bool) -> Forecast:
         assert self.budget is not None
         self.decided += 1
-        return self._foreseen.foresee(kind, case(), optimizer, self.budget, rounded=rounded)
+        return self._foreseen.foresee(
+            asked.kind, asked.case(), asked.optimizer, self.budget, rounded=rounded
+        )
 
-    def _refuse(self, refuse_division: Callable[[], None], whole: int) -> None:
-        """Refuse to divide what must not be, and say how many bytes undivided it needs."""
-        assert self.budget is not None
-        try:
-            refuse_division()
-        except NotExactError as error:
-            raise NotExactError(
-                f"{error}. Undivided the batch needs {show_bytes(whole)}, and "
-                f"{show_bytes(self.budget)} is there ({self.source})"
-            ) from None
-
-    def _seconds(
-        self, foreseen: Forecast, kind: Kind, case: Callable[[], Case], n: int
-    ) -> float | None:
-        """Time a size as it would be run; None where it does not fit."""
-        assert self.budget is not None
-        if not self._fits(foreseen, kind.size, n):
-            return None
-        apart = not kind.lanes and n < kind.size
-        apart = apart and foreseen.apart(n, kind.size, confirmed=False) <= self.budget
-        return seconds(case(), foreseen.look, n, apart=apart)
-
-    def _fits(self, foreseen: Forecast, size: int, n: int) -> bool:
-        """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
-        assert self.budget is not None
-        return foreseen.peak(n, size) <= self.budget
-
-    def _pick(self, kind: Kind, cap: int, timed: dict[int, float]) -> int:
-        """Return the fastest size, or one that does as much work at once as the fastest did."""
+    def _pick(self, kind: Kind, cap: int) -> int:
+        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
         if self._fixed is not None:
             return min(self._fixed, cap)
-        if timed:
-            return fastest(timed, kind.size)
         if self._best is None:
             return even(kind.size, cap)
         n, elements = self._best
@@ -422,23 +399,8 @@ def _beside(foreseen: Forecast, kind: Kind) -> Forecast:
     return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen
 
 
-def _must_be_whole(refuse_division: Callable[[], None]) -> bool:
-    """Say whether the batch must not be divided, however much faster that would be."""
-    try:
-        refuse_division()
-    except NotExactError:
-        return True
-    return False
-
-
 def _not_over_ranks() -> NotYetError:
     return NotYetError(
         "saved tensors leave the device in one process today, and there are several ranks: plan "
         'with offload="off", or let one process train'
     )
-
-
-def even(size: int, cap: int) -> int:
-    """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
-    count = -(-size // cap)
-    return -(-size // count)

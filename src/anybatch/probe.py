@@ -7,6 +7,7 @@ takes is told well enough by a single run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 from time import perf_counter
 
@@ -25,14 +26,22 @@ RUNS = 3
 """Timed runs of which the median counts."""
 
 RECORDED = 2
-"""Micro-batches that are recorded: one that finds no sums of gradients, and one that does."""
+"""Micro-batches that are recorded: one that finds no sums of gradients, and one that does.
+
+Of a batch that is not divided it is one."""
 
 LONG = 0.5
 """Seconds after which a first run is taken as it is."""
 
 
 def seconds(
-    case: Case, seen: Look, n: int, *, apart: bool = False, away: Away | None = None
+    case: Case,
+    seen: Look,
+    n: int,
+    *,
+    apart: bool = False,
+    away: Away | None = None,
+    enough: float = LONG,
 ) -> float | None:
     """Time forward and backward of one micro-batch, as one of many or as the whole batch.
 
@@ -43,6 +52,7 @@ def seconds(
         apart: its gradients are added to an accumulator, which small micro-batches pay for more
             often. Default False.
         away: where its saved tensors may go; the first of each kind are recorded, and not timed.
+        enough: seconds after which a first run is taken as it is. Default: those of a long one.
 
     Returns:
         Seconds; None where it ran out of memory.
@@ -58,21 +68,30 @@ def seconds(
             step.discover = discoverer(step, before)
             step.away = away
             (micro,) = step.feed()
-            for _ in range(0 if away is None else RECORDED):
-                _timed(step, micro)
-            first = _timed(step, micro)
-            if first > LONG:
-                return first
-            times = []
-            for _ in range(RUNS):
+
+            def once() -> float:
                 for leaf in case.leaves if alone else ():
                     leaf.grad = None  # nothing is beside a batch that is not divided
-                times.append(_timed(step, micro))
-            return median(times)
+                return _timed(step, micro)
+
+            for _ in range(0 if away is None else 1 if alone else RECORDED):
+                once()
+            return told(once, enough)
     except Exception as error:
         if not out_of_memory(error):
             raise
     return None
+
+
+def told(once: Callable[[], float], enough: float = LONG) -> float:
+    """Return the seconds of what is run: the median of a few times, or the first if it is long.
+
+    Args:
+        once: runs it, and returns its seconds.
+        enough: seconds after which the first are taken as they are.
+    """
+    first = once()
+    return first if first > min(LONG, enough) else median(once() for _ in range(RUNS))
 
 
 def workspace(case: Case, seen: Look, n: int, grown: int) -> int:
@@ -97,7 +116,7 @@ def workspace(case: Case, seen: Look, n: int, grown: int) -> int:
 
 def _timed(step: Step, micro: MicroBatch) -> float:
     """Run one micro-batch, and return its seconds; its gradients stay."""
-    _finish(step)
+    finish(step.device)
     start = perf_counter()
 
     def train(micro: MicroBatch) -> None:
@@ -105,12 +124,11 @@ def _timed(step: Step, micro: MicroBatch) -> float:
         step.backward([loss], [torch.ones_like(loss)])
 
     step.under(train)(micro)
-    _finish(step)
+    finish(step.device)
     return perf_counter() - start
 
 
-def _finish(step: Step) -> None:
+def finish(device: torch.device) -> None:
     """Wait for a device that computes on its own."""
-    parameter = next(step.model.parameters(), None)
-    if parameter is not None and parameter.is_cuda:
-        torch.cuda.synchronize(parameter.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

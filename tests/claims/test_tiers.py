@@ -22,6 +22,7 @@ FRONT = "anybatch"
 TIERS = {
     "base": "errors units",
     "pure": "_plan timeline choice",
+    "above": "above",
     "outofcore": "outofcore step_timeline",  # but for those named below
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
@@ -38,8 +39,11 @@ TIERS = {
     "ladder": "ladder lean",
     "budget": "budget",
     "foreseen": "foreseen describe depict leaving",
+    "staying": "staying",
+    "contest": "contest",
     "planner": "planner",
     "runner": "runner facts",
+    "trial": "trial",
     "arranged": "arranged",
     "engine": "engine",
     "public": "_check planning _offload",
@@ -48,7 +52,7 @@ TIERS = {
 }
 LAYERED_INSIDE = {"outofcore", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "pure", "outofcore"}
+WITHOUT_TORCH = {"base", "pure", "above", "outofcore"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 

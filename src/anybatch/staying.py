@@ -1,0 +1,135 @@
+"""Which micro-batch, where all its saved tensors stay on the device.
+
+Sizes above the largest that fits are not considered; the fastest below it is found by timing them
+as they would be run.
+
+    forecast <= budget ──> cap, rehearsed once more ──> timed ──> one
+
+`anybatch.leaving` is the same choice where saved tensors may leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+from anybatch._plan import Candidate
+from anybatch.budget import budget_error
+from anybatch.case import Case
+from anybatch.choice import even, fastest, search
+from anybatch.describe import candidates, describe
+from anybatch.errors import BudgetError, NotExactError
+from anybatch.forecast import Forecast
+from anybatch.kinds import Allowed, Kind
+from anybatch.probe import seconds
+from anybatch.units import show_bytes
+
+
+class Staying:
+    """The choice for one kind of batch.
+
+    Attributes:
+        foreseen: what steps hold in memory.
+        times: size -> seconds of a micro-batch, where it was timed.
+
+    Args:
+        foreseen: what its steps hold in memory.
+        case: returns the real one.
+        kind: of the batch.
+        budget: bytes.
+        source: where these come from, in words.
+        confirmed: rehearse the sizes that matter, where that costs no memory.
+    """
+
+    def __init__(
+        self,
+        foreseen: Forecast,
+        case: Callable[[], Case],
+        kind: Kind,
+        *,
+        budget: int,
+        source: str,
+        confirmed: bool,
+    ) -> None:
+        self.foreseen, self._case, self._kind = foreseen, case, kind
+        self._budget, self._source, self._confirmed = budget, source, confirmed
+        self.times: dict[int, float] = {}
+
+    @cached_property
+    def largest(self) -> int:
+        """The most samples that fit; 0 where not even one does."""
+        size, foreseen = self._kind.size, self.foreseen
+        cap = foreseen.largest(self._budget, size)
+        while self._confirmed and cap > 0 and foreseen.confirm(cap, size) > self._budget:
+            cap = min(cap - 1, 7 * cap // 8)
+        return cap
+
+    def require(self, fixed: int | None, refuse_division: Callable[[], None]) -> None:
+        """Require that a step fits, in micro-batches of `fixed` samples where that is given.
+
+        Raises:
+            NotExactError: it would have to be divided, and must not be.
+            BudgetError: it does not fit.
+        """
+        size, cap = self._kind.size, self.largest
+        if cap < size:
+            self._refuse(refuse_division)
+        if cap == 0:
+            raise budget_error(self._budget, self._source, self.foreseen, size)
+        n = cap if fixed is None else min(fixed, size)
+        if n != cap and (n > cap or not self.fits(n)):
+            needed = self.foreseen.peak(n, size)
+            raise BudgetError(
+                f"a step must fit in memory, and micro-batches of {fixed} samples need "
+                f"{show_bytes(needed)} of {show_bytes(self._budget)} ({self._source}): give "
+                f"micro_batch={cap}{' or less' if n > cap else ''}, or leave it out",
+                needed=needed,
+                given=self._budget,
+            )
+
+    def fits(self, n: int) -> bool:
+        """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
+        return self.foreseen.peak(n, self._kind.size) <= self._budget
+
+    def timed(self) -> int:
+        """Return the fastest size, as timed."""
+        size = self._kind.size
+        self.times = search(self.largest, size, self.seconds)
+        return fastest(self.times, size) if self.times else even(size, self.largest)
+
+    def seconds(self, n: int) -> float | None:
+        """Time a micro-batch as it would be run; None where it does not fit."""
+        if not self.fits(n):
+            return None
+        kind, foreseen = self._kind, self.foreseen
+        apart = not kind.lanes and n < kind.size
+        apart = apart and foreseen.apart(n, kind.size, confirmed=False) <= self._budget
+        return seconds(self._case(), foreseen.look, n, apart=apart)
+
+    def allowed(self, n: int) -> Allowed:
+        """Return how a batch is run in micro-batches of `n`."""
+        return describe(
+            self.foreseen,
+            n,
+            self._kind.size,
+            self.times,
+            budget=self._budget,
+            source=self._source,
+            trains=self._kind.trains,
+            confirmed=self._confirmed,
+        )
+
+    def candidates(self, n: int) -> tuple[Candidate, ...]:
+        """Return the sizes worth a line in a plan, `n` among them."""
+        return candidates(self.foreseen, n, self._kind.size, self.times, self._budget)
+
+    def _refuse(self, refuse_division: Callable[[], None]) -> None:
+        """Refuse to divide what must not be, and say how many bytes undivided it needs."""
+        try:
+            refuse_division()
+        except NotExactError as error:
+            whole = self.foreseen.peak(self._kind.size, self._kind.size)
+            raise NotExactError(
+                f"{error}. Undivided the batch needs {show_bytes(whole)}, and "
+                f"{show_bytes(self._budget)} is there ({self._source})"
+            ) from None

@@ -1,0 +1,68 @@
+"""Seconds of a step in lanes: all of it is run, as it would be, and everything is put back.
+
+A micro-batch that waits for others has no seconds of its own: what it costs is the meetings, and
+what leaves the device while it waits. So a whole step is timed, under the rules of
+`anybatch.probe`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+
+import torch
+
+from anybatch.batch import Batch
+from anybatch.buffers import put_back_moved
+from anybatch.given import Given
+from anybatch.gradients import Gradients
+from anybatch.memory_errors import out_of_memory
+from anybatch.modules import Modules
+from anybatch.probe import finish, told
+from anybatch.rehearse import put_back
+from anybatch.runner import Runner
+
+
+def seconds_in_lanes(
+    given: Given, batch: Batch, modules: Modules, n: int, room: int | None
+) -> float | None:
+    """Time a step in lanes.
+
+    Args:
+        given: model, loss and optimizer; gradients, buffers and dice are put back.
+        batch: the mini-batch.
+        modules: every module that it runs.
+        n: samples in a micro-batch.
+        room: bytes that waiting lanes may hold on the device; None lets all of it stay.
+
+    Returns:
+        Seconds, infinitely many where it ran out of memory; None for a batch that is loaded on the
+        way, which can be run once only.
+    """
+    case = given.case(batch, modules, trains=True)
+    if case.lazy:
+        return None
+    runner = Runner(given)  # of its own: what it finds out is not yet the engine's
+    try:
+        with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
+
+            def once() -> float:
+                put_back_moved(before.buffers)
+                before.dice.put_back()
+                for leaf in case.leaves:
+                    leaf.grad = None
+                gradients = Gradients(case.leaves, wide=False)
+                step = runner.step(batch, modules, before, gradients, n, room=room)
+                step.budgeted = True
+                finish(case.device)
+                start = perf_counter()
+                runner.run(step, modules, before)
+                finish(case.device)
+                return inf if step.retries else perf_counter() - start
+
+            return told(once)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    return inf

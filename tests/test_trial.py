@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import same, snapshot
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from anybatch import LazyBatch
+from anybatch.given import Given
+from anybatch.loss.watched import Watched
+from anybatch.norm.adaptive import Fixed
+from anybatch.runner import Runner
+from anybatch.step import Step
+from anybatch.trial import seconds_in_lanes
+
+
+class Model(nn.Module):
+    """Draws, and may run out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.head = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.error: Exception | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        out: Tensor = self.head(F.dropout(self.norm(self.one(x))))
+        return out
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(0)  # those of the process must not move
+    return torch.randn(20, 5, generator=dice), torch.randint(0, 3, (20,), generator=dice)
+
+
+def timed(model: Model, n: int = 8, room: int | None = 0, inputs: Any = None) -> float | None:
+    given = Given(model, Watched(F.cross_entropy), None, Fixed("exact"))
+    batch = given.batch(*rows()) if inputs is None else given.batch(inputs, None)
+    return seconds_in_lanes(given, batch, given.modules(), n, room)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each step that is run looks like."""
+    found, run = [], Runner.run
+
+    def watched(self: Runner, step: Step, *rest: Any) -> Tensor:
+        found.append((step.lanes, step.count, step.room, step.budgeted))
+        return run(self, step, *rest)
+
+    monkeypatch.setattr(Runner, "run", watched)
+    return found
+
+
+@pytest.mark.parametrize("room", [0, None])
+def test_all_of_a_step_is_run_in_lanes_and_put_back(ran: list[Any], room: int | None) -> None:
+    model = Model()
+    for p in list(model.parameters())[1:]:
+        p.grad = torch.ones_like(p)
+    before = snapshot(model)
+    found = timed(model, 8, room)
+    assert found is not None
+    assert 0 < found < inf
+    assert same(before, snapshot(model))
+    assert set(ran) == {(True, 3, room, True)}
+    assert len(ran) in (1, 4)  # a long one is not repeated
+
+
+def test_a_step_that_runs_out_of_memory_takes_for_ever_and_other_errors_go_out() -> None:
+    model = Model()
+    model.error = MemoryError()
+    assert timed(model) == inf
+    model.error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        timed(model)
+
+
+def test_a_batch_that_is_loaded_on_the_way_is_not_run(ran: list[Any]) -> None:
+    assert timed(Model(), inputs=LazyBatch(TensorDataset(*rows()))) is None
+    assert ran == []
