@@ -191,6 +191,8 @@ def lean(
     recorders: list[Recorder] = []
     divided, seen = foreseen.divides(n, size), foreseen.look
     held = foreseen.held(size, divided=divided)
+    if not divided and foreseen.copied:  # seen on real rows inside a step, which has its own copy
+        held = merged(held, {"buffers": foreseen.copied})
     if grown := foreseen.grown(n, size):
         held = merged(held, {"gradients": grown})
     inside = tries - total(held) if make is not None else 0
