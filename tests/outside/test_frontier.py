@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from benchmarks.mbs.models import Attention, TransformerLM
 from benchmarks.mbs.problem import Problem
-from benchmarks.outofcore.frontier import figure, rows, run
+from benchmarks.outofcore.frontier import figure, ours, rows, run
 from benchmarks.outofcore.frontier.networks import NETWORKS, Network
 from benchmarks.outofcore.frontier.peers import files
 from torch import nn
@@ -20,7 +21,10 @@ def _small() -> Problem:
     return Problem(resnet20(norm="batch", blocks=1), nn.CrossEntropyLoss(), None, x, y, 8)
 
 
-def test_every_way_is_measured_told_and_drawn(tmp_path: Path) -> None:
+def test_every_way_is_measured_told_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "SHARES", (0.8, 0.01))  # the last one is refused
     found = run.one(Network("small", _small, Residual), 2, tmp_path)
     ways = {(line, name): r for line, ones in found["lines"].items() for name, r in ones.items()}
     assert all(row["same gradient"] for row in ways.values())
@@ -28,6 +32,10 @@ def test_every_way_is_measured_told_and_drawn(tmp_path: Path) -> None:
     assert twice == {"checkpoint"}  # it runs BatchNorm's forward again
     assert ways["checkpoint", "every block"]["peak"] < found["in memory"]
     assert ways["files by hand", "every saved tensor"]["peak"] < found["in memory"]
+    within = [row for row in ways.values() if "budget" in row]
+    assert len(within) == 2
+    assert all(row["peak"] <= row["budget"] for row in within)
+    assert not any(row["remade"] for row in found["lines"]["offload, moving"].values())
     assert not list(tmp_path.iterdir())
     results = {"modes": {"default": {"networks": {"resnet": found}}}}
     assert rows.frontier(results).count("\n") == 1 + len(ways)

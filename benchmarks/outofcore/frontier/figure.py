@@ -24,6 +24,8 @@ LOOKS = {
     "checkpoint": ("#d55e00", "--", "s"),
     "save_on_cpu": ("#cc79a7", "", "D"),
     "files by hand": ("#000000", "", "X"),
+    "offload, moving": ("#0072b2", "-", "o"),
+    "offload, moving or again": ("#009e73", "-.", "^"),
 }
 """Colour, line and mark of a way."""
 
