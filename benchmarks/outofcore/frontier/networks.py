@@ -48,18 +48,18 @@ def _tokens(model: nn.Module, n: int, length: int) -> Problem:
 
 NETWORKS = {
     "resnet": Network(
-        "ResNet-20, 64 images of 32x32",
-        lambda: _images(resnet20(norm="batch"), 64, 32),
+        "ResNet-20, 40 images of 32x32",
+        lambda: _images(resnet20(norm="batch"), 40, 32),
         Residual,
     ),
     "densenet": Network(
-        "DenseNet of 4, 8 and 6 layers, 16 images of 96x96",
-        lambda: _images(densenet121(10, 16, (4, 8, 6)), 16, 96),
+        "DenseNet of 4, 8 and 6 layers, 12 images of 96x96",
+        lambda: _images(densenet121(10, 16, (4, 8, 6)), 12, 96),
         Dense,
     ),
     "transformer": Network(
-        "transformer of 6 layers, 16 texts of 128 tokens",
-        lambda: _tokens(TransformerLM(width=128, layers=6, length=128), 16, 128),
+        "transformer of 6 layers, 12 texts of 128 tokens",
+        lambda: _tokens(TransformerLM(width=128, layers=6, length=128), 12, 128),
         Attention,
     ),
 }

@@ -85,7 +85,7 @@ def main(
     *,
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
-    rounds: Annotated[int, typer.Option(help="timings of every way")] = 7,
+    rounds: Annotated[int, typer.Option(help="timings of every way")] = 5,
     networks: Annotated[str, typer.Option(help="names, comma between")] = ",".join(NETWORKS),
     spill: Annotated[Path | None, typer.Option(help="folder of what goes to disk")] = None,
     here: Annotated[bool, typer.Option(hidden=True)] = False,
