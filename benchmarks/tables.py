@@ -32,6 +32,7 @@ from benchmarks.mbs.rows import (
 from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.outofcore.cheap import rows as cheap
+from benchmarks.outofcore.frontier import rows as frontier_rows
 from benchmarks.outofcore.limits import rows as limits_rows
 from benchmarks.outofcore.monger import rows as monger_rows
 from benchmarks.outofcore.offload import rows as offload_rows
@@ -78,6 +79,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "cheap": ("outofcore/cheap", cheap.cheap),
     "monger": ("outofcore/monger", monger_rows.monger),
     "offload": ("outofcore/offload", offload_rows.offload),
+    "frontier": ("outofcore/frontier", frontier_rows.frontier),
     "recompute": ("outofcore/recompute", recompute_rows.recompute),
     "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "limits": ("outofcore/limits", limits_rows.limits),
@@ -115,6 +117,7 @@ TITLES = {
     "monger": "The largest batch with a memory monger, as AGBN has it",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
+    "frontier": "Out of core: the memory and the time of a step, every way beside the others",
     "recompute": "Out of core: cheap results computed again in real steps",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
@@ -137,6 +140,7 @@ MORE = {
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {
+    "frontier": (("frontier.png", "seconds of a step against the memory that it holds"),),
     "schedules": (
         ("figure_3.png", "the largest budgets that allocators serve, by batch"),
         ("figure_4.png", "images a second by batch, on three machines"),

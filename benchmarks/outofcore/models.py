@@ -49,12 +49,17 @@ class DenseBlock(nn.Module):
         return torch.cat(states, 1)
 
 
-def densenet121(classes: int = 1000, growth: int = 32) -> nn.Sequential:
-    """DenseNet-121: [n, 3, 224, 224] -> logits [n, 1000]; 8.0 million parameters."""
+def densenet121(
+    classes: int = 1000, growth: int = 32, counts: tuple[int, ...] = (6, 12, 24, 16)
+) -> nn.Sequential:
+    """DenseNet-121: [n, 3, 224, 224] -> logits [n, 1000]; 8.0 million parameters.
+
+    Other counts of layers in its blocks make other DenseNets.
+    """
     channels = 2 * growth
     layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), *_norm_relu(channels)]
     layers.append(nn.MaxPool2d(3, 2, 1))
-    for index, count in enumerate((6, 12, 24, 16)):
+    for index, count in enumerate(counts):
         if index:
             half = channels // 2
             layers += [*_norm_relu(channels), nn.Conv2d(channels, half, 1, bias=False)]

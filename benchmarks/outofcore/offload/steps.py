@@ -63,7 +63,7 @@ class Step:
 
 def floor(step: Step, spill: Path | None) -> int:
     """Return the bytes that a step holds with all away that may be."""
-    off = anybatch.offload(memory=LOTS, store=spill, device=step.device)
+    off = anybatch.offload(memory=LOTS, store=spill, device=step.device, recompute=False)
     step.run(off)
     assert off.last is not None
     assert off.last.predicted_bytes is not None
@@ -85,11 +85,11 @@ def ways(step: Step, shares: tuple[float, ...], spill: Path | None) -> dict[str,
     }
     found["all that may leave"] = anybatch.offload(memory=least, store=spill, device=step.device)
     if step.device.type == "cuda":
-        found["save_on_cpu"] = _Again(lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+        found["save_on_cpu"] = Anew(lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
     return found
 
 
-class _Again:
+class Anew:
     """A context manager that can be entered again, made anew each time."""
 
     def __init__(self, make: Callable[[], Around]) -> None:

@@ -36,10 +36,10 @@ def may_move(tensor: Tensor, device: torch.device, least: int) -> bool:
     return (
         type(tensor) in MOVES
         and tensor.layout == torch.strided
+        and tensor.untyped_storage().nbytes() >= least  # most are small, and asked no more
         and tensor.device.type == device.type
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and not tensor.is_inference()
-        and tensor.untyped_storage().nbytes() >= least
     )
 
 

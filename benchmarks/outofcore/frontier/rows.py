@@ -1,0 +1,33 @@
+"""The results of the frontier as a table in markdown."""
+
+from typing import Any
+
+from benchmarks.mbs.rows import markdown
+from benchmarks.outofcore.frontier.networks import NETWORKS
+
+Results = dict[str, Any]
+HEAD = ("network", "malloc", "way", "setting", "live peak", "wall", "gradient", "statistics")
+MIB = 1 << 20
+
+
+def frontier(results: Results) -> str:
+    """A line for each network and way; bytes in MiB, and the live peak over that in memory."""
+    rows = []
+    for mode, found in results["modes"].items():
+        for name, one in found["networks"].items():
+            whole = one["in memory"]
+            told = f"{NETWORKS[name].title}, {whole / MIB:.1f} MiB in memory"
+            for line, settings in one["lines"].items():
+                for setting, row in settings.items():
+                    rows.append([told, mode, line, setting, *_cells(row, whole)])
+    return markdown(list(HEAD), rows)
+
+
+def _cells(row: Results, whole: int) -> list[str]:
+    low, middle, high = row["wall"]
+    return [
+        f"{row['peak'] / MIB:.1f} MiB ({row['peak'] / whole:.2f})",
+        f"{middle:.2f} ({low:.2f} to {high:.2f})",
+        "the same" if row["same gradient"] else "another",
+        "the same" if row["same buffers"] else "another",
+    ]

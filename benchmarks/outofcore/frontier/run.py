@@ -1,0 +1,107 @@
+"""The memory and the time of a step: every way to hold less, in one run.
+
+A ResNet and a DenseNet with BatchNorm and a transformer, each in memory; with
+`torch.utils.checkpoint` on half of their blocks, three in four, and every block; with torch's
+`save_on_cpu`; with hooks that write every saved tensor to a file, as a person would; and in
+`anybatch.offload`, with budgets from 0.9 to 0.4 of the peak in memory as far as they can be kept,
+where tensors move only and where cheap ones may be computed again too.
+
+`peak` is the most live bytes, weights, gradients and rows among them, measured in a step of its
+own. `wall` is the median (and the quartiles) of time(way) / time(in memory): a step in memory runs
+between two in other ways, every other round backwards. Gradients are compared bit for bit, and so
+are the statistics of BatchNorm after the step: a block that is computed again updates them twice.
+
+On a CPU `save_on_cpu` keeps tensors where they are, and with `pin_memory=True` copies them within
+the same memory: it is here since the same line is what a person has. What the files by hand leave
+in the page cache is memory too, and not counted; `anybatch.offload` goes past it. Both glibc malloc
+modes run, each in a process started in them (design, 5.10).
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.environment import MALLOC, environment
+from benchmarks.outofcore.frontier.clock import measured
+from benchmarks.outofcore.frontier.figure import draw
+from benchmarks.outofcore.frontier.networks import NETWORKS, Network
+from benchmarks.outofcore.frontier.ours import ours, told
+from benchmarks.outofcore.frontier.peers import peers
+from benchmarks.outofcore.offload.steps import Step
+from benchmarks.results import console, write
+
+HERE = Path(__file__).parent
+SEED = 0
+
+
+def one(network: Network, rounds: int, spill: Path | None) -> dict[str, Any]:
+    """Every way around the step of one network."""
+    torch.manual_seed(SEED)
+    step = Step(network.make())
+    whole = step.peak(nullcontext())
+    lines = peers(step.model, network.blocks(step.model), spill) | ours(step, spill)
+    flat = {(line, name): way for line, ways in lines.items() for name, way in ways.items()}
+    found = measured(step, flat, rounds)
+    rows: dict[str, Any] = {line: {} for line in lines}
+    for (line, name), row in found.items():
+        rows[line][name] = row | told(flat[line, name])
+    return {"in memory": whole, "lines": rows}
+
+
+def one_mode(names: list[str], rounds: int, spill: Path | None) -> dict[str, Any]:
+    """Every network, in this process and its malloc mode."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in names:
+        console.print(name)
+        found[name] = one(NETWORKS[name], rounds, spill)
+    return {"environment": environment(), "networks": found}
+
+
+def child(mode: str, names: list[str], rounds: int, spill: Path | None) -> Any:
+    """The same in a new process whose malloc was set before it started."""
+    console.print(f"malloc mode {mode}")
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    command = [sys.executable, "-m", "benchmarks.outofcore.frontier.run", "--here"]
+    command += ["--networks", ",".join(names), "--rounds", str(rounds)]
+    done = subprocess.run(
+        [*command, *([] if spill is None else ["--spill", str(spill)])],
+        env={**ours, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        check=True,
+        text=True,
+    )
+    return json.loads(done.stdout)
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    rounds: Annotated[int, typer.Option(help="timings of every way")] = 5,
+    networks: Annotated[str, typer.Option(help="names, comma between")] = ",".join(NETWORKS),
+    spill: Annotated[Path | None, typer.Option(help="folder of what goes to disk")] = None,
+    here: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Measure in both malloc modes, write results.json and draw frontier.png."""
+    names = networks.split(",")
+    if quick:
+        names, rounds = names[-1:], 2
+    if here:
+        print(json.dumps(one_mode(names, rounds, spill)))
+        return
+    modes = {mode: child(mode, names, rounds, spill) for mode in MALLOC}
+    results = {"seed": SEED, "rounds": rounds, "modes": modes}
+    write(out / "results.json", results)
+    draw(results, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
