@@ -42,6 +42,10 @@ class Beyond(Protocol):
 END = "the end"
 """The key with which a lane ends."""
 
+NOTICE = 0.2
+"""Seconds after which a Ctrl-C is noticed at the latest that came as the wait for the lanes began:
+Python looks for signals before it waits and when one ends the wait, and not in between."""
+
 
 class Turns(Protocol):
     """What happens around the turns of lanes."""
@@ -109,7 +113,8 @@ class Lanes:
                     self._alive.add(lane)
                 self._go[0].release()
                 begun = True
-            self._over.acquire()
+            while not self._over.acquire(timeout=NOTICE):
+                pass
         except BaseException as error:  # Ctrl-C: the lane that runs ends at its next meeting
             self._failure = self._failure or error
             with uninterrupted():
