@@ -159,6 +159,7 @@ def test_learns_runs_resumes_and_is_written(
 
     monkeypatch.setattr(learns, "trained", again)
     monkeypatch.setattr(learns, "agreement", again)
+    monkeypatch.setattr(learns, "peak_of", again)
     learns.main(images=images, quick=True, out=out, folder=tmp_path / "runs")
     assert json.loads((out / "results.json").read_text()) == first
     assert {run["arm"] for run in first["runs"]} == set(arms.ARMS)

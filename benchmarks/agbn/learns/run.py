@@ -68,6 +68,14 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Peaks:
+    """One step of each arm, in live bytes; what leaves for a file does so in its own time."""
+
+    micro_batch: int
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
 class Size:
     """How much is run."""
 
@@ -108,7 +116,7 @@ def peak_of(arm: Arm, size: Size, images: Images) -> int:
 def run(size: Size, data: Data, working: Working) -> dict[str, Any]:
     """Run what the working file does not have, and return the results."""
 
-    def kept(job: Training | Agreement, do: Callable[[], Outcome]) -> Outcome:
+    def kept(job: Training | Agreement | Peaks, do: Callable[[], Outcome]) -> Outcome:
         found = working.get(job)
         if found is None:
             found = do()
@@ -116,12 +124,15 @@ def run(size: Size, data: Data, working: Working) -> dict[str, Any]:
             console.print(f"{' '.join(map(str, astuple(job)[:-1]))}: done", highlight=False)
         return found
 
+    def peaks() -> Outcome:
+        return {arm: peak_of(arm, size, data[0]) for arm in ARMS}
+
     recipe, micro_batch = size.recipe, size.micro_batch
     first = Agreement(size.steps, micro_batch, len(ORDERS), size.compared)
     compare = partial(agreement, size.compared, micro_batch, data[0], size.steps)
     found: dict[str, Any] = {
         "agreement": kept(first, compare),
-        "peaks": {arm: peak_of(arm, size, data[0]) for arm in ARMS},
+        "peaks": kept(Peaks(micro_batch, recipe), peaks),
     }
     jobs = [Training(arm, seed, micro_batch, recipe) for seed in size.seeds for arm in ARMS]
     found["runs"] = [kept(job, partial(trained, job, data)) for job in jobs]
