@@ -31,6 +31,7 @@ class Clocks:
         self.here: Callable[[int], float] = lambda n: 1.0 + 0.01 * n
         self.away: Callable[[int], float] = lambda n: 1.1 + 0.01 * n
         self.lanes: float | None = 5.0
+        self.wider = 6.0
         self.link = Link(out=1e12, back=1e12)
         self.tried: list[int] = []
         self.in_lanes: list[int] = []
@@ -44,9 +45,11 @@ class Clocks:
         self.tried.append(n)
         return self.away(n)
 
-    def _lanes(self, given: Any, batch: Any, modules: Any, n: int, room: Any) -> float | None:
+    def _lanes(
+        self, given: Any, batch: Any, modules: Any, n: int, room: Any, away: Any
+    ) -> float | None:
         self.in_lanes.append(n)
-        return self.lanes
+        return self.lanes if away is None else self.wider
 
     def _clocked(self, *_: Any) -> Link:
         self.linked += 1
@@ -174,26 +177,40 @@ def test_the_gradient_of_a_plan_that_was_chosen_so_is_that_of_the_batch(clocks: 
     assert engines[0].last.moved_bytes > 0
 
 
+INF = float("inf")
+
+
 @pytest.mark.parametrize(
-    ("lanes", "mechanism"), [(5.0, "undivided"), (1.0, "lanes"), (float("inf"), "undivided")]
+    ("lanes", "wider", "chosen", "away"),
+    [
+        (5.0, 6.0, SIZE, True),  # the whole batch with all away, which takes 1.2 s
+        (1.0, 6.0, 3, False),
+        (INF, 6.0, SIZE, True),
+        (5.0, 1.1, 4, True),  # lanes that leave while they run
+        (1.0, 0.9, 4, True),
+        (INF, INF, SIZE, True),
+        (0.8, INF, 3, False),
+    ],
 )
-def test_lanes_against_the_whole_batch_with_all_away(
-    clocks: Clocks, lanes: float, mechanism: str
+def test_lanes_against_wider_ones_and_the_whole_batch_with_all_away(
+    clocks: Clocks, lanes: float, wider: float, chosen: int, away: bool
 ) -> None:
-    clocks.lanes, clocks.away = lanes, lambda _: 1.2
+    mechanism = "lanes" if chosen < SIZE else "undivided"
+    clocks.lanes, clocks.wider, clocks.away = lanes, wider, lambda _: 1.2
     clocks.here = lambda n: 0.2 + 0.01 * n
     model, batch = convolutions(), images()
     memory = room(convolutions)
     engine = Engine(model, F.cross_entropy, memory=memory)
     plan = engine.foresee(*batch)
-    assert clocks.in_lanes == [3]
+    assert clocks.in_lanes == [3, 4]
     assert clocks.tried == [SIZE]
-    assert plan.mechanism == mechanism
-    assert (plan.offload is None) == (mechanism == "lanes")
+    assert (plan.mechanism, plan.micro_batch) == (mechanism, chosen)
+    assert (plan.offload is not None) == away
     assert plan.memory is not None
     found = {(c.micro_batch, c.away): c.seconds for c in plan.memory.candidates}
     assert found[SIZE, True] == 1.2
-    assert found[3, False] == (lanes if lanes < 9 else None)
+    assert found[3, False] == (lanes if lanes < INF else None)
+    assert found[4, True] == (wider if wider < INF else None)
     state = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=plan).backward(*batch))
     assert_exact(state, undivided(model, F.cross_entropy, *batch))
     for n in (8, 7):

@@ -19,6 +19,10 @@ CPU = torch.device("cpu")
 KIB = 1024 // 4
 
 
+BIGGEST = 3600
+"""Bytes."""
+
+
 class Slow(HostStore):
     """Copies only when it is told to."""
 
@@ -68,16 +72,18 @@ def test_what_is_used_on_its_way_out_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int) -> None:
+@pytest.mark.parametrize("limited", [False, True])
+def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int, limited: bool) -> None:
     chance = random.Random(seed)
     lanes, turns, room = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
-    it = Pager(room, HostStore(), CPU, turns=chance.choice([0, 2]))
+    limit = max(room, 2 * BIGGEST) if limited else None
+    it = Pager(room, HostStore(), CPU, turns=chance.choice([0, 2]), limit=limit)
     left: list[list[Tensor]] = [[] for _ in range(lanes)]
     want: list[list[Tensor]] = [[] for _ in range(lanes)]
     program = [
         [chance.choice(("make", "read", "write", "drop")) for _ in range(5)] for _ in range(turns)
     ]
-    sizes = [[chance.randrange(80, 900) for _ in range(5)] for _ in range(turns)]
+    sizes = [[chance.randrange(80, BIGGEST // 4) for _ in range(5)] for _ in range(turns)]
     places = [[chance.random() for _ in range(5)] for _ in range(turns)]
     order = list(range(lanes))
     for turn in range(turns):
@@ -100,6 +106,7 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int) -> None
                     with Paging(it):
                         found = mine[index] * 1
                     assert torch.equal(found, true[index])
+                assert limit is None or it._hold.here <= limit + BIGGEST
             if at < lanes - 1:
                 later = order[at + 1 :]
                 it.leave(lane, list(dict.fromkeys([*later, *reversed(order)])))

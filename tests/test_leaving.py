@@ -300,9 +300,9 @@ def test_a_batch_that_meets_in_batchnorm_leaves_whole_where_no_lane_fits(share: 
     model = normed()
     x, y = torch.randn(3, 8, 256).double() + 100, torch.randn(3, 8, 1).double()
     needed = []
-    for offload in ("file", "off"):
+    for given in ({"offload": "file", "micro_batch": 3}, {"offload": "off"}):
         with pytest.raises(BudgetError) as error:
-            plan(model, F.mse_loss, (x, y), memory=1024, offload=offload)
+            plan(model, F.mse_loss, (x, y), memory=1024, **given)
         needed.append(error.value.needed)
     low, lanes = needed
     memory = low + int(share * (lanes - low))

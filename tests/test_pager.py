@@ -97,6 +97,46 @@ def test_room_is_kept_by_what_is_used_last() -> None:
     assert torch.equal(old, filled(KIB) + 1)
 
 
+@pytest.mark.parametrize("kind", ["host", "file"])
+def test_within_a_limit_the_lane_that_runs_gives_memory_away_too(kind: str, tmp_path: Path) -> None:
+    it = Pager(0, stores(tmp_path)[kind], CPU, limit=3 * 1024)
+    it.begin(0)
+
+    def here() -> list[int]:
+        it._hold.settle()
+        return [number for number, one in enumerate(made) if one.untyped_storage().nbytes()]
+
+    made: list[Tensor] = []
+    with Paging(it):
+        made.append(torch.zeros(KIB) + 1)
+        for _ in range(5):
+            made.append(made[-1] + 1)
+            assert len(here()) <= 4
+    assert here() == [2, 3, 4, 5]  # what was used last, and what the last kernel has made
+    seen = it.moved
+    with Paging(it):
+        total = made[5] + made[4]
+        assert 2 not in here()
+        total += made[0]
+        both = [one.clone() for one in (made[0], made[1])]
+    assert it.moved > seen
+    it.close()
+    assert torch.equal(total, torch.full((KIB,), 12.0))
+    for number, one in enumerate(made):
+        assert torch.equal(one, torch.full((KIB,), number + 1.0))
+    assert torch.equal(both[1], made[1])
+
+
+def test_a_kernel_that_needs_more_than_the_limit_has_it_all_the_same() -> None:
+    it = Pager(0, HostStore(), CPU, limit=1024)
+    it.begin(0)
+    with Paging(it):
+        made = [filled(KIB) + number for number in range(4)]
+        joined = torch.cat(made)
+    it.close()
+    assert torch.equal(joined, torch.cat([filled(KIB) + number for number in range(4)]))
+
+
 def test_what_was_not_written_to_is_not_copied_out_again() -> None:
     it = pager(0)
     it.begin(0)

@@ -42,7 +42,7 @@ def rows() -> tuple[Tensor, Tensor]:
 def timed(model: Model, n: int = 8, room: int | None = 0, inputs: Any = None) -> float | None:
     given = Given(model, Watched(F.cross_entropy), None, Fixed("exact"))
     batch = given.batch(*rows()) if inputs is None else given.batch(inputs, None)
-    return seconds_in_lanes(given, batch, given.modules(), n, room)
+    return seconds_in_lanes(given, batch, given.modules(), n, room, None)
 
 
 @pytest.fixture

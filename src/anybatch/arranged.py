@@ -108,7 +108,7 @@ class Arranger:
         else:
             planned = None if plan is None else plan(0)
             everyone = join(micro_batch if planned is None else planned[1].micro_batch)
-        if planned is None:
+        if planner is None or planned is None:
             step = make(everyone.micro_batch, apart=False, everyone=everyone)
             return Arranged(step, None, None)
         kind, allowed = planned
@@ -121,7 +121,7 @@ class Arranger:
             everyone=everyone,
             away=allowed.away if gradients is not None else None,
         )
-        step.budgeted = True
+        step.budgeted, step.spill = True, step.spill or planner.spill.folder
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return Arranged(step, kind, allowed)

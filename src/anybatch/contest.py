@@ -7,7 +7,8 @@ both are run, where that can pay (`anybatch.above`).
 
     streaming    4   8   16 │                16 is the largest that fits
                             │ 32   64  128   the same with saved tensors away, until that loses
-    BatchNorm    lanes of 16│ 128            all of a step in lanes, and the batch undivided
+    BatchNorm    lanes of 16│ lanes of 64    that leave while they run (`anybatch.narrow`)
+                            │ 128            the batch undivided, with saved tensors away
 
 Source: Law 3 of this project's design: of the plans that fit, the fastest one measured.
 """
@@ -18,38 +19,91 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 
-from anybatch._plan import Candidate
+from anybatch._plan import Away, Candidate
 from anybatch.above import above, try_above
 from anybatch.choice import fastest, step_seconds
 from anybatch.errors import BudgetError, StoreError
 from anybatch.kinds import Allowed
 from anybatch.leaving import Leaving
+from anybatch.narrow import Narrow
 from anybatch.staying import Staying
 
-InLanes = Callable[[int, int | None], float | None]
-"""Samples in a micro-batch, and the room of those that wait -> seconds of a step; None where that
-cannot be told."""
+InLanes = Callable[[int, int | None, Away | None], float | None]
+"""Samples in a micro-batch, the room of those that wait, and what leaves of the one that runs ->
+seconds of a step; None where that cannot be told."""
 
 
-def faster(staying: Staying, leaving: Leaving, n: int, size: int, in_lanes: InLanes) -> Allowed:
-    """Return how a batch is run, of two ways the faster one.
+def faster(
+    staying: Staying, leaving: Leaving, narrow: Narrow, n: int, size: int, in_lanes: InLanes
+) -> Allowed:
+    """Return how a batch is run, of two or three ways the fastest one.
 
     Args:
         staying: the choice with all saved tensors in memory, timed.
         leaving: the choice with saved tensors away.
-        n: the fastest size of the former.
+        narrow: the choice of lanes that leave while they run.
+        n: the fastest size of the first.
         size: N_B, samples in the mini-batch.
         in_lanes: times a step in lanes.
     """
     stays = staying.allowed(n)
     if not staying.times or staying.largest == size or not leaving.possible:
         return stays
-    if leaving.whole and not leaving.fits(size):
-        return stays
     alone = step_seconds(staying.times, n, size)
-    seconds = in_lanes(n, stays.memory.room) if stays.lanes else alone
+    if not stays.lanes:
+        return _or_away(staying, leaving, stays, size, alone)
+    seconds = in_lanes(n, stays.memory.room, None)
     if seconds is None:
         return stays
+    here = [_slower(one, seconds / alone) for one in staying.candidates(n)]
+    stays = _told(stays, here, stays.memory.floor)
+    wider = _wider(narrow, n, in_lanes)
+    if wider is not None:
+        rows = [*here, *wider[0].memory.candidates]
+        floor = min(stays.memory.floor, wider[0].memory.floor)
+        if wider[1] < seconds:
+            stays, seconds = wider[0], wider[1]
+        stays = _told(stays, rows, floor)
+    if not leaving.fits(size):
+        return stays
+    return _or_away(staying, leaving, stays, size, seconds)
+
+
+def _wider(narrow: Narrow, n: int, in_lanes: InLanes) -> tuple[Allowed, float] | None:
+    """Return lanes of more samples than `n`, and the seconds of a step; None where there are none.
+
+    They leave while they run, so more fit; they meet less often, and kernels are larger.
+    """
+    more = narrow.best() if narrow.possible else 0
+    if more <= n:
+        return None
+    try:
+        found = narrow.allowed(more)
+    except StoreError:  # no room where they would go
+        return None
+    seconds = in_lanes(more, None, found.away)
+    if seconds is None:
+        return None
+    rows = [
+        replace(one, seconds=seconds if isfinite(seconds) else None)
+        for one in found.memory.candidates
+        if one.micro_batch == more
+    ]
+    return _told(found, rows, found.memory.floor), seconds
+
+
+def _or_away(
+    staying: Staying, leaving: Leaving, stays: Allowed, size: int, seconds: float
+) -> Allowed:
+    """Return how a batch is run: as it `stays`, or with saved tensors away.
+
+    Args:
+        staying: as above.
+        leaving: as above.
+        stays: the fastest way so far.
+        size: N_B, samples in the mini-batch.
+        seconds: of a step that way.
+    """
     tried = try_above(
         staying.times,
         seconds,
@@ -59,8 +113,7 @@ def faster(staying: Staying, leaving: Leaving, n: int, size: int, in_lanes: InLa
         trial=lambda n, enough: _trial(leaving, n, enough),
     )
     leaving.times = staying.times | tried
-    here = [_slower(one, seconds / alone) for one in staying.candidates(n)]
-    floor = stays.memory.floor
+    here, floor = stays.memory.candidates, stays.memory.floor
     best = fastest(leaving.times, size) if not stays.lanes else size
     if best in tried and step_seconds(leaving.times, best, size) < seconds:
         try:

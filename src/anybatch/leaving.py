@@ -42,6 +42,7 @@ class Leaving:
     """The choice for one kind of batch.
 
     Attributes:
+        foreseen: what its steps hold in memory.
         whole: the batch must not be divided.
         times: size -> seconds of a micro-batch, where it was timed.
 
@@ -66,7 +67,7 @@ class Leaving:
         spill: Spill,
         whole: bool,
     ) -> None:
-        self._foreseen, self._case, self._size = foreseen, case, size
+        self.foreseen, self._case, self._size = foreseen, case, size
         self._budget, self._source, self._spill = budget, source, spill
         self.whole = whole
         self._leans: dict[int, Lean] = {}
@@ -98,19 +99,19 @@ class Leaving:
 
         It is the activations of the undivided batch, which are more than any storage of them.
         """
-        owners = self._foreseen.owners(self._size, self._size)
-        return self._foreseen.case is not None and owners.get(STEP, 0) >= SMALL
+        owners = self.foreseen.owners(self._size, self._size)
+        return self.foreseen.case is not None and owners.get(STEP, 0) >= SMALL
 
     def moving(self, n: int) -> float:
         """Return the fewest seconds in which a step in micro-batches of `n` moves what it must."""
-        much = max(0, self._foreseen.peak(n, self._size) - self._budget)
+        much = max(0, self.foreseen.peak(n, self._size) - self._budget)
         link, count = self._link, count_micro_batches(self._size, n)
         return MOVED * much * count * (1 / link.out + 1 / link.back)
 
     @cached_property
     def _link(self) -> Link:
         """How fast a few bytes have gone where saved tensors would, and returned."""
-        owners = self._foreseen.owners(1, self._size)
+        owners = self.foreseen.owners(1, self._size)
         room = self._budget - sum(owners.values()) + owners.get(STEP, 0)
         try:
             return clocked(self._spill.folder, min(BOUNCE, max(room, BLOCK)), self._case().device)
@@ -138,7 +139,7 @@ class Leaving:
         keeping = Keeping(self._maker(), self._case().device)
         keeping.begin(self._lean(n).within(self._budget).rooms)
         try:
-            return seconds(self._case(), self._foreseen.look, n, away=keeping, enough=enough)
+            return seconds(self._case(), self.foreseen.look, n, away=keeping, enough=enough)
         finally:
             keeping.close()
 
@@ -171,7 +172,7 @@ class Leaving:
             self._refuse(n)
         found = self._lean(n)
         require_room(found.most, self._spill.folder, self._case().device)
-        if real and self._foreseen.case is not None:
+        if real and self.foreseen.case is not None:
             found = self._really(n)
             self._leans[n] = found
             if found.floor > self._budget:
@@ -218,14 +219,14 @@ class Leaving:
 
     def _lean(self, n: int) -> Lean:
         if n not in self._leans:
-            fakes = self._foreseen.case
+            fakes = self.foreseen.case
             self._leans[n] = (
-                self._really(n) if fakes is None else lean(self._foreseen, fakes, n, self._size)
+                self._really(n) if fakes is None else lean(self.foreseen, fakes, n, self._size)
             )
         return self._leans[n]
 
     def _really(self, n: int) -> Lean:
-        return lean(self._foreseen, self._case(), n, self._size, self._maker(), self._budget)
+        return lean(self.foreseen, self._case(), n, self._size, self._maker(), self._budget)
 
     def _maker(self) -> Callable[[], Store]:
         return maker(self._spill.folder, self._case().device)
@@ -234,7 +235,7 @@ class Leaving:
         return self._lean(n).within(self._budget).sent(count_micro_batches(self._size, n))
 
     def _described(self, n: int, found: Lean, fitted: Fitted) -> Allowed:
-        foreseen, size, count = self._foreseen, self._size, count_micro_batches(self._size, n)
+        foreseen, size, count = self.foreseen, self._size, count_micro_batches(self._size, n)
         owners = found.all_owners
         kept = fitted.predicted - sum(owners.values())
         if kept > 0:

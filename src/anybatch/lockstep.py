@@ -90,10 +90,18 @@ AHEAD = 1.5
 
 def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
-    if step.room is None or step.count < 2:
+    if (step.room is None and step.inside is None) or step.count < 2:
         return None
     turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
-    return Pager(step.room, store_on(step.device), step.device, meters, small=small, turns=turns)
+    return Pager(
+        step.room or 0,
+        store_on(step.device, step.spill),
+        step.device,
+        meters,
+        small=small,
+        turns=turns,
+        limit=step.inside,
+    )
 
 
 def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:

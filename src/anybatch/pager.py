@@ -10,11 +10,17 @@ it runs, in forward and in backward (`anybatch.paging`), and what it needs is th
     it will use comes ahead of it; what was not written to need not be copied out again
 
 Who runs next is known, and what it will use has been shown by the first lane that was there.
+
+Where not even one lane fits, the lane that runs gives memory away, too: before each of its kernels
+so much leaves that what the kernel needs has room, of the lanes that wait first, and then of its
+own what it has not used for longest. What a chain of layers saves first is needed last in backward,
+so that is also what is needed last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -39,6 +45,8 @@ class Pager:
         small: bytes below which a storage stays. Default `SMALL`.
         turns: waiting lanes may hold, beside that, what a lane has held in a turn, so many times.
             Default 0.
+        limit: bytes that all of them may hold before a kernel runs, with all that it needs; None
+            (default) lets the lane that runs hold whatever it will.
     """
 
     def __init__(
@@ -50,8 +58,11 @@ class Pager:
         *,
         small: int = SMALL,
         turns: float = 0,
+        limit: int | None = None,
     ) -> None:
-        self.room, self._device = room, device.type
+        self.room, self._device, self.limit = room, device.type, limit
+        self._away_next: deque[tuple[int, Held]] | None = None
+        self._distance: dict[int, int] = {}
         self._turns, self._small = turns, small
         self._hold, self._book = Hold(store, device, meters), Book()
         self._turn = self._lane = 0
@@ -81,6 +92,7 @@ class Pager:
         allowed = self._allowed()
         self._send_others(allowed, allowed, {})
         self._called = self._noted = self._made = 0
+        self._away_next = None
         self._call_next()
 
     def leave(self, lane: int, waiting: Iterable[int]) -> None:
@@ -97,8 +109,44 @@ class Pager:
         self._next = order[1] if len(order) > 1 else None
         allowed = self._allowed()
         ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
-        distance = {other: place for place, other in enumerate(order)}
-        self._send_others(max(self.room, allowed - ahead), allowed, distance)
+        self._distance = {other: place for place, other in enumerate(order)}
+        wanted = max(min(self.room, allowed), allowed - ahead)
+        self._send_others(wanted, allowed, self._distance)
+
+    def before(self, keys: Iterable[int]) -> None:
+        """Make room for what a kernel needs, where there is a limit.
+
+        Args:
+            keys: of the storages that it needs; they do not leave.
+        """
+        assert self.limit is not None
+        hold = self._hold
+        if hold.stirred():
+            self._settle()
+        needed = set(keys)
+        most = self.limit - self._coming_back(needed)
+        if hold.here - hold.going > most:
+            for key, held in self._first_to_go(needed):
+                hold.send_away(key, held)
+                if hold.here - hold.going <= most:
+                    break
+        while hold.here > most and hold.wait():
+            pass
+
+    def _coming_back(self, needed: set[int]) -> int:
+        """Return the bytes of what is needed and away; what is here counts as used last."""
+        hold, coming = self._hold, 0
+        for key in needed:
+            held = hold.all.get(key)
+            if held is None or held.stays:
+                continue
+            if held.state == AWAY:
+                coming += held.size
+            elif key in hold.movable:  # they are in the order of their last use
+                hold.movable[key] = hold.movable.pop(key)
+                if held.state == LEAVING:
+                    hold.bring_back(key, held)
+        return coming
 
     def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
         """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
@@ -162,8 +210,25 @@ class Pager:
         self._hold.settle()
         self._call_next()
 
+    def _first_to_go(self, needed: set[int]) -> Iterator[tuple[int, Held]]:
+        """Yield what may leave while a lane runs: of those that wait, and then its own."""
+        hold = self._hold
+        if self._away_next is None:
+            waiting = [item for item in hold.movable.items() if item[1].used < hold.since]
+            waiting.sort(key=lambda item: self._order(item[1], self._distance))
+            self._away_next = deque(waiting)
+        while self._away_next:
+            key, held = self._away_next.popleft()
+            if hold.all.get(key) is held and held.used < hold.since and key not in needed:
+                yield key, held
+        for key, held in list(hold.movable.items()):
+            if key not in needed:
+                yield key, held
+
     def _allowed(self) -> int:
         """Return the bytes that others may hold during a lane's turn."""
+        if self.limit is not None:
+            return max(0, self.limit - self._book.top)
         return self.room + int(self._turns * self._book.top)
 
     def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:

@@ -54,6 +54,8 @@ class Paging(TorchDispatchMode):
             writes = self._writes[func] = schema is None or schema.is_mutable
         with torch._C.DisableTorchFunction():
             given: list[int | None] = []
+            if self._pager.limit is not None:
+                self._pager.before(_keys((args, kwargs)))
             self._bring(args, given, writes)
             if kwargs:
                 self._bring(kwargs.values(), given, writes)
@@ -103,6 +105,20 @@ def keep(pager: Pager, tensor: Tensor) -> None:
         key = key_of(inner)
         if key is not None:
             pager.keep(key)
+
+
+def _keys(values: Any) -> Iterator[int]:
+    """Yield the addresses of the storages that a kernel needs."""
+    if isinstance(values, Tensor):
+        for inner in _inside(values):
+            key = key_of(inner)
+            if key is not None:
+                yield key
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _keys(value)
+    elif isinstance(values, dict):
+        yield from _keys(list(values.values()))
 
 
 def _wraps(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from anybatch.forecast import ASIDE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.leaving import Leaving
+from anybatch.narrow import Narrow
 from anybatch.spill import Spill
 from anybatch.staying import Staying
 from anybatch.step_timeline import StepTimeline
@@ -61,9 +62,12 @@ class Asked:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether saved tensors can leave of the undivided batch only."""
-        if self.kind.lanes:
-            return True
+        """Whether micro-batches that know nothing of each other would be another training."""
+        return self.kind.lanes or self.undivided
+
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether the batch must not be divided."""
         try:
             self.refuse_division()
         except NotExactError:
@@ -188,7 +192,7 @@ class Planner:
         if self.budget is None:
             self.budget, self.source = default_budget(asked.case(), asked.optimizer)
         divides = self._fixed is not None and self._fixed < kind.size
-        may = way != "off" and kind.trains and not (asked.whole and divides)
+        may = way != "off" and kind.trains and not (divides and asked.undivided)
         if kind.everyone:
             may = False
             if way in ("host", "file"):
@@ -223,7 +227,8 @@ class Planner:
         n = n if staying.fits(n) else cap
         if timed and may:
             leaving = self._leaving(staying.foreseen, asked)
-            found = faster(staying, leaving, n, kind.size, asked.in_lanes)
+            narrow = self._narrow(staying.foreseen, asked)
+            found = faster(staying, leaving, narrow, n, kind.size, asked.in_lanes)
         else:
             found = staying.allowed(n)
         if first:
@@ -279,6 +284,18 @@ class Planner:
             whole=asked.whole,
         )
 
+    def _narrow(self, foreseen: Forecast, asked: Asked) -> Narrow:
+        """Return the choice of lanes that leave while they run."""
+        assert self.budget is not None
+        return Narrow(
+            foreseen,
+            asked.kind.size,
+            asked.case().device,
+            budget=self.budget,
+            source=self.source,
+            spill=self.spill,
+        )
+
     def _away(self, asked: Asked, *, failed: Exception | None = None) -> Allowed:
         """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
         kind = asked.kind
@@ -287,9 +304,38 @@ class Planner:
             foreseen = self._foresee(asked, rounded=True)
         leaving = self._leaving(_beside(foreseen, kind), asked)
         n = self._size_away(leaving, kind)
+        if leaving.whole and n < kind.size and not asked.undivided:
+            return self._in_narrow_lanes(asked, leaving.foreseen, n, failed)
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
             raise failed
         found = leaving.allowed(n or leaving.smallest, real=fresh)
+        self._sends = True
+        if self._best is None:
+            self._best = n, kind.elements
+        return found
+
+    def _in_narrow_lanes(
+        self,
+        asked: Asked,
+        foreseen: Forecast,
+        n: int,
+        failed: Exception | None,
+    ) -> Allowed:
+        """Return how a batch is run in lanes that leave while they run; `n` 0 chooses their size.
+
+        Raises:
+            BudgetError: it cannot be; or what `failed` without, which needs less.
+        """
+        kind, narrow = asked.kind, self._narrow(foreseen, asked)
+        if failed is not None and not narrow.possible:
+            raise failed
+        n = n or narrow.best() or 1
+        try:
+            found = narrow.allowed(n)
+        except BudgetError as error:
+            if failed is not None and self._fixed is None and _needed(failed) <= error.needed:
+                raise failed from None
+            raise
         self._sends = True
         if self._best is None:
             self._best = n, kind.elements
@@ -397,6 +443,11 @@ def _beside(foreseen: Forecast, kind: Kind) -> Forecast:
     """Return the forecast beside the samples of other ranks and the gradients that are there."""
     foreseen = replace(foreseen, everyone=kind.everyone)
     return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen
+
+
+def _needed(failed: Exception) -> float:
+    """Return the bytes that a refusal names; infinitely many where it names none."""
+    return failed.needed if isinstance(failed, BudgetError) else float("inf")
 
 
 def _not_over_ranks() -> NotYetError:

@@ -57,10 +57,10 @@ def plan(
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
         offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one
-            sample does not fit with them, and where larger micro-batches, or the undivided batch
-            instead of lanes, have been timed to be faster so; "host" (from a GPU) or "file" (from
-            the CPU) in any case; "off" never. Without timing, the size is then the one of which the
-            least leaves.
+            sample does not fit with them, and where larger micro-batches or lanes, or the
+            undivided batch instead of lanes, have been timed to be faster so; "host" (from a GPU)
+            or "file" (from the CPU) in any case; "off" never. Without timing, the size is then the
+            one of which the least leaves.
         states: where the optimizer's state waits between its steps, as `offload_states` does it:
             "host" memory from CUDA, a "file" on the CPU. Default None: it stays on the device.
         spill: folder of these files, which have no name and are gone with the process. Default

@@ -126,15 +126,22 @@ class Runner:
             step.draws = self._draws(step)
         if step.divided:
             self._divide(step, modules, before)
-        if away is not None:
+        if away is not None and step.lanes and step.count > 1:
+            self._require(away)
+            step.inside, step.spill = away.rooms[1], away.folder
+        elif away is not None:
             step.away = self._away(away)
         return step
 
+    def _require(self, away: Away) -> None:
+        """Require that what leaves has a place."""
+        require_place(away.store, self._given.device)
+        require_room(away.most, away.folder, self._given.device)
+
     def _away(self, away: Away) -> Keeping:
         """Return where saved tensors go, as they went in earlier steps."""
+        self._require(away)
         device = self._given.device
-        require_place(away.store, device)
-        require_room(away.most, away.folder, device)
         kind = device, away.folder
         if self._keeping is None or self._keeping[0] != kind:
             self._keeping = kind, Keeping(maker(away.folder, device), device)

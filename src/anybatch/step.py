@@ -102,6 +102,9 @@ class Step:
         coupled: in lanes, the loss is known to need all outputs at once.
         room: bytes that waiting lanes may hold on the device; None sends nothing away.
         budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
+        inside: bytes that all lanes may hold, the one that runs, too; None lets that one hold what
+            it will.
+        spill: folder of what lanes send to a file; None is the system's for temporary files.
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
         watch: sees each micro-batch as it comes, and may end the step.
@@ -147,6 +150,8 @@ class Step:
     coupled: bool = False
     room: int | None = None
     budgeted: bool = False
+    inside: int | None = None
+    spill: str | None = None
     moved: int = 0
     remade: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter

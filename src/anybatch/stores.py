@@ -319,6 +319,13 @@ def _flat(storage: Any) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def store_on(device: torch.device) -> Store:
-    """Return where bytes of a device go: host memory from CUDA, a file from the host's own."""
-    return HostStore() if device.type == "cuda" else FileStore()
+def store_on(device: torch.device, folder: str | None = None) -> Store:
+    """Return where bytes of a device go: host memory from CUDA, a file from the host's own.
+
+    Args:
+        device: that is left.
+        folder: of the file; None (default) is the system's folder for temporary files.
+    """
+    if device.type == "cuda":
+        return HostStore()
+    return FileStore(None if folder is None else Path(folder))

@@ -13,6 +13,7 @@ from time import perf_counter
 
 import torch
 
+from anybatch._plan import Away
 from anybatch.batch import Batch
 from anybatch.buffers import put_back_moved
 from anybatch.given import Given
@@ -25,7 +26,7 @@ from anybatch.runner import Runner
 
 
 def seconds_in_lanes(
-    given: Given, batch: Batch, modules: Modules, n: int, room: int | None
+    given: Given, batch: Batch, modules: Modules, n: int, room: int | None, away: Away | None
 ) -> float | None:
     """Time a step in lanes.
 
@@ -35,6 +36,7 @@ def seconds_in_lanes(
         modules: every module that it runs.
         n: samples in a micro-batch.
         room: bytes that waiting lanes may hold on the device; None lets all of it stay.
+        away: what leaves of the lane that runs, too; None lets it hold what it will.
 
     Returns:
         Seconds, infinitely many where it ran out of memory; None for a batch that is loaded on the
@@ -53,7 +55,7 @@ def seconds_in_lanes(
                 for leaf in case.leaves:
                     leaf.grad = None
                 gradients = Gradients(case.leaves, wide=False)
-                step = runner.step(batch, modules, before, gradients, n, room=room)
+                step = runner.step(batch, modules, before, gradients, n, room=room, away=away)
                 step.budgeted = True
                 finish(case.device)
                 start = perf_counter()

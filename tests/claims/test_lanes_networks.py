@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch._plan import Memory
+from anybatch._plan import Away, Memory
 from anybatch.exactness import error_of
 
 N = 22
@@ -105,10 +105,14 @@ def test_every_split_of_the_full_networks(
         assert_exact(got, want, noise)
 
 
-def with_room(found: Case, room: int) -> tuple[State, int]:
-    """Return what a step in lanes of 6 leaves, and the bytes it moved; `room` bytes may stay."""
+def with_room(found: Case, room: int, inside: int | None = None) -> tuple[State, int]:
+    """Return what a step in lanes of 6 leaves, and the bytes it moved; `room` bytes may stay.
+
+    `inside`: bytes that may stay of the lane that runs, too.
+    """
     memory = Memory(2**40, "as given", 0, (), 0, 0, "not at all", room=room)
-    plan = Plan(6, "lanes", "in place", "as written", True, (), memory)
+    away = None if inside is None else Away("file", None, (inside, inside), 0, 0, 1)
+    plan = Plan(6, "lanes", "in place", "as written", True, (), memory, offload=away)
     engines: list[Engine] = []
 
     def run(model: nn.Module) -> Tensor:
@@ -129,6 +133,10 @@ def test_what_leaves_the_device_and_what_stays_changes_no_bit(name: str) -> None
         state, moved = with_room(found, room)
         assert moved < bound, (room, moved, most)
         assert state.keys() == parked.keys()
+        assert all(torch.equal(state[name], parked[name]) for name in parked)
+    for inside in (0, most // 64):  # between any two kernels everything leaves, or what must
+        state, moved = with_room(found, 0, inside)
+        assert moved > most or inside
         assert all(torch.equal(state[name], parked[name]) for name in parked)
     assert_exact(parked, undivided(found.model, found.loss, found.x, found.y), found.noise)
 

@@ -1,0 +1,147 @@
+"""Lanes of which not even one fits: what the running one does not need just now leaves, too.
+
+Where samples meet in BatchNorm there are two ways for a batch that fits in no other. Undivided with
+its saved tensors away (`anybatch.leaving`) it computes as torch does, and the widest layer of the
+whole batch must fit. In lanes of which everything may leave between two kernels
+(`anybatch.pager`), the widest layer of one micro-batch must.
+
+    undivided   widest layer x N_B  <= budget     taken where it fits
+    lanes       widest layer x n    <= budget     the largest n that leaves as much room again
+
+Source: design of this project, sections 5.3 and 5.7.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from anybatch._plan import Away, Candidate, Memory
+from anybatch.batch import count_micro_batches
+from anybatch.errors import BudgetError
+from anybatch.forecast import Forecast, merged, total
+from anybatch.kinds import Allowed
+from anybatch.spill import Spill, require_room, store_of
+from anybatch.units import show_bytes
+from anybatch.widths import Widths, widths
+
+LANES = "lanes"
+"""The owner of what all micro-batches hold, the one that runs among them."""
+
+
+class Narrow:
+    """The choice for one kind of batch.
+
+    Args:
+        foreseen: what its steps hold in memory.
+        size: N_B, samples in the mini-batch.
+        device: where it is computed.
+        budget: bytes.
+        source: where these come from, in words.
+        spill: where lanes leave for.
+    """
+
+    def __init__(
+        self,
+        foreseen: Forecast,
+        size: int,
+        device: torch.device,
+        *,
+        budget: int,
+        source: str,
+        spill: Spill,
+    ) -> None:
+        self._foreseen, self._size, self._device = foreseen, size, device
+        self._budget, self._source, self._spill = budget, source, spill
+        self._widths: dict[int, Widths] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether it can be told without memory, and the batch be divided."""
+        return self._foreseen.case is not None and self._size > 1
+
+    def fits(self, n: int) -> bool:
+        """Say whether lanes of `n` samples do."""
+        return self._of(n).floor <= self._budget
+
+    def best(self) -> int:
+        """Return the most samples, of 1, 2, 4 ..., that leave room for as much as a kernel needs.
+
+        The most that fit at all where none do, and 0 where none fit.
+        """
+        found, n = [0], 1
+        while n < self._size and self.fits(n):
+            found.append(n)
+            n *= 2
+        roomy = [n for n in found[1:] if self._left(n) >= 2 * self._of(n).needs]
+        return max(roomy, default=found[-1])
+
+    def allowed(self, n: int) -> Allowed:
+        """Return how a batch is run in lanes of `n` samples.
+
+        Raises:
+            BudgetError: they do not fit.
+            StoreError: what leaves has no room.
+        """
+        found, count = self._of(n), count_micro_batches(self._size, n)
+        if not self.fits(n):
+            self._refuse(n)
+        every, limit = count * found.holds, self._left(n)
+        sent = max(0, every - limit)
+        require_room(every if sent else 0, self._spill.folder, self._device)
+        inside = {LANES: min(limit, every) + found.makes}
+        owners = max(merged(found.there, inside), found.beside, key=total)
+        foreseen, size = self._foreseen, self._size
+        memory = Memory(
+            budget=self._budget,
+            source=self._source,
+            predicted=total(owners),
+            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+            floor=self._of(1).floor,
+            whole=foreseen.peak(size, size),
+            how=f"{foreseen.how}, all that a kernel does not need away",
+            candidates=self._candidates(),
+        )
+        away = Away(
+            store=store_of(self._device),
+            folder=self._spill.folder,
+            rooms=(limit, limit),
+            saved=found.holds,
+            sent=sent,
+            most=every if sent else 0,
+        )
+        look = foreseen.look
+        return Allowed(n, False, memory, look.coupled, look.loss, lanes=True, away=away)
+
+    def _refuse(self, n: int) -> NoReturn:
+        """Say what lanes of `n` samples need.
+
+        Raises:
+            BudgetError: always.
+        """
+        found = self._of(n)
+        smaller = f"micro_batch={self.best()} or less, or " if n > 1 and self.best() else ""
+        samples = "one sample" if n == 1 else f"{n} samples"
+        raise BudgetError(
+            f"a step must fit in memory, and in lanes of {samples}, all that a kernel does not "
+            f"need away, it needs {show_bytes(found.floor)}, and {show_bytes(self._budget)} is "
+            f"there ({self._source}): give {smaller}"
+            f'memory="{-(-found.floor // 1024)}KiB" or more, smaller samples, or an optimizer that '
+            "keeps less",
+            needed=found.floor,
+            given=self._budget,
+        )
+
+    def _candidates(self) -> tuple[Candidate, ...]:
+        return tuple(Candidate(n, one.floor, away=True) for n, one in sorted(self._widths.items()))
+
+    def _left(self, n: int) -> int:
+        return self._of(n).limit(self._budget)
+
+    def _of(self, n: int) -> Widths:
+        if n not in self._widths:
+            fakes = self._foreseen.case
+            assert fakes is not None
+            self._widths[n] = widths(self._foreseen, fakes, n, self._size)
+        return self._widths[n]

@@ -1,0 +1,174 @@
+"""How much of a lane must be there at once: what its widest kernel needs, and what it makes.
+
+Where all of a lane may leave between two kernels (`anybatch.pager`), a step holds what is there
+once for all lanes, what the next kernel needs, and what it makes. A rehearsal without data tells
+all three, and how much a lane would hold if nothing left.
+
+    kernel t     needs a, b (made by this lane) ──> makes c         widest: max needs, max makes
+
+Source: design of this project, sections 2 (one ledger) and 5.7 (the storage-level pager).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch import rehearse
+from anybatch.case import Case, first_rows
+from anybatch.forecast import Forecast, merged, total
+from anybatch.meter import Meter, tensors_in
+
+
+@dataclass(frozen=True)
+class Widths:
+    """A step in lanes of which everything may leave between two kernels; all of it in bytes.
+
+    Attributes:
+        there: owner -> what is there once for all lanes, the inputs of one among it.
+        beside: owner -> the peak of what comes before and after the step.
+        needs: the most that a kernel needs of what its lane has made.
+        makes: the most that a kernel makes.
+        holds: the most that a lane has at once.
+    """
+
+    there: dict[str, int]
+    beside: dict[str, int]
+    needs: int
+    makes: int
+    holds: int
+
+    @property
+    def floor(self) -> int:
+        """Return the fewest bytes with which such a step can be made."""
+        return max(total(self.there) + self.needs + self.makes, total(self.beside))
+
+    def limit(self, budget: int) -> int:
+        """Return what all lanes may hold before a kernel runs, within a budget."""
+        return budget - total(self.there) - self.makes
+
+
+def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
+    """Rehearse a lane.
+
+    Args:
+        foreseen: what is known of such steps.
+        fakes: the case without data.
+        n: samples in a micro-batch, fewer than `size`.
+        size: N_B, samples in the mini-batch.
+    """
+    watched: list[Watched] = []
+
+    def sends(meter: Meter) -> Watched:
+        watched.append(Watched(meter))
+        return watched[0]
+
+    case = replace(first_rows(fakes, size), everyone=foreseen.everyone)
+    line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
+    (seen,) = watched
+    begin, _ = seen.spans[-1]  # it has found the gradients of those before it
+    live = line.live[begin - 1] if begin else 0 * line.live[0]
+    there = dict(zip(line.owners, map(int, live), strict=True))
+    held = foreseen.held(size, divided=True)
+    outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in seen.spans)]
+    between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(there.values())
+    # A loss of all outputs is computed by one of the lanes, beside the outputs of all of them.
+    joined = 2 * max(0, between) if foreseen.look.coupled else 0
+    return Widths(
+        there={owner: count for owner, count in merged(there, held).items() if count},
+        beside=max(foreseen.beside(n, size), key=total),
+        needs=max(seen.needs, joined),
+        makes=max(seen.makes, joined),
+        holds=seen.holds,
+    )
+
+
+class Watched:
+    """Watches the kernels of micro-batches; nothing leaves.
+
+    Args:
+        meter: counts the bytes of the rehearsal.
+
+    Attributes:
+        needs: the most bytes that a kernel has needed of what its micro-batch has made.
+        makes: the most bytes that a kernel has made.
+        holds: the most bytes that a micro-batch has held.
+        spans: where each micro-batch begins and ends, in kernels.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.needs = self.makes = self.holds = 0
+        self.spans: list[tuple[int, int]] = []
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples."""
+        del size, first
+        begin, there = self._meter.events, self._meter.live
+        kernels = Kernels(self._meter, there)
+        with kernels:
+            work()
+        self.needs, self.makes = max(self.needs, kernels.needs), max(self.makes, kernels.makes)
+        self.holds = max(self.holds, kernels.holds)
+        self.spans.append((begin, self._meter.events))
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what each kernel needs and makes.
+
+    Args:
+        meter: counts bytes, around this.
+        there: bytes that were live before.
+
+    Attributes:
+        needs: the most bytes that one has needed of what was made under this mode.
+        makes: the most bytes that one has made.
+        holds: the most bytes that were live beside those before.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, meter: Meter, there: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.needs = self.makes = self.holds = 0
+        self._meter, self._there = meter, there
+        self._made: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            given = _storages((args, kwargs))
+            self.needs = max(self.needs, sum(self._made.get(key, 0) for key in given))
+            before = self._meter.live
+            result = func(*args, **kwargs)
+            made = {key: size for key, size in _storages(result).items() if key not in given}
+        self._made |= made
+        self.makes = max(self.makes, self._meter.live - before)
+        self.holds = max(self.holds, self._meter.live - self._there)
+        return result
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """Return address and bytes of the storages of all strided tensors in `values`."""
+    found: dict[int, int] = {}
+    for tensor in tensors_in(values):
+        if _strided(tensor):
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def _strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided

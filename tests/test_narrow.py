@@ -1,0 +1,205 @@
+"""Lanes of which not even one fits: the one that runs gives memory away between its kernels."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import BudgetError, Engine, Plan, StoreError
+from anybatch.meter import Meter
+from anybatch.stores import FileStore
+
+CPU = torch.device("cpu")
+SIZE = 6
+
+
+def network(width: int = 8) -> nn.Module:
+    """Layers enough between two BatchNorms that one turn of a lane holds many tensors."""
+    layers: list[nn.Module] = []
+    for before in (3, width):
+        layers += [nn.Conv2d(before, width, 3, padding=1), *(nn.Tanh() for _ in range(5))]
+        layers += [nn.BatchNorm2d(width)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+
+
+def images(n: int = SIZE) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 16, 16).double(), torch.randint(0, 8, (n,))
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that couples all samples."""
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(targets)))
+
+
+def plan(model: nn.Module, loss: Any, batch: Any, **given: Any) -> Plan:
+    return anybatch.plan(model, loss, batch, **({"timed": False} | given))
+
+
+def floor(model: nn.Module, loss: Any, batch: Any, micro_batch: int) -> int:
+    """Bytes of which a refusal says that lanes of so many samples need them."""
+    with pytest.raises(BudgetError, match="all that a kernel does not need away") as error:
+        plan(model, loss, batch, memory=1024, micro_batch=micro_batch)
+    return error.value.needed
+
+
+def step(engine: Engine, batch: Any) -> int:
+    """The most bytes that were live in a step."""
+    model = engine.model
+    model.zero_grad()
+    with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+        engine.backward(*batch)
+    return int(meter.peak)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, contrast])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_step_below_one_lane_is_exact_and_within_its_budget(n: int, loss: Any) -> None:
+    model, batch = network(), images()
+    low = floor(model, loss, batch, n)
+    memory = plan(model, loss, batch, memory="1GiB", micro_batch=n, offload="off").memory
+    assert memory is not None
+    high = next(c.peak_bytes for c in memory.candidates if c.micro_batch == n)
+    assert low < 0.8 * high
+    want = state_after(model, lambda m: Engine(m, loss, micro_batch=n).backward(*batch))
+    for memory in (low, (low + high) // 2):
+        before = snapshot(model)
+        found = plan(model, loss, batch, memory=memory, micro_batch=n)
+        assert same(before, snapshot(model))
+        assert (found.mechanism, found.micro_batch) == ("lanes", n)
+        assert found.offload is not None
+        assert found.offload.sent > 0
+        assert Plan.from_json(found.to_json()) == found
+        assert "leave in a step and return" in str(found)
+        engine = Engine(copy.deepcopy(model), loss, plan=found)
+        for _ in range(2):
+            held = step(engine, batch)
+            assert engine.last is not None
+            assert engine.last.predicted_bytes is not None
+            assert held <= engine.last.predicted_bytes <= memory
+            assert engine.last.moved_bytes > 0
+        got = state_after(model, lambda m, p=found: Engine(m, loss, plan=p).backward(*batch))
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert_exact(got, undivided(model, loss, *batch))
+    with pytest.raises(BudgetError, match=f'memory="{-(-low // 1024)}KiB" or more'):
+        Engine(model, loss, memory=low - 1, micro_batch=n).backward(*batch)
+
+
+def test_where_nothing_else_fits_the_engine_takes_them_by_itself() -> None:
+    model, batch = network(), images()
+    memory = floor(model, F.cross_entropy, batch, 1) + 2048
+    engine = Engine(copy.deepcopy(model), F.cross_entropy, memory=memory)
+    for n in (SIZE, SIZE - 1):
+        assert step(engine, tuple(t[:n] for t in batch)) <= memory
+        assert engine.last is not None
+        assert (engine.last.micro_batch, engine.last.micro_batches) == (1, n)
+    assert engine.plan is not None
+    assert (engine.plan.mechanism, engine.plan.exact) == ("lanes", True)
+    with pytest.raises(BudgetError, match="in lanes of one sample"):
+        Engine(model, F.cross_entropy, memory=memory - 4096).backward(*batch)
+
+
+def test_the_largest_that_leaves_as_much_room_again_is_taken() -> None:
+    model, batch = network(), images(32)
+    lows = {n: floor(model, F.cross_entropy, batch, n) for n in (1, 4, 8)}
+    found = plan(model, F.cross_entropy, batch, memory=lows[8] + 1024, offload="file")
+    assert (found.mechanism, found.micro_batch) == ("lanes", 4)
+    assert found.memory is not None
+    fits = {c.micro_batch: c.peak_bytes for c in found.memory.candidates}
+    assert fits[4] == lows[4]
+    with pytest.raises(BudgetError, match="give micro_batch=1 or less, or memory="):
+        plan(model, F.cross_entropy, batch, memory=lows[1], micro_batch=4)
+
+
+def test_offload_asked_for_sends_only_what_does_not_fit() -> None:
+    model, batch = network(), images()
+    given = {"micro_batch": 2, "offload": "file"}
+    found = plan(model, F.cross_entropy, batch, memory="1GiB", **given)
+    assert (found.mechanism, found.micro_batch) == ("lanes", 2)
+    assert found.offload is not None
+    assert found.offload.sent == 0
+    engine = Engine(model, F.cross_entropy, plan=found)
+    step(engine, batch)
+    assert engine.last is not None
+    assert engine.last.moved_bytes == 0
+
+
+@pytest.mark.parametrize("memory", [None, 24])
+def test_what_leaves_goes_to_the_folder_that_was_named(
+    memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of lanes that wait as of the one that runs."""
+    model, batch, folders = network(), images(), list[Path | None]()
+    begin = FileStore.__init__
+
+    def noted(self: FileStore, folder: Path | None = None, **given: Any) -> None:
+        folders.append(folder)
+        begin(self, folder, **given)
+
+    monkeypatch.setattr(FileStore, "__init__", noted)
+    low = floor(model, F.cross_entropy, batch, 2)
+    high = 3 * low if memory is None else low + memory
+    found = plan(model, F.cross_entropy, batch, memory=high, micro_batch=2, spill=tmp_path)
+    assert (found.offload is None) == (memory is None)
+    engine = Engine(model, F.cross_entropy, memory=high, micro_batch=2)
+    engine.foresee(*batch, spill=tmp_path)
+    folders.clear()
+    step(engine, batch)
+    assert engine.last is not None
+    assert engine.last.moved_bytes > 0
+    assert folders == [tmp_path]
+
+
+def test_a_write_that_fails_is_said_and_the_next_step_is_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, batch = network(), images()
+    low = floor(model, F.cross_entropy, batch, 2)
+    found = plan(model, F.cross_entropy, batch, memory=low + 4096, micro_batch=2)
+    threads, writing, count = threading.active_count(), FileStore.writing, 0
+
+    def fails(self: FileStore, key: Any, storage: Any) -> Any:
+        nonlocal count
+        count += 1
+        work = writing(self, key, storage)
+
+        def late() -> None:
+            if count > 20:
+                raise StoreError("a write must be whole, and the disk is full")
+            work()
+
+        return late
+
+    engine, before = Engine(model, F.cross_entropy, plan=found), snapshot(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "writing", fails)
+        with pytest.raises(StoreError, match="disk is full"):
+            engine.backward(*batch)
+    assert same(before, snapshot(model))
+    assert threading.active_count() == threads
+    got = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=found).backward(*batch))
+    assert_exact(got, undivided(model, F.cross_entropy, *batch))
+
+
+def test_no_space_is_known_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = network(), images()
+    low = floor(model, F.cross_entropy, batch, 2)
+    found = plan(model, F.cross_entropy, batch, memory=low + 4096, micro_batch=2)
+    engine, before = Engine(model, F.cross_entropy, plan=found), snapshot(model)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: (0, 0, 0))
+    monkeypatch.setattr("anybatch.spill.shutil.disk_usage", lambda _: _Full())
+    with pytest.raises(StoreError, match="room"):
+        engine.backward(*batch)
+    assert same(before, snapshot(model))
+
+
+class _Full:
+    free = 0
