@@ -35,6 +35,7 @@ from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.frontier import rows as frontier_rows
 from benchmarks.outofcore.limits import rows as limits_rows
 from benchmarks.outofcore.monger import rows as monger_rows
+from benchmarks.outofcore.narrow import rows as narrow_rows
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
@@ -80,6 +81,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "monger": ("outofcore/monger", monger_rows.monger),
     "offload": ("outofcore/offload", offload_rows.offload),
     "frontier": ("outofcore/frontier", frontier_rows.frontier),
+    "narrow": ("outofcore/narrow", narrow_rows.narrow),
+    "narrow_floors": ("outofcore/narrow", narrow_rows.narrow_floors),
     "recompute": ("outofcore/recompute", recompute_rows.recompute),
     "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "limits": ("outofcore/limits", limits_rows.limits),
@@ -118,6 +121,7 @@ TITLES = {
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "frontier": "Out of core: the memory and the time of a step, every way beside the others",
+    "narrow": "Out of core: lanes of which not even one fits",
     "recompute": "Out of core: cheap results computed again in real steps",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
@@ -137,6 +141,7 @@ MORE = {
     "real_limit": ("real_limit_compared",),
     "recompute": ("recompute_pixels",),
     "limits": ("limits_cgroup",),
+    "narrow": ("narrow_floors",),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {

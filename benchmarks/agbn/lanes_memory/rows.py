@@ -65,7 +65,7 @@ def lanes_memory_thresholds(results: Results) -> str:
     rows = [
         [
             name,
-            int(size) // 1024,
+            str(int(size) // 1024),
             *(text for way in ("plain", "lanes") for text in _grown(ways[way])),
         ]
         for size, nets in sorted(found.items(), key=lambda item: -int(item[0]))

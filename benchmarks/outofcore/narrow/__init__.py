@@ -1,0 +1,1 @@
+"""How little is enough for a batch with BatchNorm, and what it takes."""
