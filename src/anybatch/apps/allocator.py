@@ -5,7 +5,7 @@ then pays for its pages again, which can be half its time; and what lies below t
 the process although it is free. Two settings do better, each at one thing:
 
     fast    keep all that is freed: after some steps no page is new
-    tight   map every block over 1 MiB, in huge pages: what is freed goes back to the system at once
+    tight   map every block over half a MiB, in huge pages: what is freed goes back at once
 
 torch cannot choose: glibc reads them from the environment before the first line of a program. So
 the command starts itself again, once, with the environment of the mode. Only the command does, and
@@ -28,7 +28,7 @@ Mode = Literal["default", "fast", "tight"]
 Asked = Literal["auto", "default", "fast", "tight"]
 
 LARGE = str(2**30)  # bytes; a larger block is still mapped anew
-MIB = str(2**20)
+SMALL = str(2**19)  # bytes; a smaller block stays with the process when it is freed
 TUNABLES = "GLIBC_TUNABLES"
 HUGE_PAGES_SINCE = (2, 35)  # the glibc from which malloc asks for huge pages
 
@@ -60,7 +60,7 @@ def settings_of(mode: Mode, libc: tuple[int, ...]) -> dict[str, str]:
     if mode == "default":
         return {}
     huge = {TUNABLES: "glibc.malloc.hugetlb=1"} if libc >= HUGE_PAGES_SINCE else {}
-    return {"MALLOC_MMAP_THRESHOLD_": MIB, **huge}
+    return {"MALLOC_MMAP_THRESHOLD_": SMALL, **huge}
 
 
 def running(environment: Mapping[str, str]) -> str:
