@@ -90,7 +90,7 @@ AHEAD = 1.5
 
 def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return what sends away what there is no room for; None where there is room for all."""
-    if (step.room is None and step.inside is None) or step.count < 2:
+    if step.inside is None and (step.room is None or step.count < 2):
         return None
     turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
     return Pager(

@@ -13,6 +13,7 @@ Source: design of this project, sections 5.3 and 5.7.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import NoReturn
 
 import torch
@@ -58,8 +59,8 @@ class Narrow:
 
     @property
     def possible(self) -> bool:
-        """Whether it can be told without memory, and the batch be divided."""
-        return self._foreseen.case is not None and self._size > 1
+        """Whether it can be told without memory, and the batch be divided, or is by ranks."""
+        return self._foreseen.case is not None and (self._size > 1 or self._foreseen.everyone > 0)
 
     def fits(self, n: int) -> bool:
         """Say whether lanes of `n` samples do."""
@@ -68,12 +69,12 @@ class Narrow:
     def best(self) -> int:
         """Return the most samples, of 1, 2, 4 ..., that leave room for as much as a kernel needs.
 
-        The most that fit at all where none do, and 0 where none fit.
+        The most that fit at all where none do, and 0 where none fit. Over ranks all that there are
+        may be in one lane.
         """
-        found, n = [0], 1
-        while n < self._size and self.fits(n):
-            found.append(n)
-            n *= 2
+        sizes = [1 << k for k in range(self._size.bit_length()) if 1 << k < self._size]
+        sizes += [self._size] if self._foreseen.everyone else []
+        found = [0, *takewhile(self.fits, sizes)]
         roomy = [n for n in found[1:] if self._left(n) >= 2 * self._of(n).needs]
         return max(roomy, default=found[-1])
 

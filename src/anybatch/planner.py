@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from anybatch._plan import Plan
+from anybatch.asked import Asked
 from anybatch.budget import default_budget
 from anybatch.case import Case
 from anybatch.choice import even
@@ -40,39 +41,6 @@ from anybatch.spill import Spill
 from anybatch.staying import Staying
 from anybatch.step_timeline import StepTimeline
 from anybatch.units import parse_bytes
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is to be planned.
-
-    Attributes:
-        kind: of the batch.
-        case: returns what is rehearsed.
-        optimizer: its state counts, as it will be.
-        refuse_division: raises where the batch must not be divided.
-        in_lanes: times a step of it in lanes.
-    """
-
-    kind: Kind
-    case: Callable[[], Case]
-    optimizer: torch.optim.Optimizer | None
-    refuse_division: Callable[[], None]
-    in_lanes: InLanes
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether micro-batches that know nothing of each other would be another training."""
-        return self.kind.lanes or self.undivided
-
-    @cached_property
-    def undivided(self) -> bool:
-        """Whether the batch must not be divided."""
-        try:
-            self.refuse_division()
-        except NotExactError:
-            return True
-        return False
 
 
 class Planner:
@@ -186,17 +154,17 @@ class Planner:
 
     def _decide(self, asked: Asked) -> Allowed:
         kind, way = asked.kind, self.spill.way
-        settled = self._of_plan(kind)
+        settled = self._of_plan(asked)
         if settled is not None:
             return settled
         if self.budget is None:
             self.budget, self.source = default_budget(asked.case(), asked.optimizer)
         divides = self._fixed is not None and self._fixed < kind.size
         may = way != "off" and kind.trains and not (divides and asked.undivided)
-        if kind.everyone:
+        if may and asked.spread:
             may = False
             if way in ("host", "file"):
-                raise _not_over_ranks()
+                raise _not_spread()
         if may and way != "auto":
             return self._away(asked)
         if may and self._sends and (found := self._still_away(asked)) is not None:
@@ -225,7 +193,7 @@ class Planner:
         timed = first and self.timed and self._fixed is None
         n = staying.timed() if timed else self._pick(kind, cap)
         n = n if staying.fits(n) else cap
-        if timed and may:
+        if timed and may and not kind.everyone:  # whose clocks would each tell another time
             leaving = self._leaving(staying.foreseen, asked)
             narrow = self._narrow(staying.foreseen, asked)
             found = faster(staying, leaving, narrow, n, kind.size, asked.in_lanes)
@@ -304,8 +272,8 @@ class Planner:
             foreseen = self._foresee(asked, rounded=True)
         leaving = self._leaving(_beside(foreseen, kind), asked)
         n = self._size_away(leaving, kind)
-        if leaving.whole and n < kind.size and not asked.undivided:
-            return self._in_narrow_lanes(asked, leaving.foreseen, n, failed)
+        if kind.lanes and (n < kind.size or kind.everyone) and not asked.undivided:
+            return self._in_narrow_lanes(asked, leaving.foreseen, failed)
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
             raise failed
         found = leaving.allowed(n or leaving.smallest, real=fresh)
@@ -318,10 +286,9 @@ class Planner:
         self,
         asked: Asked,
         foreseen: Forecast,
-        n: int,
         failed: Exception | None,
     ) -> Allowed:
-        """Return how a batch is run in lanes that leave while they run; `n` 0 chooses their size.
+        """Return how a batch is run in lanes that leave while they run.
 
         Raises:
             BudgetError: it cannot be; or what `failed` without, which needs less.
@@ -329,7 +296,7 @@ class Planner:
         kind, narrow = asked.kind, self._narrow(foreseen, asked)
         if failed is not None and not narrow.possible:
             raise failed
-        n = n or narrow.best() or 1
+        n = min(self._fixed, kind.size) if self._fixed is not None else narrow.best() or 1
         try:
             found = narrow.allowed(n)
         except BudgetError as error:
@@ -370,20 +337,20 @@ class Planner:
         except BudgetError:
             return None
 
-    def _of_plan(self, kind: Kind) -> Allowed | None:
+    def _of_plan(self, asked: Asked) -> Allowed | None:
         """Return what a plan that was given says of its first batch; None for other batches.
 
         One without lanes is none for a batch that is divided where its samples meet.
         """
-        settled = self._settled
+        settled, kind = self._settled, asked.kind
         if settled is None:
             return None
         self.budget, self.source = settled.memory.budget, settled.memory.source
         self._best = settled.micro_batch, kind.elements
         if settled.lanes != kind.lanes and settled.micro_batch < kind.size:
             return None
-        if settled.away is not None and kind.everyone:
-            raise _not_over_ranks()
+        if settled.away is not None and asked.spread:
+            raise _not_spread()
         self._settled = None
         self.decided += 1
         return settled
@@ -450,8 +417,8 @@ def _needed(failed: Exception) -> float:
     return failed.needed if isinstance(failed, BudgetError) else float("inf")
 
 
-def _not_over_ranks() -> NotYetError:
+def _not_spread() -> NotYetError:
     return NotYetError(
-        "saved tensors leave the device in one process today, and there are several ranks: plan "
-        'with offload="off", or let one process train'
+        "saved tensors do not leave the device today where parameters are spread over ranks: plan "
+        'with offload="off", or let every rank keep all parameters'
     )

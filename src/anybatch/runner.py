@@ -126,7 +126,7 @@ class Runner:
             step.draws = self._draws(step)
         if step.divided:
             self._divide(step, modules, before)
-        if away is not None and step.lanes and step.count > 1:
+        if away is not None and step.lanes:
             self._require(away)
             step.inside, step.spill = away.rooms[1], away.folder
         elif away is not None:

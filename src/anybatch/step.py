@@ -275,8 +275,11 @@ class Step:
         return len(pairs)
 
     def offer(self) -> None:
-        """Offer other ranks to send gradients before the last backward has ended."""
-        if self.gradients is not None and self.everyone.several:
+        """Offer other ranks to send gradients before the last backward has ended.
+
+        Not where saved tensors leave: what is sent has room when they are gone.
+        """
+        if self.gradients is not None and self.everyone.several and self.away is None:
             every = self.gradients.parameters
             self.everyone.offer([p for p in every if id(p) not in self.private])
 

@@ -59,7 +59,7 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     Args:
         foreseen: what is known of such steps.
         fakes: the case without data.
-        n: samples in a micro-batch, fewer than `size`.
+        n: samples in a micro-batch; all of them only where other ranks have more.
         size: N_B, samples in the mini-batch.
     """
     watched: list[Watched] = []
@@ -75,10 +75,12 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     live = line.live[begin - 1] if begin else 0 * line.live[0]
     there = dict(zip(line.owners, map(int, live), strict=True))
     held = foreseen.held(size, divided=True)
+    if len(seen.spans) == 1:  # the only one of this rank makes the gradients
+        held = merged(held, {"gradients": foreseen.gradients})
     outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in seen.spans)]
     between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(there.values())
-    # A loss of all outputs is computed by one of the lanes, beside the outputs of all of them.
-    joined = 2 * max(0, between) if foreseen.look.coupled else 0
+    # A loss of all outputs is computed by one lane: no kernel of it is wider than all of it.
+    joined = max(0, between) if foreseen.look.coupled else 0
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
         beside=max(foreseen.beside(n, size), key=total),

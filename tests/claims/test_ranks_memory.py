@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine, NotYetError, Plan
-from anybatch._plan import Away, Memory
+from anybatch import BudgetError, Engine
 from anybatch.ranks.unison import Unison
 
 SHARDS = {2: (9, 4), 4: (5, 2, 1, 7)}
@@ -165,33 +164,3 @@ def test_what_would_not_fit_beside_the_most_samples_may_fit_beside_these(
         assert predicted <= budget
         for got in found:
             assert_exact(got, want)
-
-
-def away(rank: int, size: int) -> list[str]:
-    """Return what is said where saved tensors would leave: as asked for, and by a plan."""
-    model, batch = model_of("stream"), rows(rank, SHARDS[size])
-    lots = 1 << 30
-    memory = Memory(lots, "by hand", lots, (), 1, 1, "nobody")
-    leaves = Away("file", None, (lots, lots), 0, 0, 1)
-    made = Plan(1, "streaming", "in place", "", True, (), memory, offload=leaves)
-    asks = Engine(model, F.mse_loss, memory=ENOUGH)
-    asks.foresee(*batch, offload="file", timed=False)  # what one process would do
-    obeys = Engine(model, F.mse_loss, plan=made)
-    before, said = snapshot(model), []
-    for engine in (asks, obeys):
-        try:
-            engine.backward(*batch)
-        except NotYetError as error:
-            said.append(str(error))
-        assert same(snapshot(model), before)
-    Engine(model, F.mse_loss, micro_batch=5).backward(*batch)  # ranks still agree
-    return said
-
-
-def test_nothing_leaves_over_ranks_yet(pool: tuple[int, Pool]) -> None:
-    _, workers = pool
-    for said in workers.run(away):
-        assert len(said) == 2
-        for one in said:
-            assert one.startswith("saved tensors leave the device in one process today, and there")
-            assert 'plan with offload="off", or let one process train' in one

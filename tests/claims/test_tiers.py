@@ -41,6 +41,7 @@ TIERS = {
     "foreseen": "foreseen describe depict leaving narrow",
     "staying": "staying",
     "contest": "contest",
+    "asked": "asked",
     "planner": "planner",
     "runner": "runner facts",
     "trial": "trial",

@@ -1,0 +1,56 @@
+"""What is to be planned: a batch of some kind, and what can be asked about it.
+
+A planner gets questions, not answers: rehearsing a case, trying whether a batch may be divided and
+timing a step in lanes all cost something, so each is done when a decision hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from anybatch.case import Case
+from anybatch.contest import InLanes
+from anybatch.errors import NotExactError
+from anybatch.kinds import Kind
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        kind: of the batch.
+        case: returns what is rehearsed.
+        optimizer: its state counts, as it will be.
+        refuse_division: raises where the batch must not be divided.
+        in_lanes: times a step of it in lanes.
+    """
+
+    kind: Kind
+    case: Callable[[], Case]
+    optimizer: torch.optim.Optimizer | None
+    refuse_division: Callable[[], None]
+    in_lanes: InLanes
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether micro-batches that know nothing of each other would be another training."""
+        return self.kind.lanes or self.undivided
+
+    @property
+    def spread(self) -> bool:
+        """Whether the parameters are, over ranks."""
+        return self.kind.everyone > 0 and self.case().sharded is not None
+
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether the batch must not be divided."""
+        try:
+            self.refuse_division()
+        except NotExactError:
+            return True
+        return False
