@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
+from anybatch._plan import Away
 
 CLASSES = 3
 STEPS = 5
@@ -187,10 +188,15 @@ def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[
     split, lazy = dice.randint(1, max(sizes) - 1), dice.random() < 0.15
     engine, said = Engine(model, given, micro_batch=split), f"micro-batches of {split}"
     room = dice.choice([0, 0, 1000, 5000, 20000])
+    runner: Any = engine._runner
     if room:
         said += f", room for {room} bytes"
-        runner: Any = engine._runner
         runner.step = partial(runner.step, room=room)
+    inside = random.Random(-first).choice([None, None, 0, 2000, 10000])
+    if inside is not None:
+        said += f", {inside} bytes of what runs may stay"
+        away = Away("file", None, (inside, inside), 0, 0, 1)
+        runner.step = partial(runner.step, away=away)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for number, size in enumerate(sizes, first):
         if dice.random() < 0.7:

@@ -93,10 +93,15 @@ def test_a_step_below_one_lane_is_exact_and_within_its_budget(n: int, loss: Any)
         Engine(model, loss, memory=low - 1, micro_batch=n).backward(*batch)
 
 
-def test_where_nothing_else_fits_the_engine_takes_them_by_itself() -> None:
+def test_where_nothing_else_fits_the_engine_takes_them_by_itself_and_draws_the_step() -> None:
     model, batch = network(), images()
     memory = floor(model, F.cross_entropy, batch, 1) + 2048
     engine = Engine(copy.deepcopy(model), F.cross_entropy, memory=memory)
+    foreseen, drawn = engine.foresee(*batch).memory, engine.timeline()
+    assert drawn is not None
+    assert foreseen is not None
+    assert drawn.peak == foreseen.predicted <= drawn.budget == memory
+    assert "lanes" in drawn.ledger.owners
     for n in (SIZE, SIZE - 1):
         assert step(engine, tuple(t[:n] for t in batch)) <= memory
         assert engine.last is not None

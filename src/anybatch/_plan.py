@@ -296,7 +296,8 @@ def _row(one: Candidate, best: Candidate | None, budget: int, *, both: bool) -> 
 
 def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:
     """Return the plan for `facts`, and for what is known of memory and of what leaves."""
-    reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload)]
+    lanes = _mechanism(facts) == "lanes"
+    reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload, lanes=lanes)]
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
@@ -333,10 +334,15 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
     )
 
 
-def _of_offload(memory: Memory | None, offload: Away | None) -> list[str]:
+def _of_offload(memory: Memory | None, offload: Away | None, *, lanes: bool) -> list[str]:
     """Say what leaves, and what was faster where steps were timed with that and without."""
     reasons = []
-    if offload is not None:
+    if offload is not None and lanes:
+        reasons.append(
+            "of the micro-batch that runs, too, whatever its next kernel does not need may leave: "
+            "what was used longest ago leaves first"
+        )
+    elif offload is not None:
         reasons.append(
             "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
             "what is used last leaves first, and returns before it is asked for"

@@ -13,9 +13,11 @@ Source: design of this project, sections 5.3 and 5.7.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import takewhile
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from anybatch._plan import Away, Candidate, Memory
@@ -23,9 +25,15 @@ from anybatch.batch import count_micro_batches
 from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast, merged, total
 from anybatch.kinds import Allowed
+from anybatch.outofcore.chain import OUTSIDE
 from anybatch.spill import Spill, require_room, store_of
+from anybatch.step_timeline import Phase, StepTimeline
+from anybatch.timeline import Timeline, joined
 from anybatch.units import show_bytes
 from anybatch.widths import Widths, widths
+
+OF_LANES = "all micro-batches, kernel by kernel"
+"""The phase of what lanes do between two meetings, and then between the next."""
 
 LANES = "lanes"
 """The owner of what all micro-batches hold, the one that runs among them."""
@@ -113,7 +121,10 @@ class Narrow:
             most=every if sent else 0,
         )
         look = foreseen.look
-        return Allowed(n, False, memory, look.coupled, look.loss, lanes=True, away=away)
+        passes = partial(_passes, found, limit, count, memory)
+        return Allowed(
+            n, False, memory, look.coupled, look.loss, lanes=True, away=away, passes=passes
+        )
 
     def _refuse(self, n: int) -> NoReturn:
         """Say what lanes of `n` samples need.
@@ -146,3 +157,16 @@ class Narrow:
             assert fakes is not None
             self._widths[n] = widths(self._foreseen, fakes, n, self._size)
         return self._widths[n]
+
+
+def _passes(found: Widths, limit: int, count: int, memory: Memory) -> StepTimeline:
+    """Return such a step as it passes: all lanes go through the kernels of one, in turns."""
+    owners = (*found.there, LANES)
+    there = list(found.there.values())
+    rows = [[*there, min(limit, count * held) + found.makes] for held in found.held]
+    ledger, phases = Timeline(owners, found.events, np.array(rows)), [Phase(OF_LANES, 0)]
+    if memory.predicted > ledger.peak:
+        last = Timeline(("beside",), (OUTSIDE,), np.array([[memory.predicted]]))
+        ledger = joined([ledger, last])
+        phases.append(Phase(OUTSIDE, len(rows)))
+    return StepTimeline("", ledger, memory.budget, tuple(phases))

@@ -34,14 +34,21 @@ class Widths:
         beside: owner -> the peak of what comes before and after the step.
         needs: the most that a kernel needs of what its lane has made.
         makes: the most that a kernel makes.
-        holds: the most that a lane has at once.
+        events: kernels of a lane, forward and backward.
+        held: what it has after each of them.
     """
 
     there: dict[str, int]
     beside: dict[str, int]
     needs: int
     makes: int
-    holds: int
+    events: tuple[str, ...]
+    held: tuple[int, ...]
+
+    @property
+    def holds(self) -> int:
+        """Return the most that a lane has at once."""
+        return max(self.held)
 
     @property
     def floor(self) -> int:
@@ -71,9 +78,10 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     case = replace(first_rows(fakes, size), everyone=foreseen.everyone)
     line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
     (seen,) = watched
-    begin, _ = seen.spans[-1]  # it has found the gradients of those before it
+    begin, end = seen.spans[-1]  # it has found the gradients of those before it
     live = line.live[begin - 1] if begin else 0 * line.live[0]
     there = dict(zip(line.owners, map(int, live), strict=True))
+    lane = line.live[begin:end].sum(1) - live.sum()
     held = foreseen.held(size, divided=True)
     if len(seen.spans) == 1:  # the only one of this rank makes the gradients
         held = merged(held, {"gradients": foreseen.gradients})
@@ -86,7 +94,8 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
         beside=max(foreseen.beside(n, size), key=total),
         needs=max(seen.needs, joined),
         makes=max(seen.makes, joined),
-        holds=seen.holds,
+        events=line.events[begin:end],
+        held=tuple(max(0, int(count)) for count in lane),
     )
 
 
@@ -99,24 +108,21 @@ class Watched:
     Attributes:
         needs: the most bytes that a kernel has needed of what its micro-batch has made.
         makes: the most bytes that a kernel has made.
-        holds: the most bytes that a micro-batch has held.
         spans: where each micro-batch begins and ends, in kernels.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self.needs = self.makes = self.holds = 0
+        self.needs = self.makes = 0
         self.spans: list[tuple[int, int]] = []
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples."""
         del size, first
-        begin, there = self._meter.events, self._meter.live
-        kernels = Kernels(self._meter, there)
-        with kernels:
+        begin = self._meter.events
+        with Kernels(self._meter) as kernels:
             work()
         self.needs, self.makes = max(self.needs, kernels.needs), max(self.makes, kernels.makes)
-        self.holds = max(self.holds, kernels.holds)
         self.spans.append((begin, self._meter.events))
 
 
@@ -125,20 +131,18 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         meter: counts bytes, around this.
-        there: bytes that were live before.
 
     Attributes:
         needs: the most bytes that one has needed of what was made under this mode.
         makes: the most bytes that one has made.
-        holds: the most bytes that were live beside those before.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, meter: Meter, there: int) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.needs = self.makes = self.holds = 0
-        self._meter, self._there = meter, there
+        self.needs = self.makes = 0
+        self._meter = meter
         self._made: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -158,7 +162,6 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = {key: size for key, size in _storages(result).items() if key not in given}
         self._made |= made
         self.makes = max(self.makes, self._meter.live - before)
-        self.holds = max(self.holds, self._meter.live - self._there)
         return result
 
 
