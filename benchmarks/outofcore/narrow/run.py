@@ -1,6 +1,6 @@
 """Lanes of which not even one fits: how little is enough, and what it takes.
 
-Three networks with BatchNorm. Four floors, told by plans: the undivided batch in memory, a lane of
+Two networks with BatchNorm. Four floors, told by plans: the undivided batch in memory, a lane of
 one sample in memory, the undivided batch with all that autograd saves away, and a lane of one
 sample of which all that a kernel does not need leaves. Then steps of the whole batch in two
 budgets, halfway between the lowest floor and that of a lane in memory, and a half above the latter:
@@ -199,7 +199,7 @@ def main(
     *,
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
-    rounds: Annotated[int, typer.Option(help="timings of every way")] = 5,
+    rounds: Annotated[int, typer.Option(help="timings of every way")] = 3,
     networks: Annotated[str, typer.Option(help="names, semicolon between")] = ";".join(NETWORKS),
     here: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
