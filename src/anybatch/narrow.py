@@ -6,7 +6,7 @@ whole batch must fit. In lanes of which everything may leave between two kernels
 (`anybatch.pager`), the widest layer of one micro-batch must.
 
     undivided   widest layer x N_B  <= budget     taken where it fits
-    lanes       widest layer x n    <= budget     the largest n that leaves as much room again
+    lanes       widest layer x n    <= budget     the largest n
 
 Source: design of this project, sections 5.3 and 5.7.
 """
@@ -75,16 +75,14 @@ class Narrow:
         return self._of(n).floor <= self._budget
 
     def best(self) -> int:
-        """Return the most samples, of 1, 2, 4 ..., that leave room for as much as a kernel needs.
+        """Return the most samples, of 1, 2, 4 ..., that fit; 0 where none do.
 
-        The most that fit at all where none do, and 0 where none fit. Over ranks all that there are
-        may be in one lane.
+        What leaves of larger lanes is no less, but they meet less often and their kernels are
+        larger. Over ranks all that there are may be in one lane.
         """
         sizes = [1 << k for k in range(self._size.bit_length()) if 1 << k < self._size]
         sizes += [self._size] if self._foreseen.everyone else []
-        found = [0, *takewhile(self.fits, sizes)]
-        roomy = [n for n in found[1:] if self._left(n) >= 2 * self._of(n).needs]
-        return max(roomy, default=found[-1])
+        return max(takewhile(self.fits, sizes), default=0)
 
     def allowed(self, n: int) -> Allowed:
         """Return how a batch is run in lanes of `n` samples.
