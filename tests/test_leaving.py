@@ -365,9 +365,8 @@ def test_a_plan_that_sends_elsewhere_than_the_device_does_is_refused() -> None:
     with pytest.raises(ValueError, match="by this one saved tensors go to page-locked memory"):
         Engine(model, F.mse_loss, plan=elsewhere).backward(*batch)
     assert same(before, snapshot(model))
-    with pytest.raises(ValueError, match=r"to a file, and from cuda .*plan again, with the model"):
-        require_place("file", torch.device("cuda"))
-    require_place("host", torch.device("cuda"))
+    for store in ("host", "file"):
+        require_place(store, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("size", [2, 3], ids=["divided", "undivided"])

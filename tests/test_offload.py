@@ -518,8 +518,11 @@ def test_what_does_not_move() -> None:
     ("given", "match"),
     [
         ({"memory": 0}, "memory must be a number of bytes of at least 1"),
-        ({"memory": "1GiB", "store": "host"}, 'store must be "host" from a GPU'),
-        ({"memory": "1GiB", "store": "/no/such/folder"}, 'store must be "host" from a GPU'),
+        ({"memory": "1GiB", "store": "host"}, 'store must be "file" or a folder that is there'),
+        (
+            {"memory": "1GiB", "store": "/no/such/folder"},
+            'store must be "file" or a folder that is there',
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], match: str) -> None:

@@ -7,12 +7,18 @@ import pytest
 import torch
 
 from anybatch import stores
-from anybatch.stores import BLOCK, BOUNCE, FileStore
+from anybatch.errors import StoreError
+from anybatch.spill import Spill, maker
+from anybatch.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_file_gives_back_what_it_was_given(tmp_path: Path, direct: bool) -> None:
-    store = FileStore(tmp_path, direct=direct)
+@pytest.mark.parametrize("kind", [FileStore, StagedStore])
+def test_a_file_gives_back_what_it_was_given(
+    tmp_path: Path, kind: type[FileStore], direct: bool
+) -> None:
+    """By way of staging memory too, which is how bytes of a GPU come there."""
+    store = kind(tmp_path, direct=direct)
     sizes = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, BOUNCE, BOUNCE + 3)
     data = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
     for round_ in range(2):
@@ -67,3 +73,42 @@ def test_what_is_written_in_part_is_written_on_and_an_end_is_an_error(
     monkeypatch.setattr(os, "preadv", lambda f, views, at: 0)
     with pytest.raises(OSError, match="the spill file ends at 0 of 100 bytes"):
         store.get(0, out)
+
+
+def test_staged_bytes_that_have_changed_are_an_error(tmp_path: Path) -> None:
+    store, data = StagedStore(tmp_path, check=True), torch.arange(9000) % 251
+    kept = data.to(torch.uint8)
+    store.put("a", kept)
+    out = torch.empty_like(kept)
+    store.get("a", out)
+    assert torch.equal(out, kept)
+    os.pwrite(store._file, bytes(BLOCK), 0)
+    with pytest.raises(StoreError, match="the spill file"):
+        store.get("a", out)
+
+
+def test_a_device_has_what_is_nearest_and_what_was_asked_for(tmp_path: Path) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    folder = str(tmp_path)
+    found = {
+        (device.type, given): type(store_on(device, given))
+        for device in (cuda, cpu)
+        for given in (None, "file", folder)
+    }
+    assert found == {
+        ("cuda", None): HostStore,
+        ("cuda", "file"): StagedStore,
+        ("cuda", folder): StagedStore,
+        ("cpu", None): FileStore,
+        ("cpu", "file"): FileStore,
+        ("cpu", folder): FileStore,
+    }
+    assert type(maker(None, cuda)()) is HostStore
+    assert type(maker(folder, cuda)()) is StagedStore
+    assert Spill("file", folder).where(cuda) == folder
+    assert [Spill(way).store(cuda) for way in ("auto", "host", "file")] == ["host", "host", "file"]
+    Spill("file", folder).refuse_on(cuda)
+    with pytest.raises(ValueError, match='leave spill out, or give offload="file"'):
+        Spill("auto", folder).refuse_on(cuda)
+    with pytest.raises(ValueError, match='offload must be "file" on cpu'):
+        Spill("host").refuse_on(cpu)

@@ -103,6 +103,11 @@ class Away:
     stall: float | None = None
     remade: int = 0
 
+    @property
+    def where(self) -> str:
+        """Return the store, or the folder of its file."""
+        return self.folder or self.store
+
     def explain(self) -> list[str]:
         """Return what a plan says of it, a line each."""
         place = {"host": "page-locked memory of the host", "file": "a file without a name"}

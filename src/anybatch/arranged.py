@@ -121,7 +121,7 @@ class Arranger:
             everyone=everyone,
             away=allowed.away if gradients is not None else None,
         )
-        step.budgeted, step.spill = True, step.spill or planner.spill.folder
+        step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
         if isinstance(batch, LazyBatch):
             step.watch = self._given.reach.watch
         return Arranged(step, kind, allowed)

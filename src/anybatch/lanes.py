@@ -43,8 +43,11 @@ END = "the end"
 """The key with which a lane ends."""
 
 NOTICE = 0.2
-"""Seconds after which a Ctrl-C is noticed at the latest that came as the wait for the lanes began:
-Python looks for signals before it waits and when one ends the wait, and not in between."""
+"""Seconds after which a Ctrl-C is noticed at the latest."""
+
+
+def _nothing() -> None:
+    """Hear nothing."""
 
 
 class Turns(Protocol):
@@ -94,8 +97,12 @@ class Lanes:
         self._over.acquire()
         self._failure: BaseException | None = None
 
-    def run(self, work: Callable[[int], None]) -> None:
+    def run(self, work: Callable[[int], None], listen: Callable[[], None] = _nothing) -> None:
         """Run ``work(lane)`` for every lane, and return when all have ended.
+
+        Args:
+            work: what a lane does.
+            listen: called now and then while they run; may raise, which ends them. Default nothing.
 
         Raises:
             LaneMismatchError: the lanes do not meet in the same places.
@@ -114,7 +121,7 @@ class Lanes:
                 self._go[0].release()
                 begun = True
             while not self._over.acquire(timeout=NOTICE):
-                pass
+                listen()
         except BaseException as error:  # Ctrl-C: the lane that runs ends at its next meeting
             self._failure = self._failure or error
             with uninterrupted():

@@ -30,7 +30,7 @@ from anybatch.outofcore.known import FAST
 from anybatch.outofcore.saved import SMALL
 from anybatch.outofcore.simulate import Link
 from anybatch.probe import LONG, seconds
-from anybatch.spill import Spill, clocked, maker, require_room, store_of
+from anybatch.spill import Spill, clocked, maker, require_room
 from anybatch.stores import BLOCK, BOUNCE, Store
 from anybatch.units import show_bytes
 
@@ -114,7 +114,7 @@ class Leaving:
         owners = self.foreseen.owners(1, self._size)
         room = self._budget - sum(owners.values()) + owners.get(STEP, 0)
         try:
-            return clocked(self._spill.folder, min(BOUNCE, max(room, BLOCK)), self._case().device)
+            return clocked(self._where, min(BOUNCE, max(room, BLOCK)), self._case().device)
         except OSError:  # a trial will say it
             return Link(out=FAST, back=FAST)
 
@@ -135,7 +135,7 @@ class Leaving:
         """
         if not self.fits(n):
             return None
-        require_room(self._lean(n).most, self._spill.folder, self._case().device)
+        require_room(self._lean(n).most, self._where)
         keeping = Keeping(self._maker(), self._case().device)
         keeping.begin(self._lean(n).within(self._budget).rooms)
         try:
@@ -171,7 +171,7 @@ class Leaving:
         if not self.fits(n):
             self._refuse(n)
         found = self._lean(n)
-        require_room(found.most, self._spill.folder, self._case().device)
+        require_room(found.most, self._where)
         if real and self.foreseen.case is not None:
             found = self._really(n)
             self._leans[n] = found
@@ -228,8 +228,12 @@ class Leaving:
     def _really(self, n: int) -> Lean:
         return lean(self.foreseen, self._case(), n, self._size, self._maker(), self._budget)
 
+    @property
+    def _where(self) -> str:
+        return self._spill.where(self._case().device)
+
     def _maker(self) -> Callable[[], Store]:
-        return maker(self._spill.folder, self._case().device)
+        return maker(self._where, self._case().device)
 
     def _sent(self, n: int) -> int:
         return self._lean(n).within(self._budget).sent(count_micro_batches(self._size, n))
@@ -251,7 +255,7 @@ class Leaving:
             candidates=self.candidates(n),
         )
         away = Away(
-            store=store_of(self._case().device),
+            store=self._spill.store(self._case().device),
             folder=self._spill.folder,
             rooms=fitted.rooms,
             saved=found.saved,

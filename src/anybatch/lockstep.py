@@ -39,6 +39,7 @@ from anybatch.stores import store_on
 from anybatch.stream import Normalization, normalization
 from anybatch.surroundings import Surroundings
 from anybatch.turns import LaneTurns
+from anybatch.undo import Held, uninterrupted
 
 
 def lockstep(step: Step, tracked: Tracked) -> Tensor:
@@ -56,9 +57,20 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         LaneMismatchError: the model takes another path for other samples.
         NotAPartError: some micro-batch has shown that the loss couples the samples.
     """
+    together = Together(step)
+    with uninterrupted() as held:  # or a thread of the pager, and its file, would be left
+        _run(step, tracked, together, held)
+    if step.gradients is not None and step.batch.size:
+        check_trains(together.trained)
+    together.show()
+    step.finish(together.correction())
+    return together.loss()
+
+
+def _run(step: Step, tracked: Tracked, together: Together, held: Held) -> None:
+    """Run all lanes; Ctrl-C is heard while they are waited for."""
     around = Surroundings.now()
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
-    together = Together(step)
     lanes = max(step.count, 1)  # a rank without samples meets the others all the same
     pager = _pager(step, meters)
     turns = LaneTurns(lanes, step.slots, step.gradients, pager, everything=step.draws is not None)
@@ -67,7 +79,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     try:
         with warnings.catch_warnings():  # lanes that catch some too do not end in their order
             Lanes(lanes, turns, entered, beyond).run(
-                lambda lane: _lane(step, tracked, together, lane, pager)
+                lambda lane: _lane(step, tracked, together, lane, pager), held.let_through
             )
         turns.finish()
     except BaseException:
@@ -77,11 +89,6 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         if pager is not None:
             pager.close()
             step.moved = pager.moved
-    if step.gradients is not None and step.batch.size:
-        check_trains(together.trained)
-    together.show()
-    step.finish(together.correction())
-    return together.loss()
 
 
 AHEAD = 1.5

@@ -26,7 +26,7 @@ from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast, merged, total
 from anybatch.kinds import Allowed
 from anybatch.outofcore.chain import OUTSIDE
-from anybatch.spill import Spill, require_room, store_of
+from anybatch.spill import Spill, require_room
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import Timeline, joined
 from anybatch.units import show_bytes
@@ -96,7 +96,7 @@ class Narrow:
             self._refuse(n)
         every, limit = count * found.holds, self._left(n)
         sent = max(0, every - limit)
-        require_room(every if sent else 0, self._spill.folder, self._device)
+        require_room(every if sent else 0, self._spill.where(self._device))
         inside = {LANES: min(limit, every) + found.makes}
         owners = max(merged(found.there, inside), found.beside, key=total)
         foreseen, size = self._foreseen, self._size
@@ -111,7 +111,7 @@ class Narrow:
             candidates=self._candidates(),
         )
         away = Away(
-            store=store_of(self._device),
+            store=self._spill.store(self._device),
             folder=self._spill.folder,
             rooms=(limit, limit),
             saved=found.holds,

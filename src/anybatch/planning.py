@@ -59,7 +59,7 @@ def plan(
         offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one
             sample does not fit with them, and where larger micro-batches or lanes, or the
             undivided batch instead of lanes, have been timed to be faster so; "host" (from a GPU)
-            or "file" (from the CPU) in any case; "off" never. Without timing, the size is then the
+            or "file" in any case; "off" never. Without timing, the size is then the
             one of which the least leaves.
         states: where the optimizer's state waits between its steps, as `offload_states` does it:
             "host" memory from CUDA, a "file" on the CPU. Default None: it stays on the device.

@@ -286,7 +286,7 @@ def _alone(case: Case) -> AbstractContextManager[Any]:
     return AloneNorms(counters(case.modules), rows=rows) if case.lanes else nullcontext()
 
 
-def _in_one_piece(case: Case) -> AbstractContextManager[None]:
+def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
     """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
     return uninterrupted() if case.fake else nullcontext()
 

@@ -128,7 +128,7 @@ class Runner:
             self._divide(step, modules, before)
         if away is not None and step.lanes:
             self._require(away)
-            step.inside, step.spill = away.rooms[1], away.folder
+            step.inside, step.spill = away.rooms[1], away.where
         elif away is not None:
             step.away = self._away(away)
         return step
@@ -136,15 +136,15 @@ class Runner:
     def _require(self, away: Away) -> None:
         """Require that what leaves has a place."""
         require_place(away.store, self._given.device)
-        require_room(away.most, away.folder, self._given.device)
+        require_room(away.most, away.where)
 
     def _away(self, away: Away) -> Keeping:
         """Return where saved tensors go, as they went in earlier steps."""
         self._require(away)
         device = self._given.device
-        kind = device, away.folder
+        kind = device, away.where
         if self._keeping is None or self._keeping[0] != kind:
-            self._keeping = kind, Keeping(maker(away.folder, device), device)
+            self._keeping = kind, Keeping(maker(away.where, device), device)
         keeping = self._keeping[1]
         keeping.begin(away.rooms)
         return keeping

@@ -1,7 +1,7 @@
 """Where tensors go when they leave the device, as a person may say it: host, file, a folder.
 
-auto    what the device takes, where a step needs it or is faster for it
-host    page-locked memory, from a GPU      file    one without a name, from the CPU      off
+auto    what is nearest, where a step needs it or is faster for it
+host    page-locked memory, from a GPU      file    one without a name      off
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from anybatch.errors import StoreError
 from anybatch.outofcore.mover import SENT
 from anybatch.outofcore.saved import empty
 from anybatch.outofcore.simulate import Link
-from anybatch.stores import FileStore, HostStore, Store
+from anybatch.stores import FileStore, HostStore, StagedStore, Store
 
 WAYS = ("auto", "off", "host", "file")
 
@@ -48,17 +48,25 @@ class Spill:
         Raises:
             ValueError: naming it.
         """
-        takes = store_of(device)
-        if self.way in ("host", "file") and self.way != takes:
+        nearest = store_of(device)
+        if self.way in ("host", "file") and self.way not in takes(device):
             raise ValueError(
-                f'offload must be "{takes}" on {device.type}, where saved tensors go to '
-                f'{WORDS[takes]}, and it is "{self.way}": give "auto" or "{takes}"'
+                f'offload must be "{nearest}" on {device.type}, where saved tensors go to '
+                f'{WORDS[nearest]}, and it is "{self.way}": give "auto" or "{nearest}"'
             )
-        if self.folder is not None and takes != "file":
+        if self.folder is not None and self.store(device) != "file":
             raise ValueError(
                 f"spill names the folder of a file, and from {device.type} saved tensors go to "
-                f"{WORDS[takes]}: leave spill out"
+                f'{WORDS[nearest]}: leave spill out, or give offload="file"'
             )
+
+    def store(self, device: torch.device) -> str:
+        """Return "host" or "file": where the tensors of a device go."""
+        return "file" if self.way == "file" else store_of(device)
+
+    def where(self, device: torch.device) -> str:
+        """Return the same, or the folder of the file."""
+        return self.folder or self.store(device)
 
 
 WORDS = {"host": "page-locked memory of the host", "file": "a file"}
@@ -93,8 +101,13 @@ def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
 
 
 def store_of(device: torch.device) -> str:
-    """Return "host" or "file": where the tensors of a device go."""
+    """Return "host" or "file": what is nearest to a device."""
     return "file" if device.type == "cpu" else "host"
+
+
+def takes(device: torch.device) -> tuple[str, ...]:
+    """Return all of these where tensors of a device can go."""
+    return ("file",) if device.type == "cpu" else ("host", "file")
 
 
 def maker(
@@ -110,16 +123,17 @@ def maker(
     Raises:
         ValueError: it means nothing on this device.
     """
-    takes = store_of(device)
-    if takes == "host" and given in (None, "host"):
+    nearest = store_of(device)
+    if given in (None, "host") and nearest == "host":
         return partial(HostStore, check=check)
-    if takes == "file" and given != "host":
+    if given != "host":
         folder = None if given in (None, "file") else Path(given)
         if folder is None or folder.is_dir():
-            return partial(FileStore, folder, direct=True, check=check)
+            make = FileStore if nearest == "file" else StagedStore
+            return partial(make, folder, direct=True, check=check)
     raise ValueError(
-        'store must be "host" from a GPU, and "file" or a folder that is there on the CPU, and it '
-        f"is {str(given)!r} on {device.type}: leave it out to have what the device takes"
+        'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
+        f"{str(given)!r} on {device.type}: leave it out to have what is nearest to the device"
     )
 
 
@@ -129,22 +143,23 @@ def require_place(store: str, device: torch.device) -> None:
     Raises:
         ValueError: from this one they go elsewhere.
     """
-    takes = store_of(device)
-    if store != takes:
+    if store not in takes(device):
         raise ValueError(
             f"a plan must be obeyed as it was made, and by this one saved tensors go to "
-            f"{WORDS[store]}, and from {device.type} they go to {WORDS[takes]}: plan again, with "
-            f"the model on {device.type}"
+            f"{WORDS[store]}, and from {device.type} they go to {WORDS[store_of(device)]}: plan "
+            f"again, with the model on {device.type}"
         )
 
 
-def clocked(folder: str | None, size: int, device: torch.device) -> Link:
-    """Return how fast `size` bytes go where saved tensors would, and return: the faster of two.
+def clocked(given: str | None, size: int, device: torch.device) -> Link:
+    """Return how fast `size` bytes go to a store, `given` as in `maker`, and return.
+
+    It is the faster of two times.
 
     Raises:
         OSError: they cannot.
     """
-    store, storage = maker(folder, device)(), empty(size, device)
+    store, storage = maker(given, device)(), empty(size, device)
     spent = [inf, inf]
     try:
         for key in range(2):
@@ -157,15 +172,15 @@ def clocked(folder: str | None, size: int, device: torch.device) -> Link:
     return Link(out=size / spent[0], back=size / spent[1])
 
 
-def require_room(size: int, folder: str | None, device: torch.device) -> None:
-    """Require that `size` bytes can go where they would.
+def require_room(size: int, given: str) -> None:
+    """Require that `size` bytes can go to a store, "host", "file" or the folder of a file.
 
     Raises:
         StoreError: the folder of the file has less left, or is gone.
     """
-    if store_of(device) == "host" or not size:
+    if given == "host" or not size:
         return
-    where = folder or tempfile.gettempdir()
+    where = tempfile.gettempdir() if given == "file" else given
     try:
         left = shutil.disk_usage(where).free
     except OSError as error:

@@ -104,7 +104,8 @@ class Step:
         budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
         inside: bytes that all lanes may hold, the one that runs, too; None lets that one hold what
             it will.
-        spill: folder of what lanes send to a file; None is the system's for temporary files.
+        spill: where lanes leave for: "host", "file" or the folder of a file; None is what is
+            nearest to the device.
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
         watch: sees each micro-batch as it comes, and may end the step.

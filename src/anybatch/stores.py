@@ -319,13 +319,67 @@ def _flat(storage: Any) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def store_on(device: torch.device, folder: str | None = None) -> Store:
+class StagedStore(FileStore):
+    """A file for storages of another device, by way of page-locked host memory.
+
+    Args:
+        folder: as of `FileStore`.
+        direct: as there.
+        check: as there.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, direct: bool = False, check: bool = False
+    ) -> None:
+        super().__init__(folder, direct=direct, check=check)
+        self._stages = threading.local()
+
+    def _write(self, storage: Any, place: _Place) -> None:
+        flat, (host, view) = _flat(storage), self._stage()
+        with _unseen():
+            if self._check:
+                place.sums = checksums(_memory(flat.cpu().untyped_storage()))
+            for at, part in _parts(place.size):
+                host[:part].copy_(flat[at : at + part])
+                self._put_all(view[: self._whole(part)], place.begin + at)
+
+    def _read(self, storage: Any, place: _Place) -> None:
+        flat, (host, view) = _flat(storage), self._stage()
+        with _unseen():
+            for at, part in _parts(place.size):
+                self._get_all(view[: self._whole(part)], place.begin + at)
+                flat[at : at + part].copy_(host[:part])
+            if place.sums is not None:
+                require_same(_memory(flat.cpu().untyped_storage()), place.sums, "the spill file")
+
+    def _stage(self) -> tuple[Tensor, memoryview]:
+        """Return host memory of this thread's own, as a tensor and as bytes; it begins a block."""
+        found: tuple[Tensor, memoryview] | None = getattr(self._stages, "memory", None)
+        if found is None:
+            with _unseen():
+                pinned = torch.cuda.is_available()
+                whole = torch.empty(BOUNCE + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+                host = whole[-whole.data_ptr() % BLOCK :][:BOUNCE]
+            view = memoryview((ctypes.c_char * BOUNCE).from_address(host.data_ptr())).cast("B")
+            found = self._stages.memory = host, view
+        return found
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Let no mode see the kernels of the body: they are copies of bytes."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def store_on(device: torch.device, given: str | None = None) -> Store:
     """Return where bytes of a device go: host memory from CUDA, a file from the host's own.
 
     Args:
         device: that is left.
-        folder: of the file; None (default) is the system's folder for temporary files.
+        given: "host", "file", or the folder of the file; None (default) is what the device takes.
     """
-    if device.type == "cuda":
-        return HostStore()
-    return FileStore(None if folder is None else Path(folder))
+    folder = None if given in (None, "host", "file") else Path(str(given))
+    if device.type != "cuda":
+        return FileStore(folder)
+    return HostStore() if given in (None, "host") else StagedStore(folder)

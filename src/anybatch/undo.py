@@ -259,11 +259,34 @@ def whole_or_nothing(before: Before, deliver: Callable[[], None]) -> Iterator[No
         raise
 
 
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Held:
+    """Signals that have come and were not heard yet.
+
+    Args:
+        handler: hears them; None where none are held back.
+    """
+
+    def __init__(self, handler: Handler | None = None) -> None:
+        self._handler = handler
+        self.came: list[tuple[int, FrameType | None]] = []
+
+    def let_through(self) -> None:
+        """Let the first one be heard, where one has come, and forget the others."""
+        if self.came and self._handler is not None:
+            first = self.came[0]
+            self.came.clear()
+            self._handler(*first)
+
+
 @contextmanager
-def uninterrupted(*, once: bool = False) -> Iterator[None]:
+def uninterrupted(*, once: bool = False) -> Iterator[Held]:
     """Hold back Ctrl-C while the body runs, and let it through afterwards.
 
-    Only the main thread gets KeyboardInterrupt, and only a Python handler can be held back.
+    Only the main thread gets KeyboardInterrupt, and only a Python handler can be held back. Where
+    the body has to wait it may let through what has come, at a place where it can be told.
 
     Args:
         once: a second one is let through at once: the body may wait for ever. Default False.
@@ -271,22 +294,21 @@ def uninterrupted(*, once: bool = False) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(handler):
-        yield
+        yield Held()
         return
-    held: list[tuple[int, FrameType | None]] = []
+    held = Held(handler)
 
     def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if once and len(held) > 1:
+        held.came.append((number, frame))
+        if once and len(held.came) > 1:
             handler(number, frame)
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield
+        yield held
     finally:
         signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
+        held.let_through()
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
         beside=max(foreseen.beside(n, size), key=total),
-        needs=max(seen.needs, joined),
+        needs=max(seen.needs, joined, foreseen.pieces),  # of gradients, when lanes hold nothing
         makes=max(seen.makes, joined),
         events=line.events[begin:end],
         held=tuple(max(0, int(count)) for count in lane),

@@ -26,7 +26,7 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.summary import versions
 from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Loader, Share, Views, make_views
-from anybatch.spill import store_of
+from anybatch.spill import takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     """
     settings.checked()
     device = find_device(team.device(settings.device))
-    if settings.states not in (None, takes := store_of(device)):
-        raise SettingsError(f"states must be {takes} on {device.type}; got {settings.states}.")
+    if settings.states not in (None, *takes(device)):
+        allowed = " or ".join(takes(device))
+        raise SettingsError(f"states must be {allowed} on {device.type}; got {settings.states}.")
     data = open_data(settings, chosen_image_size(settings))
     recipe = choose(settings, data.task)
     loss = make_loss(recipe.loss, data.task)

@@ -51,7 +51,7 @@ OffloadOption = Annotated[
     OffloadName,
     typer.Option(
         help="What autograd saves may leave the device: auto where not even one sample fits with "
-        "it, or it was timed to be faster so; host memory (from a GPU) or a file (from the CPU) in "
+        "it, or it was timed to be faster so; host memory (from a GPU) or a file in "
         "any case; off never."
     ),
 ]
