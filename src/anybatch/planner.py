@@ -300,7 +300,7 @@ class Planner:
         try:
             found = narrow.allowed(n)
         except BudgetError as error:
-            if failed is not None and self._fixed is None and _needed(failed) <= error.needed:
+            if failed is not None and foreseen.peak(n, kind.size) <= error.needed:
                 raise failed from None
             raise
         self._sends = True
@@ -410,11 +410,6 @@ def _beside(foreseen: Forecast, kind: Kind) -> Forecast:
     """Return the forecast beside the samples of other ranks and the gradients that are there."""
     foreseen = replace(foreseen, everyone=kind.everyone)
     return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen
-
-
-def _needed(failed: Exception) -> float:
-    """Return the bytes that a refusal names; infinitely many where it names none."""
-    return failed.needed if isinstance(failed, BudgetError) else float("inf")
 
 
 def _not_spread() -> NotYetError:
