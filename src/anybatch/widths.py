@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch import rehearse
@@ -169,11 +168,7 @@ def _storages(values: Any) -> dict[int, int]:
     """Return address and bytes of the storages of all strided tensors in `values`."""
     found: dict[int, int] = {}
     for tensor in tensors_in(values):
-        if _strided(tensor):
+        if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             found[storage._cdata] = storage.nbytes()
     return found
-
-
-def _strided(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided
