@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,12 +200,39 @@ def test_no_space_is_known_before_the_step(monkeypatch: pytest.MonkeyPatch) -> N
     low = floor(model, F.cross_entropy, batch, 2)
     found = plan(model, F.cross_entropy, batch, memory=low + 4096, micro_batch=2)
     engine, before = Engine(model, F.cross_entropy, plan=found), snapshot(model)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: (0, 0, 0))
-    monkeypatch.setattr("anybatch.spill.shutil.disk_usage", lambda _: _Full())
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(StoreError, match="room"):
         engine.backward(*batch)
     assert same(before, snapshot(model))
 
 
-class _Full:
-    free = 0
+class Reads(nn.Module):
+    """Forward reads a value, which no tensor without data has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * (2.0 if float(x.detach().sum()) < 1e9 else 1.0)
+
+
+@pytest.mark.parametrize(("n", "offload"), [(2, "file"), (2, "auto"), (SIZE, "file")])
+def test_where_nothing_can_be_told_without_memory_lanes_leave_while_they_wait(
+    n: int, offload: str
+) -> None:
+    model, batch = Reads().double(), images()
+    given = {"micro_batch": n, "offload": offload}
+    found = plan(model, F.cross_entropy, batch, memory="1GiB", **given)
+    assert found.mechanism == ("lanes" if n < SIZE else "undivided")
+    assert (found.offload is None) == (n < SIZE)
+    got = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=found).backward(*batch))
+    assert_exact(got, undivided(model, F.cross_entropy, *batch))
+    with pytest.raises(BudgetError):
+        plan(model, F.cross_entropy, batch, memory=1024, **given)
+
+
+def test_one_sample_is_not_divided() -> None:
+    model, batch = network(), images(1)
+    with pytest.raises(BudgetError, match="undivided, all that autograd saves away"):
+        plan(model, F.cross_entropy, batch, memory=1024, offload="file")

@@ -272,7 +272,8 @@ class Planner:
             foreseen = self._foresee(asked, rounded=True)
         leaving = self._leaving(_beside(foreseen, kind), asked)
         n = self._size_away(leaving, kind)
-        if kind.lanes and (n < kind.size or kind.everyone) and not asked.undivided:
+        divided = max(n, 1) < kind.size or kind.everyone
+        if kind.lanes and divided and not asked.undivided:
             return self._in_narrow_lanes(asked, leaving.foreseen, failed)
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
             raise failed
@@ -294,8 +295,10 @@ class Planner:
             BudgetError: it cannot be; or what `failed` without, which needs less.
         """
         kind, narrow = asked.kind, self._narrow(foreseen, asked)
-        if failed is not None and not narrow.possible:
-            raise failed
+        if not narrow.possible:  # on real rows one lane would have to fit first
+            if failed is not None:
+                raise failed
+            return self._in_memory(asked, may=False)
         n = min(self._fixed, kind.size) if self._fixed is not None else narrow.best() or 1
         try:
             found = narrow.allowed(n)
