@@ -32,7 +32,7 @@ from anybatch.outofcore.simulate import Link
 from anybatch.probe import LONG, seconds
 from anybatch.spill import Spill, clocked, maker, require_room
 from anybatch.stores import BLOCK, BOUNCE, Store
-from anybatch.units import show_bytes
+from anybatch.units import show_bytes, show_samples
 
 SAVED = "saved tensors"
 """The owner of what stays on the device between forward and backward, where some of it leaves."""
@@ -198,7 +198,7 @@ class Leaving:
         fits = 0 if self.whole else self._most_below(n)
         owners = sorted(self._lean(n).all_owners.items(), key=lambda pair: -pair[1])
         listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
-        cut = "undivided" if n >= self._size else f"with micro-batches of {samples(n)}"
+        cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
         smaller = f"micro_batch={fits} or less, or " if fits else ""
         raise BudgetError(
             f"a step must fit in memory, and {cut}, all that autograd saves away, it needs "
@@ -273,8 +273,3 @@ class Leaving:
             clocked=found.clocked,
         )
         return Allowed(n, False, memory, look.coupled, look.loss, away=away, passes=passes)
-
-
-def samples(n: int) -> str:
-    """Return a number of samples in words."""
-    return "one sample" if n == 1 else f"{n} samples"

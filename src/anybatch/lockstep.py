@@ -39,7 +39,7 @@ from anybatch.stores import store_on
 from anybatch.stream import Normalization, normalization
 from anybatch.surroundings import Surroundings
 from anybatch.turns import LaneTurns
-from anybatch.undo import Held, uninterrupted
+from anybatch.undo import HeldBack, uninterrupted
 
 
 def lockstep(step: Step, tracked: Tracked) -> Tensor:
@@ -67,7 +67,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     return together.loss()
 
 
-def _run(step: Step, tracked: Tracked, together: Together, held: Held) -> None:
+def _run(step: Step, tracked: Tracked, together: Together, held: HeldBack) -> None:
     """Run all lanes; Ctrl-C is heard while they are waited for."""
     around = Surroundings.now()
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]

@@ -29,7 +29,7 @@ from anybatch.outofcore.chain import OUTSIDE
 from anybatch.spill import Spill, require_room
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import Timeline, joined
-from anybatch.units import show_bytes
+from anybatch.units import show_bytes, show_samples
 from anybatch.widths import Widths, widths
 
 OF_LANES = "all micro-batches, kernel by kernel"
@@ -132,10 +132,9 @@ class Narrow:
         """
         found = self._of(n)
         smaller = f"micro_batch={self.best()} or less, or " if n > 1 and self.best() else ""
-        samples = "one sample" if n == 1 else f"{n} samples"
         raise BudgetError(
-            f"a step must fit in memory, and in lanes of {samples}, all that a kernel does not "
-            f"need away, it needs {show_bytes(found.floor)}, and {show_bytes(self._budget)} is "
+            f"a step must fit in memory, and in lanes of {show_samples(n)}, all that a kernel does "
+            f"not need away, it needs {show_bytes(found.floor)}, and {show_bytes(self._budget)} is "
             f"there ({self._source}): give {smaller}"
             f'memory="{-(-found.floor // 1024)}KiB" or more, smaller samples, or an optimizer that '
             "keeps less",

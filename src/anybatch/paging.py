@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch.meter import tensors_in
 from anybatch.pager import Pager, key_of
 
 PLAIN = frozenset({Tensor, Parameter})
@@ -109,16 +110,11 @@ def keep(pager: Pager, tensor: Tensor) -> None:
 
 def _keys(values: Any) -> Iterator[int]:
     """Yield the addresses of the storages that a kernel needs."""
-    if isinstance(values, Tensor):
-        for inner in _inside(values):
+    for tensor in tensors_in(values):
+        for inner in _inside(tensor):
             key = key_of(inner)
             if key is not None:
                 yield key
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _keys(value)
-    elif isinstance(values, dict):
-        yield from _keys(list(values.values()))
 
 
 def _wraps(tensor: Tensor) -> bool:

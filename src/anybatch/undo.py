@@ -262,7 +262,7 @@ def whole_or_nothing(before: Before, deliver: Callable[[], None]) -> Iterator[No
 Handler = Callable[[int, FrameType | None], Any]
 
 
-class Held:
+class HeldBack:
     """Signals that have come and were not heard yet.
 
     Args:
@@ -282,7 +282,7 @@ class Held:
 
 
 @contextmanager
-def uninterrupted(*, once: bool = False) -> Iterator[Held]:
+def uninterrupted(*, once: bool = False) -> Iterator[HeldBack]:
     """Hold back Ctrl-C while the body runs, and let it through afterwards.
 
     Only the main thread gets KeyboardInterrupt, and only a Python handler can be held back. Where
@@ -294,9 +294,9 @@ def uninterrupted(*, once: bool = False) -> Iterator[Held]:
     handler = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(handler):
-        yield Held()
+        yield HeldBack()
         return
-    held = Held(handler)
+    held = HeldBack(handler)
 
     def hold(number: int, frame: FrameType | None) -> None:
         held.came.append((number, frame))

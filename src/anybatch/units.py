@@ -56,3 +56,8 @@ def show_bytes(count: int) -> str:
         size /= 1024
     digits = 0 if unit == "B" or abs(size) >= 100 else 1
     return f"{size:.{digits}f} {unit}"
+
+
+def show_samples(n: int) -> str:
+    """Return a number of samples in words."""
+    return "one sample" if n == 1 else f"{n} samples"

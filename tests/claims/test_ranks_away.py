@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from anybatch import BudgetError, Engine, NotYetError, Plan
+from anybatch import AnybatchError, BudgetError, Engine, NotYetError, Plan
 from anybatch._plan import Away, Memory
 from anybatch.outofcore import execute
 from anybatch.spill import Spill
@@ -72,7 +72,7 @@ def needed(model: nn.Module, loss: Any, batch: Batch, *, offload: str) -> int:
         engine.backward(*batch)
     except BudgetError as error:
         found = error.needed
-    except Exception:  # another rank has failed first
+    except AnybatchError:  # another rank has failed first
         found = 0
     every = torch.tensor([found])
     dist.all_reduce(every, dist.ReduceOp.MAX)

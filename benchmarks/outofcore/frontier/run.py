@@ -18,9 +18,6 @@ modes run, each in a process started in them (design, 5.10).
 """
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +25,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.environment import MALLOC, environment
+from benchmarks.environment import environment
+from benchmarks.modes import in_both_modes
 from benchmarks.outofcore.frontier.clock import measured
 from benchmarks.outofcore.frontier.figure import draw
 from benchmarks.outofcore.frontier.networks import NETWORKS, Network
@@ -65,22 +63,6 @@ def one_mode(names: list[str], rounds: int, spill: Path | None) -> dict[str, Any
     return {"environment": environment(), "networks": found}
 
 
-def child(mode: str, names: list[str], rounds: int, spill: Path | None) -> Any:
-    """The same in a new process whose malloc was set before it started."""
-    console.print(f"malloc mode {mode}")
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    command = [sys.executable, "-m", "benchmarks.outofcore.frontier.run", "--here"]
-    command += ["--networks", ",".join(names), "--rounds", str(rounds)]
-    done = subprocess.run(
-        [*command, *([] if spill is None else ["--spill", str(spill)])],
-        env={**ours, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout)
-
-
 def main(
     *,
     quick: bool = False,
@@ -97,7 +79,9 @@ def main(
     if here:
         print(json.dumps(one_mode(names, rounds, spill)))
         return
-    modes = {mode: child(mode, names, rounds, spill) for mode in MALLOC}
+    words = ["--networks", ",".join(names), "--rounds", str(rounds)]
+    words += [] if spill is None else ["--spill", str(spill)]
+    modes = in_both_modes("benchmarks.outofcore.frontier.run", *words)
     results = {"seed": SEED, "rounds": rounds, "modes": modes}
     write(out / "results.json", results)
     draw(results, out)

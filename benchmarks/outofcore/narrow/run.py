@@ -16,9 +16,6 @@ Both glibc malloc modes run, each in a process started in them.
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter
@@ -32,7 +29,8 @@ import anybatch
 from anybatch import BudgetError, Engine
 from anybatch.meter import Meter
 from benchmarks.agbn.lanes_memory.one import Net
-from benchmarks.environment import MALLOC, environment
+from benchmarks.environment import environment
+from benchmarks.modes import in_both_modes
 from benchmarks.outofcore.narrow.networks import NETWORKS
 from benchmarks.results import console, write
 
@@ -180,21 +178,6 @@ def one_mode(names: list[str], rounds: int) -> Results:
     return {"environment": environment(), "networks": found}
 
 
-def child(mode: str, names: list[str], rounds: int) -> Any:
-    """The same in a new process whose malloc was set before it started."""
-    console.print(f"malloc mode {mode}")
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    command = [sys.executable, "-m", "benchmarks.outofcore.narrow.run", "--here"]
-    done = subprocess.run(
-        [*command, "--networks", ";".join(names), "--rounds", str(rounds)],
-        env={**ours, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout)
-
-
 def main(
     *,
     quick: bool = False,
@@ -210,7 +193,8 @@ def main(
     if here:
         print(json.dumps(one_mode(names, rounds)))
         return
-    modes = {mode: child(mode, names, rounds) for mode in MALLOC}
+    words = ["--networks", ";".join(names), "--rounds", str(rounds)]
+    modes = in_both_modes("benchmarks.outofcore.narrow.run", *words)
     write(out / "results.json", {"seed": SEED, "rounds": rounds, "modes": modes})
 
 

@@ -12,9 +12,6 @@ them (design, 5.10).
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +19,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.environment import MALLOC, environment
+from benchmarks.environment import environment
 from benchmarks.mbs.problem import Problem
 from benchmarks.mbs.speed.problems import STEPS
+from benchmarks.modes import in_both_modes
 from benchmarks.outofcore.offload.steps import Step, measured, ways
 from benchmarks.results import console, write
 
@@ -56,22 +54,6 @@ def one_mode(names: list[str], rounds: int, device: str, spill: Path | None) -> 
     return {"environment": environment(), "steps": found}
 
 
-def child(mode: str, names: list[str], rounds: int, device: str, spill: Path | None) -> Any:
-    """The same in a new process whose malloc was set before it started."""
-    console.print(f"malloc mode {mode}")
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    command = [sys.executable, "-m", "benchmarks.outofcore.offload.run", "--here"]
-    command += ["--steps", ",".join(names), "--rounds", str(rounds), "--device", device]
-    done = subprocess.run(
-        [*command, *([] if spill is None else ["--spill", str(spill)])],
-        env={**ours, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout)
-
-
 def main(
     *,
     quick: bool = False,
@@ -89,7 +71,9 @@ def main(
     if here:
         print(json.dumps(one_mode(names, rounds, device, spill)))
         return
-    modes = {mode: child(mode, names, rounds, device, spill) for mode in MALLOC}
+    words = ["--steps", ",".join(names), "--rounds", str(rounds), "--device", device]
+    words += [] if spill is None else ["--spill", str(spill)]
+    modes = in_both_modes("benchmarks.outofcore.offload.run", *words)
     write(out / "results.json", {"seed": SEED, "rounds": rounds, "modes": modes})
 
 

@@ -18,9 +18,6 @@ with ``torch.utils.checkpoint``.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,9 +34,10 @@ from anybatch.apps.models.resnet import resnet
 from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.sublinear import sublinear
 from anybatch.tracing import trace_step
-from benchmarks.environment import MALLOC, environment
+from benchmarks.environment import environment
 from benchmarks.mbs.problem import Problem
 from benchmarks.mbs.speed.problems import STEPS
+from benchmarks.modes import in_both_modes
 from benchmarks.outofcore.models import densenet121
 from benchmarks.outofcore.offload.steps import Step
 from benchmarks.outofcore.recompute.made import Again, made_again, recorded
@@ -142,22 +140,6 @@ def one_mode(names: list[str], rounds: int) -> dict[str, Any]:
     return {"environment": environment(), "steps": found}
 
 
-def child(mode: str, names: list[str], rounds: int) -> Any:
-    """The same in a new process whose malloc was set before it started."""
-    console.print(f"malloc mode {mode}")
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
-    command = [sys.executable, "-m", "benchmarks.outofcore.recompute.run", "--here"]
-    command += ["--steps", ",".join(names), "--rounds", str(rounds)]
-    done = subprocess.run(
-        command,
-        env={**ours, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    return json.loads(done.stdout)
-
-
 def main(
     *,
     quick: bool = False,
@@ -173,7 +155,8 @@ def main(
     if here:
         print(json.dumps(one_mode(names, rounds)))
         return
-    modes = {mode: child(mode, names, rounds) for mode in MALLOC}
+    words = ["--steps", ",".join(names), "--rounds", str(rounds)]
+    modes = in_both_modes("benchmarks.outofcore.recompute.run", *words)
     pixels = [] if quick else largest()
     write(out / "results.json", {"seed": SEED, "rounds": rounds, "modes": modes, "pixels": pixels})
 
