@@ -66,17 +66,23 @@ class States:
     Attributes:
         store: "host" or "file".
         folder: of the file; None is the system's folder for temporary files.
-        room: bytes of it that are in memory at a time while the optimizer steps.
+        room: bytes of it that are in memory at a time while the optimizer steps; with `model` of
+            parameters, gradients and state together, all the time.
+        model: parameters and gradients leave, too, when no kernel reads them.
     """
 
     store: str
     folder: str | None
     room: int
+    model: bool = False
 
     def __str__(self) -> str:
         where = "memory of the host" if self.store == "host" else "a file"
         where += f" in {self.folder}" if self.folder else ""
-        return f"in {where}; at most {show_bytes(self.room)} in memory during a step"
+        room = show_bytes(self.room)
+        if self.model:
+            return f"in {where}, with parameters and gradients; at most {room} of all in memory"
+        return f"in {where}; at most {room} in memory during a step"
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,6 @@ class OffloadedStates:
         paged: the model whose parameters and gradients leave too, or None.
 
     Attributes:
-        memory: bytes of state that may be in memory at a time.
         last: what the last step has done; None before the first.
     """
 
@@ -82,7 +81,7 @@ class OffloadedStates:
         device: torch.device,
         paged: PagedModel | None,
     ) -> None:
-        self.memory = room
+        self._memory = room
         self.last: StatesReport | None = None
         self._optimizer, self._keeper = optimizer, Keeper(make, device)
         self._open, self._paged = True, paged
@@ -94,6 +93,28 @@ class OffloadedStates:
             except BaseException:
                 self.back()
                 raise
+
+    @property
+    def memory(self) -> int:
+        """Bytes of state that may be in memory at a time; with a model of parameters, too."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, room: int) -> None:
+        self._memory = room
+        self._seams.room = room
+        if self.entered and self._paged is not None:
+            self._paged.pages.squeeze(room)
+
+    @property
+    def paged(self) -> bool:
+        """Whether parameters and gradients leave, too."""
+        return self._paged is not None
+
+    @property
+    def entered(self) -> bool:
+        """Whether parameters and gradients leave now, inside ``with states:``."""
+        return self._entered
 
     def __enter__(self) -> Self:
         if self._paged is not None and self._open and not self._entered:

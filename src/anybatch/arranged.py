@@ -27,6 +27,7 @@ from anybatch.gradients import Gradients
 from anybatch.kinds import Allowed, Kind, bytes_of
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive
+from anybatch.paged import paged
 from anybatch.planner import Planner
 from anybatch.ranks.alike import Named, named_parameters
 from anybatch.ranks.crew import Crew
@@ -172,7 +173,10 @@ class Arranger:
     def kind(self, batch: Batch, modules: Modules, gradients: Gradients | None) -> Kind:
         """Return what a plan for a step of one process belongs to."""
         leaves = self._given.leaves(modules, batch)
-        there = {id(p.grad): p.grad for p in leaves if p.grad is not None}
+        held = paged()
+        there = {
+            id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
+        }
         before = sum(map(bytes_of, there.values()))
         return self._given.kind(batch, modules, trains=gradients is not None, before=before)
 

@@ -15,6 +15,7 @@ from anybatch.forecast import Forecast
 from anybatch.kinds import bytes_of
 from anybatch.ladder import SMALL
 from anybatch.memory import left
+from anybatch.paged import paged
 from anybatch.probe import workspace
 from anybatch.units import show_bytes
 from anybatch.updates import state_bytes
@@ -52,7 +53,8 @@ def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple
 
 
 def _bytes_of_states(case: Case) -> int:
-    """Return the bytes of parameters, buffers and gradients."""
+    """Return the bytes of parameters, buffers and gradients that are here."""
+    pages = paged()
     held: dict[int, Tensor] = {id(leaf): leaf for leaf in case.leaves}
     for _, module in case.modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -60,4 +62,5 @@ def _bytes_of_states(case: Case) -> int:
                 held[id(tensor)] = tensor
     states = list(held.values())
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
-    return sum(map(bytes_of, states)) + (case.sharded.bytes if case.sharded is not None else 0)
+    here = sum(bytes_of(t) for t in states if not pages.holds(t)) + pages.here
+    return here + (case.sharded.bytes if case.sharded is not None else 0)

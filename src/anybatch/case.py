@@ -21,7 +21,7 @@ from anybatch.device import HostLink, Shipment
 from anybatch.fakes import Fakes
 from anybatch.loss.declared import Loss
 from anybatch.meter import Meter
-from anybatch.modules import Modules
+from anybatch.modules import Modules, tensors_of
 from anybatch.ranks.sharded import Sharded
 
 MICRO_BATCHES = 3
@@ -48,6 +48,8 @@ class Case:
         draws: every draw is made for the whole batch.
         everyone: samples of all ranks; 0 (default) is one process.
         sharded: has made the model whole; None where it is.
+        paged: ids of the parameters whose memory comes and goes, within `room`.
+        room: bytes for them and their gradients.
     """
 
     model: nn.Module
@@ -65,6 +67,8 @@ class Case:
     draws: bool = False
     everyone: int = 0
     sharded: Sharded | None = None
+    paged: frozenset[int] = frozenset()
+    room: int = 0
 
     @property
     def fake(self) -> bool:
@@ -150,7 +154,13 @@ def as_fakes(case: Case) -> Case:
         mode=fakes.entered,
         draws=case.draws,
         everyone=case.everyone,
+        paged=frozenset(id(fakes.of(p)) for p in _every(case) if id(p) in case.paged),
+        room=case.room,
     )
+
+
+def _every(case: Case) -> list[Tensor]:
+    return [*tensors_of((module for _, module in case.modules), "_parameters"), *case.leaves]
 
 
 def few(case: Case, rows: int) -> Case:

@@ -39,6 +39,7 @@ from anybatch.refusals import (
     as_function,
     refuse_nested,
     refuse_now,
+    refuse_place,
     refuse_written,
     versions_of,
 )
@@ -130,7 +131,7 @@ class Engine:
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
         self._plan: Plan | None = plan
         states = None if plan is None else plan.states
-        self._states = None if states is None else away(states, optimizer)
+        self._states = None if states is None else away(states, optimizer, model)
         self._last: StepReport | None = None
         self._facts: Any = None
         self._measured = 0
@@ -189,6 +190,7 @@ class Engine:
         an exception, KeyboardInterrupt included.
         """
         refuse_nested(BACKWARD)
+        self._refuse_place()
         run = partial(self._backward, inputs, targets, scaler, observe, Shown())
         with NothingHeld():
             loss = self._given.reach.again(partial(self._crew.together, run))
@@ -237,6 +239,7 @@ class Engine:
             BatchError: as in `backward`.
             NotExactError: as in `backward`.
         """
+        self._refuse_place()
         with NothingHeld():
             run = partial(self._evaluate, inputs, targets, observe, Shown())
             return self._given.reach.again(partial(self._crew.together, run))
@@ -257,6 +260,12 @@ class Engine:
             loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, allowed, peak)
+
+    def _refuse_place(self) -> None:
+        """Refuse a step where parameters should leave and do not, or do and must not."""
+        states = self._states
+        outside = states is not None and states.paged and not states.entered
+        refuse_place(outside=outside)
 
     def _arranged(
         self,
@@ -351,6 +360,7 @@ class Engine:
             self._spill.refuse_on(self._given.device)
             if self._planner is not None:
                 self._planner.spill = self._spill
+        refuse_place(outside=False)
         run = partial(self._foresee, inputs, targets, timed=timed)
         return self._given.reach.again(partial(self._crew.foreseeing, run))
 

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch import tree
 from anybatch.modules import local
+from anybatch.paged import paged
 
 T = TypeVar("T")
 
@@ -60,7 +61,8 @@ class Fakes:
         """Return the fake of a tensor, with no gradient; of a spread one, of this rank's part."""
         if id(tensor) not in self._memo:
             self._originals.append(tensor)
-            part = self.mode.from_tensor(local(tensor))
+            with paged().here_for(tensor):  # an empty storage would give an empty fake
+                part = self.mode.from_tensor(local(tensor))
             same = part.requires_grad == tensor.requires_grad
             self._memo[id(tensor)] = part if same else part.requires_grad_()
         fake: Tensor = self._memo[id(tensor)]

@@ -24,6 +24,7 @@ from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.declared import Inside, Loss
 from anybatch.modules import Modules, is_spread, parameters, walk
 from anybatch.norm.adaptive import Adaptive, Fixed
+from anybatch.paged import paged
 from anybatch.ranks.sharded import Sharded
 from anybatch.reach import AgainError, Reach
 
@@ -157,6 +158,7 @@ class Given:
             tuple(module.training for _, module in modules),
             tuple(p.requires_grad for p in every),
             switched_on(self.optimizer),
+            paged().room,
         )
         shapes, numbers = shapes_of(rows), numbers_of(rows)
         lanes = bool(self.meets(modules))
@@ -171,6 +173,7 @@ class Given:
 
     def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
         """Return what is rehearsed of a step."""
+        held = paged()
         return Case(
             model=self.model,
             loss=self.loss,
@@ -189,6 +192,8 @@ class Given:
             lanes=bool(self.meets(modules)),
             draws=self.rng == "batch",
             sharded=self.sharded,
+            paged=held.ids(self.leaves(modules, _NOTHING)),
+            room=held.room,
         )
 
 

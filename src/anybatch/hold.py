@@ -211,6 +211,16 @@ class Hold:
         held.stays = True
         self._discount(key, held)
 
+    def give_up(self, key: int) -> None:
+        """Have a storage here, and know nothing of it any more: somebody else keeps it."""
+        held = self.all.get(key)
+        if held is not None:
+            self.bring_back(key, held)
+            self.forget_copy(key, held)
+            self._discount(key, held)
+            del self.all[key]
+            self._numbered.pop((held.lane, held.number), None)
+
     def close(self) -> None:
         """Bring back what still lives, and forget all of it; what cannot be read becomes NaN."""
         error: BaseException | None = None

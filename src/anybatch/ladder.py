@@ -26,6 +26,7 @@ from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
+from anybatch.paged import OWNER
 from anybatch.ranks.pieces import copied_bytes, small_bytes
 from anybatch.states.optimizers import room_of
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
@@ -88,7 +89,7 @@ def forecast(
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
     update, held = _state(case, optimizer)
-    state = update, held | _shards(case)
+    state = update, held | _shards(case) | ({OWNER: case.room} if case.room else {})
     try:
         found = _rehearsed(as_fakes(case), state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
@@ -184,7 +185,7 @@ def _rehearsed(
         update=state[0],
         constant=state[1],
         copied=sum(b.untyped_storage().nbytes() for b in buffers.values()),
-        gradients=sum(p.numel() * p.element_size() for p in case.leaves) if case.trains else 0,
+        gradients=_gradients(case) if case.trains else 0,
         look=seen,
         case=case if case.fake else None,
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
@@ -192,6 +193,11 @@ def _rehearsed(
         everyone=case.everyone,
         pieces=small_bytes(case.leaves) if case.everyone and case.trains else 0,
     )
+
+
+def _gradients(case: Case) -> int:
+    """Return the bytes of a set of gradients, but for those whose memory comes and goes."""
+    return sum(p.numel() * p.element_size() for p in case.leaves if id(p) not in case.paged)
 
 
 def _roughly(line: Line) -> AffineTimeline:

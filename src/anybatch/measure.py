@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from anybatch.look import eager
-from anybatch.meter import Meter
+from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import Modules, tensors_of
+from anybatch.paged import paged, uncounted
 from anybatch.undo import Before
 from anybatch.updates import state_tensors
 
@@ -40,14 +41,23 @@ def measured(
         yield lambda: torch.cuda.max_memory_allocated(device)
         return
     every = [module for _, module in modules]
+    pages = paged()
+    there = [*tensors_of(every, "_parameters"), *shards]
+    gradients = [gradient for _, gradient in before.gradients if gradient is not None]
     known = {
-        "parameters": [*tensors_of(every, "_parameters"), *shards],
+        FOREIGN: [t for t in (*there, *gradients) if pages.holds(t)],
+        "parameters": there,
         "buffers": [
             *tensors_of(every, "_buffers"),
             *(b.values for b in before.buffers if b.values is not None),
         ],
         "optimizer": [] if optimizer is None else state_tensors(optimizer),
-        "gradients": [gradient for _, gradient in before.gradients if gradient is not None],
+        "gradients": gradients,
     }
-    with eager(), Meter(device, known) as meter:
-        yield lambda: int(meter.peak)
+    leaves = [leaf for leaf, _ in before.gradients]
+    with (
+        eager(),
+        Meter(device, known) as meter,
+        uncounted(meter, leaves, pages.ids(leaves)),
+    ):
+        yield lambda: int(meter.peak) + pages.most

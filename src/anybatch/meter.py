@@ -97,6 +97,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if span is not None and span.owner == STEP:
                     span.owner = owner
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count live tensors no more: something else does."""
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                self._end(storage._cdata)
+                self._begin(storage, FOREIGN, 0, storage.nbytes())
+
     def resized(self, storage: Any) -> None:
         """Take in that a storage has given its memory away, or has it again."""
         self._end(storage._cdata)
@@ -209,9 +216,11 @@ def _storages(tensor: Tensor) -> Iterator[Any]:
         return
     if tensor.layout == torch.strided:
         try:
-            yield tensor.untyped_storage()
+            with torch._C.DisableTorchFunction():  # nobody asks for its address here
+                found = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
             return
+        yield found
     elif tensor.is_sparse:
         yield tensor._indices().untyped_storage()
         yield tensor._values().untyped_storage()

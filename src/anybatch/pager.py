@@ -189,6 +189,10 @@ class Pager:
         if held is not None:
             self._hold.stay(key, held)
 
+    def give_up(self, key: int) -> None:
+        """Have a storage's memory here, and leave it to somebody else from now on."""
+        self._hold.give_up(key)
+
     def close(self) -> None:
         """Bring back what still lives, and forget all of it."""
         self._hold.close()

@@ -36,6 +36,10 @@ class Paging(TorchDispatchMode):
         self._pager = pager
         self._writes: dict[Any, bool] = {}
 
+    def give_up(self, key: int) -> None:
+        """Leave a storage to somebody else, who moves it from now on."""
+        self._pager.give_up(key)
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Leave out the guard against being compiled; compiled models are refused before."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from anybatch._plan import Plan
-from anybatch.batch import LazyBatch
+from anybatch.batch import LazyBatch, TensorBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
+from anybatch.errors import BudgetError, NotYetError
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
-from anybatch.states.planned import away, states_of
+from anybatch.states.planned import away, plan_with_model, states_of
 
 
 def plan(
@@ -62,7 +62,10 @@ def plan(
             or "file" in any case; "off" never. Without timing, the size is then the
             one of which the least leaves.
         states: where the optimizer's state waits between its steps, as `offload_states` does it:
-            "host" memory from CUDA, a "file" on the CPU. Default None: it stays on the device.
+            "host" memory from CUDA, a "file" on the CPU. Where a step does not fit with that, the
+            parameters and gradients of the model leave too, and the plan says how many bytes of all
+            of them are in memory; such a plan is obeyed inside ``with engine.states:``. Default
+            None: they stay on the device.
         spill: folder of these files, which have no name and are gone with the process. Default
             None: the system's folder for temporary files.
 
@@ -88,18 +91,31 @@ def plan(
             "batch must be a pair (inputs, targets), with None for no targets, or a LazyBatch, "
             f"and it is {type(batch).__name__}"
         )
-    engine = Engine(
-        model,
-        loss_fn,
-        optimizer=optimizer,
-        memory=memory,
-        micro_batch=micro_batch,
-        batchnorm=batchnorm,
-        rng=rng,
-    )
-    foresee = partial(engine.foresee, inputs, targets, timed=timed, offload=offload, spill=spill)
+
+    def foresee(*, timed: bool = timed) -> Plan:
+        engine = Engine(
+            model,
+            loss_fn,
+            optimizer=optimizer,
+            memory=memory,
+            micro_batch=micro_batch,
+            batchnorm=batchnorm,
+            rng=rng,
+        )
+        return engine.foresee(inputs, targets, timed=timed, offload=offload, spill=spill)
+
     if states is None:
         return foresee()
     where = states_of(states, spill, optimizer, memory)
-    with away(where, optimizer):
-        return replace(foresee(), states=where)
+    assert optimizer is not None
+    try:
+        with away(where, optimizer):
+            return replace(foresee(), states=where)
+    except BudgetError as error:
+        rows = inputs if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets)
+        try:
+            return plan_with_model(foresee, where, optimizer, model, rows.size)
+        except BudgetError as least:
+            raise least from error
+        except NotYetError:  # over ranks
+            raise error from None

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from anybatch.errors import AnybatchError, LossError, NotExactError
+from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
 from anybatch.meeting import in_a_meeting
 from anybatch.norm.adaptive import Adaptive
+from anybatch.paged import paged
+from anybatch.ranks.crew import several
 
 
 def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
@@ -92,4 +94,23 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
             f"{len(changed)} of them were written to during the step, the first of shape "
             f"{tuple(changed[0].shape)}, most likely by a gradient hook; they keep what was "
             "written. Remove the hook and update after engine.backward"
+        )
+
+
+def refuse_place(*, outside: bool) -> None:
+    """Refuse a step where parameters should leave and do not, or do and must not.
+
+    Args:
+        outside: the plan has them leave, and the step is not where they do.
+    """
+    if outside:
+        raise ValueError(
+            "a plan in which parameters leave is for a training inside `with engine.states:`, "
+            "where they do, and this step is outside: put that around the whole training"
+        )
+    if paged().every and several():
+        raise NotYetError(
+            "parameters do not leave memory today where there are several ranks: let the "
+            "optimizer's state alone leave (offload_states without model=), or spread them over "
+            "the ranks (FSDP2)"
         )

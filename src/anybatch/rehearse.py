@@ -35,9 +35,10 @@ from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.kinds import bytes_of
 from anybatch.look import layout_of, quietly, two_sizes, written
-from anybatch.meter import Meter
+from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
+from anybatch.paged import TAKES, uncounted
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
 from anybatch.timeline import Timeline
@@ -267,8 +268,9 @@ def put_back(case: Case) -> Iterator[Before]:
     for held in (*hooks, *case.loss.functions()):
         kept.container(held) if isinstance(held, dict) else kept.function(held)
     try:
-        for found in hooks:
-            found.clear()  # what a hook adds up elsewhere must not hear of a rehearsal
+        for found in hooks:  # what a hook adds up elsewhere must not hear of a rehearsal
+            for key in [key for key, hook in found.items() if not hasattr(hook, TAKES)]:
+                del found[key]
         Gradients(case.leaves).set_aside()
         with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
             yield before
@@ -300,11 +302,18 @@ def _hooks(leaf: Tensor) -> dict[Any, Any]:
 def _metered(case: Case) -> Iterator[tuple[Meter, Before]]:
     """The same under a meter that knows the tensors of the model."""
     modules = [module for _, module in case.modules]
+    every = [*tensors_of(modules, "_parameters"), *case.leaves]
     known = {
-        "parameters": [*tensors_of(modules, "_parameters"), *case.leaves],
+        "parameters": [p for p in every if id(p) not in case.paged],
         "buffers": tensors_of(modules, "_buffers"),
+        FOREIGN: [p for p in every if id(p) in case.paged],
     }
-    with quietly(), put_back(case) as before, Meter(case.device, known) as meter:
+    with (
+        quietly(),
+        put_back(case) as before,
+        Meter(case.device, known) as meter,
+        uncounted(meter, case.leaves, case.paged),
+    ):
         yield meter, before
 
 

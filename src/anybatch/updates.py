@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from anybatch import tree
 from anybatch.fakes import Fakes
 from anybatch.look import quietly
-from anybatch.meter import Meter
+from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import local, tensors_of
+from anybatch.paged import large, paged
 from anybatch.ranks.sharded import Sharded
 from anybatch.states.optimizers import SMALL, inner_step, room_of, state_bound
-from anybatch.states.parts import parts_of
+from anybatch.states.parts import parts_of, widest
 from anybatch.timeline import Timeline
 
 IN_PARTS = "optimizer, in parts"
@@ -50,6 +51,9 @@ def update(
         stay = _parameters(modules, sharded)
         trained = [fakes.of(p) for p in stay if p.requires_grad]
         others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
+        pages = paged()
+        real = [*(p for group in optimizer.param_groups for p in group["params"]), *stay]
+        away = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
         with fakes.mode:
             beside = [torch.empty_like(p) for p in others]
             for parameter in stepped:
@@ -57,28 +61,54 @@ def update(
         for group in twin.param_groups:
             if device.type == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch does there, and not for fakes
+        pairs = [*zip(others, beside, strict=True), *((p, p.grad) for p in stepped)]
+        made = [(p, gradient) for p, gradient in pairs if gradient is not None]
         known = {
+            FOREIGN: _paged(made, [*stepped, *map(fakes.of, stay)], away),
             "parameters": [*stepped, *map(fakes.of, stay)],
             "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
-            "gradients": [*beside, *(p.grad for p in stepped if p.grad is not None)],
+            "gradients": [gradient for _, gradient in made],
         }
         room = room_of(optimizer)
         with quietly(), torch.no_grad(), fakes.mode, Meter(device, known) as meter:
             if room is None:
                 type(twin).step(twin)
             else:
-                _step_in_parts(twin, room, meter)
+                _step_in_parts(twin, room, meter, both=bool(away))
     except Exception:  # whatever an optimizer does that fakes cannot
         return None
     meter.claim("optimizer", state_tensors(twin))
     found: Timeline = meter.timeline()
-    return found if room is None else _with_room(found, room)
+    return found if room is None else _with_room(found, 0 if away else room)
 
 
-def _step_in_parts(twin: torch.optim.Optimizer, room: int, meter: Meter) -> None:
-    """Step a few parameters at a time; of their state only what is small stays."""
+def _paged(
+    made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], away: frozenset[int]
+) -> list[Tensor]:
+    """Return parameters whose memory comes and goes, and such gradients."""
+    gradients = [gradient for p, gradient in made if id(p) in away and large(gradient)]
+    return [*(p for p in parameters if id(p) in away), *gradients]
+
+
+def _step_in_parts(
+    twin: torch.optim.Optimizer,
+    room: int,
+    meter: Meter,
+    *,
+    both: bool,
+) -> None:
+    """Step a few parameters at a time; of their state only what is small stays.
+
+    Args:
+        twin: the optimizer, of fakes.
+        room: bytes of state that may be in memory at a time.
+        meter: counts.
+        both: parameters and gradients come and go in half of that room.
+    """
     every, inner = twin.param_groups, inner_step(twin)
-    for part in parts_of(twin, partial(state_bound, twin), room):
+    size_of = partial(state_bound, twin)
+    size_of, room = (partial(widest, size_of), room // 2) if both else (size_of, room)
+    for part in parts_of(twin, size_of, room):
         twin.param_groups = part.groups(every)
         inner(twin)
         for _, parameter in part.members:
@@ -91,7 +121,8 @@ def _step_in_parts(twin: torch.optim.Optimizer, room: int, meter: Meter) -> None
 def _with_room(found: Timeline, room: int) -> Timeline:
     """Return a timeline in which all the room is taken, since parts come and go beside each other.
 
-    What all the state needs is the most that can be in it.
+    What all the state needs is the most that can be in it. A room that parameters share with it is
+    counted where theirs is.
     """
     live = found.live.copy()
     if IN_PARTS in found.owners:

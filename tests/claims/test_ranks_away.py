@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import AnybatchError, BudgetError, Engine, NotYetError, Plan
 from anybatch._plan import Away, Memory
 from anybatch.outofcore import execute
@@ -180,3 +181,25 @@ def test_where_parameters_are_spread_nothing_leaves_yet(pool: tuple[int, Pool]) 
         for one in said:
             assert one.startswith("saved tensors do not leave the device today where parameters")
             assert 'plan with offload="off"' in one
+
+
+def paged(rank: int, size: int) -> list[str]:
+    """Return what is said where parameters should leave on several ranks."""
+    model, batch = model_of("stream"), rows(rank, (2,) * size)
+    optimizer, said = torch.optim.AdamW(model.parameters()), []
+    with anybatch.offload_states(optimizer, model=model, memory="1MiB"):
+        engine = Engine(model, F.mse_loss, optimizer=optimizer, micro_batch=1)
+        for step in (engine.backward, engine.evaluate, engine.foresee):
+            try:
+                step(*batch)
+            except NotYetError as error:
+                said.append(str(error))
+    Engine(model, F.mse_loss, micro_batch=1).backward(*batch)  # ranks still agree
+    return said
+
+
+def test_parameters_do_not_leave_over_ranks_yet(pool: tuple[int, Pool]) -> None:
+    _, workers = pool
+    for said in workers.run(paged):
+        assert len(said) == 3
+        assert all("where there are several ranks: let the" in text for text in said)

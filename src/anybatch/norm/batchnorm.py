@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
+from anybatch.paged import paged
 from anybatch.unseen import Unseen
 
 
@@ -296,7 +297,7 @@ def _to_input(
         factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
     """
     own = weight if weight is None or weight.is_leaf else weight.detach()  # which brings it back
-    with Unseen(factors, *(() if own is None else (own,))):
+    with paged().here_for(own), Unseen(factors, *(() if own is None else (own,))):
         scale, shift, slope = (factors if own is None else factors * own).unbind()
         along = scale.view([1, -1] + [1] * (x.dim() - 2))
     if x.dtype in HALF:  # computed in float32, and rounded once

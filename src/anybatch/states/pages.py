@@ -47,6 +47,15 @@ class Pages:
         """Bytes that were copied out and in."""
         return self._hold.moved
 
+    @property
+    def here(self) -> int:
+        """Bytes that are here now."""
+        return self._hold.here + self.fixed
+
+    def has(self, key: int) -> bool:
+        """Say whether a storage is taken in, here or away."""
+        return key in self._hold.all
+
     def fit(self, given: list[tuple[int, bool]]) -> bool:
         """Say whether storages may be here together."""
         sizes = {key: self._hold.all[key].size for key, _ in given if key in self._hold.all}

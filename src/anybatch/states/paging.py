@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from anybatch.hold import Hold
 from anybatch.meter import Meter
 from anybatch.norm.intercept import ESCAPES
+from anybatch.paged import TAKES
 from anybatch.pager import key_of
-from anybatch.paging import OTHERS, PLAIN
+from anybatch.paging import OTHERS, PLAIN, Paging
 from anybatch.states import optimizers
 from anybatch.states.pages import Pages
 from anybatch.stores import Store
@@ -86,6 +87,9 @@ class PagedModel:
     def _take(self, tensor: Tensor, kind: int, number: int) -> None:
         key = key_of(tensor) if _plain(tensor) else None
         if key is not None:
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Paging):  # a lane has made this gradient
+                    mode.give_up(key)
             self.pages.add(key, tensor.untyped_storage(), kind, number)
 
     def _hook(self, parameter: Tensor, number: int) -> None:
@@ -94,6 +98,7 @@ class PagedModel:
                 if leaf.grad is not None:
                     self._take(leaf.grad, GRADIENT, number)
 
+        setattr(accumulated, TAKES, True)
         handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         self._removers[id(parameter)] = handle.remove
 
@@ -107,13 +112,16 @@ class _Kernels(TorchDispatchMode):
 
     Args:
         pages: who does it.
+
+    Attributes:
+        pages: the same; whoever foresees a step asks for it (`anybatch.paged`).
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, pages: Pages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pages = pages
+        self.pages = pages
         self._writes: dict[Any, _Writes] = {}
 
     @classmethod
@@ -136,9 +144,9 @@ class _Kernels(TorchDispatchMode):
             given = [] if func is DETACH else list(self._writes[func].of(args, kwargs))
             if not given:
                 return func(*args, **kwargs)
-            halves = [] if self._pages.fit(given) else _halves(func, args, kwargs)
+            halves = [] if self.pages.fit(given) else _halves(func, args, kwargs)
             if not halves:
-                self._pages.use(given, str(func))
+                self.pages.use(given, str(func))
                 return func(*args, **kwargs)
         found = [self.__torch_dispatch__(func, types, *half) for half in halves]
         return None if found[0] is None else [*found[0], *found[1]]

@@ -60,6 +60,14 @@ def cut(sizes: Sequence[int], limit: int) -> list[range]:
     return [*found, range(first, len(sizes))] if sizes else []
 
 
+def widest(
+    size_of: Callable[[dict[str, Any], Tensor], int], group: dict[str, Any], parameter: Tensor
+) -> int:
+    """Return the bytes of a parameter's state, or of itself and its gradient if they are more."""
+    gradient = parameter.grad.nbytes if parameter.grad is not None else 0
+    return max(size_of(group, parameter), parameter.nbytes + gradient)
+
+
 def parts_of(
     optimizer: optim.Optimizer, size_of: Callable[[dict[str, Any], Tensor], int], room: int
 ) -> list[Part]:

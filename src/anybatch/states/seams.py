@@ -49,7 +49,7 @@ class Seams:
         self._before = vars(optimizer).get("step")
         _refuse_replaced(optimizer, self._before)
         self._step = _method(optimizer, step, scheduled=self._before is not None)
-        setattr(self._step.__func__, ROOM, room)
+        self.room = room
 
         def state() -> dict[str, Any]:
             return {**type(optimizer).__getstate__(optimizer), "state": _keyed(snapshot())}
@@ -70,6 +70,16 @@ class Seams:
             optimizer.register_load_state_dict_post_hook(load),
         ]
         vars(optimizer).update(step=self._step, __getstate__=state)
+
+    @property
+    def room(self) -> int:
+        """Bytes of state that are in memory at a time."""
+        found: int = getattr(self._step.__func__, ROOM)
+        return found
+
+    @room.setter
+    def room(self, room: int) -> None:
+        setattr(self._step.__func__, ROOM, room)
 
     def remove(self) -> None:
         """Make the optimizer as it was; a schedule that has wrapped the step keeps it."""

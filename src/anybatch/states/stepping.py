@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from anybatch.states.away import Away
 from anybatch.states.keeper import Keeper
 from anybatch.states.optimizers import state_bound
-from anybatch.states.parts import Part, parts_of
+from anybatch.states.parts import Part, parts_of, widest
 
 
 def step_in_parts(
@@ -48,7 +48,7 @@ def step_in_parts(
     send_all(optimizer, keeper)
     keeper.begin()
     size_of = partial(_size, optimizer, keeper)
-    parts = parts_of(optimizer, partial(_widest, size_of) if paged else size_of, room)
+    parts = parts_of(optimizer, partial(widest, size_of) if paged else size_of, room)
     keeper.require_room(keeper.away + sum(part.size for part in parts))
     every = optimizer.param_groups
     through = _Through(optimizer, keeper, room)
@@ -142,11 +142,3 @@ def _size(
     """Return the bytes of a parameter's state, or a bound before it is made."""
     made = keeper.size(optimizer.state[parameter]) if parameter in optimizer.state else 0
     return made or state_bound(optimizer, group, parameter)
-
-
-def _widest(
-    size_of: Callable[[dict[str, Any], Tensor], int], group: dict[str, Any], parameter: Tensor
-) -> int:
-    """Return the bytes of a parameter's state, or of itself and its gradient if they are more."""
-    gradient = parameter.grad.nbytes if parameter.grad is not None else 0
-    return max(size_of(group, parameter), parameter.nbytes + gradient)
