@@ -20,7 +20,7 @@ class Turn:
     def __init__(self, lane: int) -> None:
         self.lane = lane
         self.numbers: list[int] = []
-        self.bytes = 0
+        self.bytes = self.top = 0
 
 
 class Book:
@@ -46,9 +46,14 @@ class Book:
             shown.numbers.append(number)
             shown.bytes += size
 
-    def holds(self, size: int) -> None:
-        """A lane holds so many bytes of what it has used or made in a turn."""
-        self.top = max(self.top, size)
+    def holds(self, turn: int, size: int) -> None:
+        """A lane holds so many bytes of what it has used or made in its turn of this number."""
+        shown = self._turns[turn]
+        shown.top, self.top = max(shown.top, size), max(self.top, size)
+
+    def most(self, turn: int, lane: int) -> int:
+        """Return the most bytes that a lane will hold in a turn; 0 where no other has shown it."""
+        return self._turns[turn].top if self.shown(turn, lane) else 0
 
     def shown(self, turn: int, lane: int) -> bool:
         """Say whether another lane has been through this turn before this one."""

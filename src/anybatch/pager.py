@@ -90,7 +90,7 @@ class Pager:
         turn = self._number[lane] = self._number.get(lane, 0) + 1
         self._book.begin(lane, turn)
         allowed = self._allowed()
-        self._send_others(allowed, allowed, {})
+        self._send_others(min(allowed, self._beside(lane, turn)), allowed, {})
         self._called = self._noted = self._made = 0
         self._away_next = None
         self._call_next()
@@ -107,10 +107,11 @@ class Pager:
         self._untouched()
         order = list(waiting)
         self._next = order[1] if len(order) > 1 else None
-        allowed = self._allowed()
+        allowed, running = self._allowed(), order[0] if order else lane
         ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
+        beside = min(allowed, self._beside(running, self._coming(running)))
         self._distance = {other: place for place, other in enumerate(order)}
-        wanted = max(min(self.room, allowed), allowed - ahead)
+        wanted = max(min(self.room, allowed), beside - ahead)
         self._send_others(wanted, allowed, self._distance)
 
     def before(self, keys: Iterable[int]) -> None:
@@ -208,7 +209,7 @@ class Pager:
     def _note(self) -> None:
         if self._hold.touched > self._noted:
             self._noted = self._hold.touched
-            self._book.holds(self._noted)
+            self._book.holds(self._number[self._lane], self._noted)
 
     def _settle(self) -> None:
         self._hold.settle()
@@ -232,8 +233,23 @@ class Pager:
     def _allowed(self) -> int:
         """Return the bytes that others may hold during a lane's turn."""
         if self.limit is not None:
-            return max(0, self.limit - self._book.top)
+            return self.limit
         return self.room + int(self._turns * self._book.top)
+
+    def _beside(self, lane: int, turn: int) -> int:
+        """Return the bytes that others may hold beside a lane in a turn; what is more leaves now.
+
+        In a turn that nobody has shown, what its kernels have no room for leaves when they run.
+        """
+        if self.limit is None:
+            return self._allowed()
+        return max(0, self.limit - self._book.most(turn, lane))
+
+    def _ahead(self, lane: int, turn: int) -> int:
+        """Return the bytes that others may have, what comes ahead among them, during a turn."""
+        if self.limit is None or self._book.shown(turn, lane):
+            return self._beside(lane, turn)
+        return 0
 
     def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:
         """Send away what has not been touched.
@@ -269,7 +285,7 @@ class Pager:
         if self._next is None or self._next == self._lane:
             return
         numbers = self._book.used(self._coming(self._next))
-        allowed = self._allowed()
+        allowed = self._ahead(self._lane, self._number[self._lane])
         while self._called < len(numbers):
             found = self._hold.find(self._next, numbers[self._called])
             if found is not None and found[1].state == AWAY:
