@@ -23,7 +23,7 @@ TIERS = {
     "base": "errors units",
     "pure": "_plan timeline choice",
     "above": "above",
-    "outofcore": "outofcore step_timeline",  # but for those named below
+    "outofcore": "outofcore step_timeline conv",  # but for those named below
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
@@ -32,7 +32,7 @@ TIERS = {
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
-    "outofcore.hooked spill states _states",
+    "outofcore.hooked spill states _states conv.fourier conv.algorithms",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

@@ -1,0 +1,137 @@
+"""Algorithms for convolution kernels: what torch runs, and what it has no fast path for.
+
+    native          torch's kernel on the operands as they are
+    channels_last   the same on operands in the other layout
+    im2col          every window as a column, and one product of matrices
+    fft             products of spectra (`anybatch.conv.fourier`)
+
+Each computes the same for any samples; which is fastest for how many is measured
+(`anybatch.conv.costs`).
+
+Source: u-cuDNN, sections I and II; Chellapilla, Puri and Simard (2006) for im2col.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch.conv.fourier import fft
+from anybatch.conv.problem import Problem, Sizes
+
+Algorithm = Callable[[Problem, Tensor, Tensor], Tensor]
+
+NATIVE = "native"
+"""What is run where nothing else is chosen."""
+
+LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Dimensions of a tensor -> its layout with channels last; torch has none for one direction."""
+
+
+def native(problem: Problem, one: Tensor, other: Tensor) -> Tensor:
+    """Compute a kernel as torch does."""
+    place = (problem.stride, problem.padding, problem.dilation, False)
+    zeros = [0] * len(problem.image)
+    if problem.kernel == "forward":
+        y: Tensor = torch.ops.aten.convolution.default(
+            *(one, other, None), *place, zeros, problem.groups
+        )
+        return y
+    data = problem.kernel == "data"
+    x = one.new_empty(()).expand(problem.result(len(one))) if data else other
+    w = other if data else one.new_empty(()).expand(problem.weight)
+    dx, dw, _ = torch.ops.aten.convolution_backward.default(
+        *(one, x, w, None), *place, zeros, problem.groups, [data, not data, False]
+    )
+    found: Tensor = dx if data else dw
+    return found
+
+
+def channels_last(problem: Problem, one: Tensor, other: Tensor) -> Tensor:
+    """Compute a kernel as torch does, on operands with channels last."""
+    layout = LAYOUTS[one.dim()]
+    return native(
+        problem, one.contiguous(memory_format=layout), other.contiguous(memory_format=layout)
+    )
+
+
+def im2col(problem: Problem, one: Tensor, other: Tensor) -> Tensor:
+    """Compute a kernel as a product of matrices."""
+    groups, filters = problem.groups, problem.filters // problem.groups
+    if problem.kernel == "forward":
+        weight = other.reshape(groups, filters, -1)
+        found = weight @ _columns(problem, one)
+        return found.reshape(problem.result(len(one)))
+    dy = one.reshape(len(one), groups, filters, -1)
+    if problem.kernel == "data":
+        weight = other.reshape(groups, filters, -1)
+        return _images(problem, weight.transpose(1, 2) @ dy)
+    columns = _columns(problem, other)
+    found = torch.einsum("ngfo,ngko->gfk", dy, columns)
+    return found.reshape(problem.weight)
+
+
+def _columns(problem: Problem, x: Tensor) -> Tensor:
+    """Return every window as a column: [N, groups, channels of one x window, outputs]."""
+    size, dims = len(x), len(problem.image)
+    padded = F.pad(x, [p for p in reversed(problem.padding) for _ in range(2)]).contiguous()
+    steps = padded.stride()[2:]
+    outer = [t * s for t, s in zip(steps, problem.stride, strict=True)]
+    inner = [t * d for t, d in zip(steps, problem.dilation, strict=True)]
+    view = padded.as_strided(
+        (size, problem.channels, *problem.window, *problem.outputs),
+        (*padded.stride()[:2], *inner, *outer),
+    )
+    assert view.dim() == 2 + 2 * dims
+    per = problem.channels // problem.groups * prod(problem.window)
+    return view.reshape(size, problem.groups, per, prod(problem.outputs))
+
+
+def _images(problem: Problem, columns: Tensor) -> Tensor:
+    """Return images to which every column was added where its window is."""
+    size, padding, image = len(columns), problem.padding, problem.image
+    whole = [h + 2 * p for h, p in zip(image, padding, strict=True)]
+    found = columns.new_zeros((size, problem.channels, *whole))
+    shape = (size, problem.channels, prod(problem.window), *problem.outputs)
+    for number, window in enumerate(columns.view(shape).unbind(2)):
+        found[_inner(_places(problem, number))] += window
+    ends = zip(padding, image, strict=True)
+    return found[_inner([slice(p, p + h) for p, h in ends])]
+
+
+def _inner(places: list[slice]) -> Any:
+    """Return an index of the last dimensions."""
+    return (..., *places)
+
+
+def _places(problem: Problem, number: int) -> list[slice]:
+    """Return where one entry of all windows lies in a padded image."""
+    offsets: Sizes = tuple(
+        int(i) for i in torch.unravel_index(torch.tensor(number), problem.window)
+    )
+    rows = zip(offsets, problem.dilation, problem.outputs, problem.stride, strict=True)
+    return [slice(i * d, i * d + (o - 1) * s + 1, s) for i, d, o, s in rows]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    NATIVE: native,
+    "channels_last": channels_last,
+    "im2col": im2col,
+    "fft": fft,
+}
+
+
+def candidates(problem: Problem) -> list[str]:
+    """Return the names of the algorithms that can compute a kernel, `NATIVE` first."""
+    found = [NATIVE, "im2col"]
+    if problem.layout == "contiguous" and len(problem.image) + 2 in LAYOUTS:
+        found.append("channels_last")
+    known = ("float16", "bfloat16", "float32", "float64")
+    if problem.dtype in known and prod(problem.window) > 1:
+        found.append("fft")
+    return found

@@ -1,0 +1,187 @@
+"""How one convolution kernel is divided: its fastest configurations, for every workspace.
+
+A kernel on a mini-batch of N samples may run as several on fewer. Each of these has an algorithm,
+and how long it takes and how much workspace it needs was measured. They run one after another in
+the same workspace, so seconds add up and bytes do not:
+
+    [fft@4, fft@4, native@3]      seconds  t + t + t'      workspace  max(w, w, w')
+
+A fast algorithm that needs too much for all samples at once may fit for a few of them.
+
+The paper solves a recursion over divisions, once for a limit (WR) and with sets of configurations
+for all of them (WD). Here both are one pass: parts come in the order of their workspace, each is
+one more coin with which N may be paid, and whenever N gets cheaper that is the next point of the
+front. A part that is no faster than what its own size costs already can be no part of anything
+faster, so most are passed over at once.
+
+Source: u-cuDNN, sections III-B (WR) and III-C1 (desirable configurations).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from anybatch.errors import BudgetError
+from anybatch.units import show_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A convolution kernel on some samples, as it was measured: a micro-configuration.
+
+    Attributes:
+        size: samples.
+        algorithm: its name.
+        seconds: it takes.
+        workspace: bytes that it allocates beside its operands and its result.
+    """
+
+    size: int
+    algorithm: str
+    seconds: float
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Parts that run one after another; together they are a kernel on all samples.
+
+    Attributes:
+        parts: in the order in which they run.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """N, the samples of all parts."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all parts."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the largest workspace among the parts: they use the same one."""
+        return max((part.workspace for part in self.parts), default=0)
+
+    def __str__(self) -> str:
+        """Return for example ``fft@4 x 8, native@3``."""
+        runs = groupby(self.parts, key=lambda part: f"{part.algorithm}@{part.size}")
+        counted = ((name, sum(1 for _ in parts)) for name, parts in runs)
+        return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counted)
+
+
+def front(parts: Iterable[Part], size: int, limit: int | None = None) -> list[Configuration]:
+    """Return every configuration of `size` samples that none beats in both seconds and workspace.
+
+    Args:
+        parts: all that was measured.
+        size: N, the samples of the mini-batch.
+        limit: bytes of workspace. Default None: as many as it takes.
+
+    Returns:
+        Configurations in the order of their workspace, each faster than the one before it; none
+        where no parts within the limit add up to `size`. The last is the fastest.
+
+    Example:
+        >>> parts = [Part(1, "slow", 2.0, 0), Part(2, "fast", 1.0, 50), Part(4, "fast", 1.5, 90)]
+        >>> [(str(c), c.seconds, c.workspace) for c in front(parts, 5)]
+        [('slow@1 x 5', 10.0, 0), ('fast@2 x 2, slow@1', 4.0, 50), ('fast@4, slow@1', 3.5, 90)]
+    """
+    fits = [part for part in parts if limit is None or part.workspace <= limit]
+    fits.sort(key=lambda part: (part.workspace, part.seconds))
+    best = np.full(size + 1, np.inf)  # T(n)
+    best[0] = 0.0
+    last = np.full(size + 1, -1)  # the part with which n was paid last
+    found: list[Configuration] = []
+    for index, part in enumerate(fits):
+        if part.size > size or part.seconds >= best[part.size]:
+            continue
+        before = best[size]
+        _pay(best, last, index, part)
+        if best[size] < before:
+            configuration = Configuration(tuple(_paid(fits, last, size)))
+            if found and found[-1].workspace == configuration.workspace:
+                found.pop()  # of the same workspace and slower
+            found.append(configuration)
+    return found
+
+
+def fastest(parts: Iterable[Part], size: int, limit: int) -> Configuration:
+    """Return the fastest configuration within a workspace: the paper's WR.
+
+    Args:
+        parts: all that was measured.
+        size: N, the samples of the mini-batch.
+        limit: bytes of workspace.
+
+    Raises:
+        BudgetError: none of it fits.
+    """
+    every = list(parts)
+    found = front(every, size, limit)
+    if found:
+        return found[-1]
+    least = front(every, size)
+    needed = least[0].workspace if least else limit
+    raise BudgetError(
+        f"a convolution must fit in its workspace, and for {size} samples it needs at least "
+        f"{show_bytes(needed)}, and {show_bytes(limit)} is there: give workspace="
+        f'"{-(-needed // 1024)}KiB" or more',
+        needed=needed,
+        given=limit,
+    )
+
+
+def sizes(policy: str, size: int) -> Sequence[int]:
+    """Return the micro-batches that are measured of a mini-batch.
+
+    Args:
+        policy: "all", "powerOfTwo" or "undivided".
+        size: N, the samples of the mini-batch; always one of them.
+
+    Raises:
+        ValueError: the policy is none of these.
+
+    Example:
+        >>> sizes("powerOfTwo", 12)
+        [1, 2, 4, 8, 12]
+
+    Source: u-cuDNN, section III-D.
+    """
+    if policy == "all":
+        return list(range(1, size + 1))
+    if policy == "powerOfTwo":
+        powers = [1 << k for k in range(size.bit_length())]
+        return powers if powers[-1] == size else [*powers, size]
+    if policy == "undivided":
+        return [size]
+    raise ValueError(f'policy must be "all", "powerOfTwo" or "undivided", and it is {policy!r}')
+
+
+def _pay(best: np.ndarray, last: np.ndarray, index: int, part: Part) -> None:
+    """Let one more part be used, as often as it pays: T(n) = min(T(n), T(n - size) + seconds)."""
+    size = part.size
+    for begin in range(size, len(best), size):
+        end = min(begin + size, len(best))
+        paid = best[begin - size : end - size] + part.seconds
+        cheaper = paid < best[begin:end]
+        best[begin:end][cheaper] = paid[cheaper]
+        last[begin:end][cheaper] = index
+
+
+def _paid(parts: Sequence[Part], last: np.ndarray, size: int) -> Iterator[Part]:
+    """Return the parts that `size` samples were paid with, large ones first."""
+    found = []
+    while size:
+        part = parts[int(last[size])]
+        found.append(part)
+        size -= part.size
+    return iter(sorted(found, key=lambda part: (-part.size, part.algorithm)))

@@ -1,0 +1,138 @@
+"""Divisions of one convolution kernel beside every division there is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from anybatch import BudgetError
+from anybatch.conv.divide import Configuration, Part, fastest, front, sizes
+
+ALGORITHMS = ("native", "im2col", "fft", "winograd")
+
+
+def measured(rng: random.Random, size: int, policy: str = "all") -> list[Part]:
+    """Parts as they might be measured; some algorithms fail at some sizes."""
+    parts = []
+    for n in sizes(policy, size):
+        for name in ALGORITHMS:
+            if rng.random() < 0.7:
+                workspace = rng.choice([0, rng.randint(0, 40), n * rng.randint(1, 9)])
+                parts.append(Part(n, name, round(rng.uniform(0.1, 3) * n**0.8, 3), workspace))
+    return parts
+
+
+def every(parts: list[Part], size: int) -> Iterator[Configuration]:
+    """Every set of parts that adds up to `size`."""
+
+    def paid(left: int, first: int) -> Iterator[tuple[Part, ...]]:
+        if left == 0:
+            yield ()
+        for at in range(first, len(parts)):
+            if parts[at].size <= left:
+                for rest in paid(left - parts[at].size, at):
+                    yield (parts[at], *rest)
+
+    return (Configuration(found) for found in paid(size, 0))
+
+
+def pareto(found: Iterator[Configuration]) -> list[tuple[float, int]]:
+    """Seconds and workspace of those that none beats in both."""
+    best: list[tuple[float, int]] = []
+    pairs = {(round(c.seconds, 9), c.workspace) for c in found}
+    for seconds, workspace in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+        if not best or seconds < best[-1][0]:
+            best.append((seconds, workspace))
+    return best
+
+
+def recursion(parts: list[Part], size: int, limit: int) -> float:
+    """The paper's T(n) = min(t*(n), min_k T(k) + T(n - k)) within a workspace."""
+
+    @cache
+    def least(n: int) -> float:
+        alone = [p.seconds for p in parts if p.size == n and p.workspace <= limit]
+        halves = [least(k) + least(n - k) for k in range(1, n // 2 + 1)]
+        return min([*alone, *halves], default=float("inf"))
+
+    return least(size)
+
+
+def sets(parts: list[Part], size: int) -> list[tuple[float, int]]:
+    """The paper's recursion on sets of desirable configurations, pruned at every size."""
+
+    @cache
+    def desirable(n: int) -> tuple[Configuration, ...]:
+        alone = [Configuration((p,)) for p in parts if p.size == n]
+        joined = [
+            Configuration((*a.parts, *b.parts))
+            for k in range(1, n // 2 + 1)
+            for a in desirable(k)
+            for b in desirable(n - k)
+        ]
+        found = sorted([*alone, *joined], key=lambda c: (c.workspace, c.seconds))
+        kept: list[Configuration] = []
+        for one in found:
+            if not kept or one.seconds < kept[-1].seconds - 1e-12:
+                kept.append(one)
+        return tuple(kept)
+
+    return [(round(c.seconds, 9), c.workspace) for c in desirable(size)]
+
+
+def points(found: list[Configuration]) -> list[tuple[float, int]]:
+    return [(round(c.seconds, 9), c.workspace) for c in found]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("seed", range(1000))
+def test_a_front_is_that_of_all_divisions(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(1, 7)
+    parts = measured(rng, size)
+    found = front(parts, size)
+    assert points(found) == pareto(every(parts, size))
+    assert all(c.size == size for c in found)
+    assert set(itertools.chain(*(c.parts for c in found))) <= set(parts)
+    limit = rng.randint(0, 40)
+    assert points(front(parts, size, limit)) == [p for p in points(found) if p[1] <= limit]
+
+
+@pytest.mark.parametrize("policy", ["all", "powerOfTwo", "undivided"])
+def test_it_is_the_papers_recursion(policy: str, counted: Callable[[int], int]) -> None:
+    rng = random.Random(1)
+    for _ in range(counted(200)):
+        size = rng.randint(1, 24)
+        parts = measured(rng, size, policy)
+        limit = rng.randint(0, 60)
+        wanted = recursion(parts, size, limit)
+        found = front(parts, size, limit)
+        assert (found[-1].seconds if found else float("inf")) == pytest.approx(wanted, rel=1e-12)
+        if found:
+            assert fastest(parts, size, limit).seconds == found[-1].seconds
+            assert fastest(parts, size, limit).workspace <= limit
+        if size <= 16:
+            assert points(front(parts, size)) == sets(parts, size)
+
+
+def test_a_limit_that_is_too_small_says_what_is_needed() -> None:
+    parts = [Part(1, "fft", 1.0, 5000), Part(4, "fft", 1.0, 9000)]
+    with pytest.raises(BudgetError, match='give workspace="5KiB" or more') as error:
+        fastest(parts, 4, 100)
+    assert (error.value.needed, error.value.given) == (5000, 100)
+    assert str(fastest(parts, 4, 5000)) == "fft@1 x 4"
+    assert str(fastest(parts, 4, 9000)) == "fft@4"
+    assert front([Part(2, "fft", 1.0, 0)], 3) == []
+
+
+def test_policies() -> None:
+    assert sizes("all", 3) == [1, 2, 3]
+    assert sizes("powerOfTwo", 8) == [1, 2, 4, 8]
+    assert sizes("powerOfTwo", 11) == [1, 2, 4, 8, 11]
+    assert sizes("undivided", 11) == [11]
+    with pytest.raises(ValueError, match="policy must be"):
+        sizes("half", 4)
