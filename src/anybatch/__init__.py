@@ -1,6 +1,7 @@
 """Any batch size, in the memory you have, with the gradient of the whole batch."""
 
 from anybatch._check import Report, check
+from anybatch._convolutions import Convolutions, convolutions
 from anybatch._offload import Offload, OffloadReport, offload
 from anybatch._plan import Plan
 from anybatch._states import OffloadedStates, StatesReport, offload_states
@@ -34,6 +35,7 @@ __all__ = [
     "AnybatchError",
     "BatchError",
     "BudgetError",
+    "Convolutions",
     "Engine",
     "LaneMismatchError",
     "LazyBatch",
@@ -55,6 +57,7 @@ __all__ = [
     "StoreError",
     "all_gather",
     "check",
+    "convolutions",
     "global_batchnorm",
     "joint",
     "offload",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -37,7 +38,14 @@ def problem(kernel: str, dims: int, kind: str) -> Problem:
 
 
 def drawn(rng: random.Random, dtype: str) -> Problem:
-    """Any problem."""
+    """Any problem with a result of some size: of a few numbers all may happen to be near zero."""
+    while True:
+        found = _drawn(rng, dtype)
+        if prod(found.result(1)) >= 32:
+            return found
+
+
+def _drawn(rng: random.Random, dtype: str) -> Problem:
     dims = rng.choice([1, 2, 3])
     groups = rng.choice([1, 1, 2, 3])
     window = tuple(rng.randint(1, 6 if dims < 3 else 3) for _ in range(dims))

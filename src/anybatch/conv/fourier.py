@@ -14,6 +14,9 @@ torch's own kernels on the CPU take time in proportion to the window; this takes
 needs the spectra of all operands, which is much for many samples at a time and little for a few
 (`anybatch.conv.divide`).
 
+Conjugates are computed at once: under a dispatch mode nobody below autograd resolves one that
+`Tensor.conj` has only marked.
+
 Source: Mathieu, Henaff and LeCun, Fast training of convolutional networks through FFTs (2014), to
 which u-cuDNN's FFT algorithms go back.
 """
@@ -143,7 +146,7 @@ def _filters(problem: Problem, spectrum: Tensor) -> Tensor:
 
 def _forward(problem: Problem, x: Tensor, w: Tensor) -> Tensor:
     """Y[n, g, f] = sum over c of X[n, g, c] conj(W[g, f, c])."""
-    images, windows = _grouped(problem, x), _filters(problem, w).conj()
+    images, windows = _grouped(problem, x), _filters(problem, w).conj_physical()
     if problem.channels == problem.groups:
         found = images * windows.squeeze(2)
     else:
@@ -163,7 +166,7 @@ def _data(problem: Problem, dy: Tensor, w: Tensor) -> Tensor:
 
 def _filter(problem: Problem, dy: Tensor, x: Tensor) -> Tensor:
     """DW[g, f, c] = sum over n of X[n, g, c] conj(DY[n, g, f])."""
-    outputs, images = _grouped(problem, dy).conj(), _grouped(problem, x)
+    outputs, images = _grouped(problem, dy).conj_physical(), _grouped(problem, x)
     if problem.channels == problem.groups:
         found = outputs[0] * images[0]
         for number in range(1, len(outputs)):

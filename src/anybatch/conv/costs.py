@@ -1,0 +1,189 @@
+"""What algorithms take on this machine: measured once, and kept in a file.
+
+    one kernel, so many samples, one algorithm ──> seconds, bytes of workspace
+
+Seconds are those of real runs on random numbers, of which the median counts; long ones are taken as
+they are. Workspace is what the algorithm allocates beside its operands and its result, as the meter
+counts it; what a kernel allocates inside itself it does not see.
+
+A file holds what was measured on one kind of machine with one version of torch, and may be copied
+to others like it. Several processes may use it at a time.
+
+Source: u-cuDNN, section III-D: benchmarks are cached in memory and in a file-based database.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from anybatch.conv.algorithms import ALGORITHMS, NATIVE, candidates
+from anybatch.conv.divide import Part, sizes
+from anybatch.conv.problem import Problem
+from anybatch.meter import Meter
+
+RUNS = 3
+"""Runs of which the median counts."""
+
+LONG = 0.2
+"""Seconds after which a first run is taken as it is."""
+
+HOPELESS = 4.0
+"""Times what the best known takes for a sample, beyond which more samples are not tried."""
+
+TABLE = """
+create table if not exists parts (
+    machine text, problem text, size integer, algorithm text, seconds real, workspace integer,
+    primary key (machine, problem, size, algorithm)
+)
+"""
+
+Told = Callable[[str], None]
+
+
+class Costs:
+    """The parts that were measured.
+
+    Args:
+        path: of the file; it is made where there is none. Default None: they are kept in memory.
+        seconds: that measuring one kernel may go on for; what is left out then is not considered.
+        told: is told what is being measured. Default nobody.
+
+    Attributes:
+        measured: parts that were measured and not found.
+    """
+
+    def __init__(
+        self, path: Path | None = None, *, seconds: float = 60.0, told: Told | None = None
+    ) -> None:
+        self._path, self._seconds, self._told = path, seconds, told
+        self._known: dict[tuple[Problem, int, str], Part] = {}
+        self.measured = 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(self._open()) as file, file:
+                file.execute(TABLE)
+
+    def parts(self, problem: Problem, size: int, policy: str, limit: int) -> list[Part]:
+        """Return what is known of a kernel, and measure what is not.
+
+        Args:
+            problem: the kernel.
+            size: N, the samples of the mini-batch.
+            policy: which micro-batches: "all", "powerOfTwo" or "undivided".
+            limit: bytes of workspace; an algorithm that needs more for some samples is not tried
+                for more of them.
+        """
+        begin, found = perf_counter(), list[Part]()
+        kept = self._kept(problem)
+        best = float("inf")
+        for name in candidates(problem):
+            order = [size] if name == NATIVE else []
+            order += [n for n in sizes(policy, size) if n not in order]
+            for n in order:
+                known = kept.get((n, name)) or self._known.get((problem, n, name))
+                if known is None:
+                    if perf_counter() - begin > self._seconds and found:
+                        break
+                    known = self._measure(problem, n, name)
+                found.append(known)
+                if known.workspace > limit:
+                    break
+                each = known.seconds / n
+                if policy != "all" and each > HOPELESS * best:
+                    break
+                best = min(best, each)
+        return found
+
+    def _measure(self, problem: Problem, size: int, name: str) -> Part:
+        if self._told is not None:
+            self._told(f"{problem}, {size} samples, {name}")
+        seconds, workspace = measure(problem, size, name)
+        part = Part(size, name, seconds, workspace)
+        self._known[problem, size, name] = part
+        self.measured += 1
+        if self._path is not None:
+            row = machine(problem.device), _text(problem), size, name, seconds, workspace
+            with closing(self._open()) as file, file:
+                file.execute("insert or replace into parts values (?, ?, ?, ?, ?, ?)", row)
+        return part
+
+    def _kept(self, problem: Problem) -> dict[tuple[int, str], Part]:
+        """Return what the file has of a kernel."""
+        if self._path is None:
+            return {}
+        wanted = machine(problem.device), _text(problem)
+        with closing(self._open()) as file:
+            rows = file.execute(
+                "select size, algorithm, seconds, workspace from parts "
+                "where machine = ? and problem = ?",
+                wanted,
+            ).fetchall()
+        return {(n, name): Part(n, name, t, w) for n, name, t, w in rows}
+
+    def _open(self) -> sqlite3.Connection:
+        assert self._path is not None
+        return sqlite3.connect(self._path, timeout=60.0)
+
+
+def measure(problem: Problem, size: int, name: str) -> tuple[float, int]:
+    """Return the seconds and the bytes of workspace of one algorithm."""
+    dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
+    one, other = (_made(problem, shape, dtype, device) for shape in problem.operands(size))
+    algorithm = ALGORITHMS[name]
+    with Meter(device) as meter:
+        result = algorithm(problem, one, other)
+    workspace = max(0, meter.peak - result.untyped_storage().nbytes())
+    del result
+
+    def once() -> float:
+        _finish(device)
+        begin = perf_counter()
+        algorithm(problem, one, other)
+        _finish(device)
+        return perf_counter() - begin
+
+    first = once()
+    taken = [first] if first > LONG else sorted(once() for _ in range(RUNS))
+    return taken[len(taken) // 2], workspace
+
+
+def machine(device: str) -> str:
+    """Return what times depend on beside the kernel."""
+    processor = platform.processor() or platform.machine()
+    named = torch.cuda.get_device_name() if device == "cuda" else processor
+    return json.dumps([torch.__version__, device, named, torch.get_num_threads()])
+
+
+def _made(
+    problem: Problem, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    found = torch.randn(shape, device=device).to(dtype)
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if problem.layout == "channels_last" and shape != problem.weight and len(shape) in formats:
+        return found.contiguous(memory_format=formats[len(shape)])
+    return found
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _text(problem: Problem) -> str:
+    return json.dumps(asdict(problem))
+
+
+def known(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the machines of a file, and how many parts were measured on each."""
+    with closing(sqlite3.connect(path)) as file:
+        yield from file.execute("select machine, count(*) from parts group by machine")

@@ -1,0 +1,243 @@
+"""Convolutions by other algorithms, beside torch's own: whole models, every mode, and no trace."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conv.problems import KINDS, distance, problem
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch.conv import costs
+from anybatch.conv.problem import Problem
+
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let everything be measured as fastest by FFT, two samples at a time."""
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int]:
+        return (0.1 if name == "fft" and size <= 2 else 1.0) * size**0.9, 100 * size
+
+    monkeypatch.setattr(costs, "measure", made)
+
+
+@pytest.fixture(autouse=True)
+def _torchs_own_is_back() -> Iterator[None]:
+    x, w = torch.randn(2, 3, 5), torch.randn(4, 3, 3)
+    before = F.conv1d(x, w)
+    yield
+    assert torch.equal(F.conv1d(x, w), before)
+
+
+def own(one: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, filters and a bias that want gradients."""
+    torch.manual_seed(0)
+    given = torch.randn(5, one.channels, *one.image), torch.randn(one.weight)
+    rows, filters = (t.to(dtype).requires_grad_() for t in given)
+    return rows, filters, torch.randn(one.filters, dtype=dtype, requires_grad=True)
+
+
+def computed(one: Problem, x: Tensor, w: Tensor, b: Tensor | None) -> list[Tensor]:
+    """The output and all gradients."""
+    place = one.stride, one.padding, one.dilation, one.groups
+    y = CONV[len(one.image)](x, w, b, *place)
+    leaves = [t for t in (x, w, b) if t is not None]
+    aim = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    return [y.detach(), *torch.autograd.grad((y * aim).sum(), leaves)]
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_layer_and_its_gradients_are_torchs(dims: int, kind: str) -> None:
+    one = problem("forward", dims, kind)
+    x, w, b = own(one)
+    true = computed(one, x, w, b)
+    with anybatch.convolutions() as found:
+        ours = computed(one, x, w, b)
+        alone = computed(one, x, w, None)
+    assert [str(c) for c, _ in found.chosen.values()] == ["fft@2 x 2, fft@1"] * 3
+    for mine, its in zip(ours, true, strict=True):
+        assert distance(mine, its) <= 1e-12
+        assert mine.stride() == its.stride()
+    assert distance(alone[1], true[1]) <= 1e-12
+    assert "times as fast" in str(found)
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize(
+    "form", ["channels_last", "sliced", "turned", "one sample", "last filters"]
+)
+def test_the_format_of_a_result_is_torchs(form: str) -> None:
+    one = problem("forward", 2, "padded")
+    x, w, b = own(one)
+    x, w = x.detach(), w.detach()
+    if form == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    elif form == "sliced":
+        x = torch.randn(5, 4, 13, 22, dtype=x.dtype)[..., ::2]
+    elif form == "turned":
+        x = torch.randn(5, 4, 11, 13, dtype=x.dtype).transpose(2, 3)
+    elif form == "last filters":
+        w = w.contiguous(memory_format=torch.channels_last)
+    else:
+        x = x[:1]
+    x, w = x.requires_grad_(), w.requires_grad_()
+    true = computed(one, x, w, b)
+    with anybatch.convolutions():
+        ours = computed(one, x, w, b)
+    for mine, its in zip(ours, true, strict=True):
+        assert distance(mine, its) <= 1e-12
+        assert mine.stride() == its.stride()
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("kind", ["plain", "all", "depthwise"])
+@pytest.mark.parametrize("dims", [1, 2])
+def test_derivatives_of_first_and_second_order(dims: int, kind: str) -> None:
+    one = problem("forward", dims, kind)
+    small = [5, 4] if kind != "all" else [7, 6]
+    torch.manual_seed(0)
+    x = torch.randn(3, one.channels, *small[:dims], dtype=torch.float64, requires_grad=True)
+    w = torch.randn(one.filters, one.channels // one.groups, *(2, 3)[:dims], dtype=torch.float64)
+    w.requires_grad_()
+    place = one.stride, one.padding, one.dilation, one.groups
+
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        return CONV[dims](x, w, None, *place)
+
+    with anybatch.convolutions() as found:
+        assert torch.autograd.gradcheck(layer, (x, w))
+        assert torch.autograd.gradgradcheck(layer, (x, w))
+    assert found.chosen
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 5, padding=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, 2)
+    return nn.Sequential(*layers, nn.ConvTranspose2d(4, 3, 3), nn.Flatten(), nn.LazyLinear(2))
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("mode", ["autocast", "compile", "vmap", "engine", "inference"])
+def test_in_every_mode(mode: str) -> None:
+    model, x = net(), torch.randn(6, 3, 9, 8)
+    model(x)
+    y = torch.randint(2, (6,))
+
+    def step(ours: nn.Module) -> list[Tensor]:
+        if mode == "inference":
+            with torch.inference_mode():
+                return [ours.eval()(x)]
+        if mode == "vmap":
+            filters = torch.randn(3, 4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+            return [torch.func.vmap(lambda w: F.conv2d(x, w))(filters)]
+        if mode == "engine":
+            engine = anybatch.Engine(ours, nn.CrossEntropyLoss(), micro_batch=4)
+            engine.backward(x, y)
+        elif mode == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                F.cross_entropy(ours(x).float(), y).backward()
+        else:
+            forward: Callable[[Tensor], Any] = ours
+            if mode == "compile":
+                forward = torch.compile(ours, backend="aot_eager")
+            F.cross_entropy(forward(x), y).backward()
+        return [p.grad for p in ours.parameters() if p.grad is not None]
+
+    true = step(copy.deepcopy(model))
+    with anybatch.convolutions() as found:
+        ours = step(copy.deepcopy(model))
+    assert found.chosen
+    assert all(str(c).startswith("fft") for c, _ in found.chosen.values())
+    scale = max(float(t.norm()) for t in true)
+    for mine, its in zip(ours, true, strict=True):
+        far = float((mine - its).norm()) / max(float(its.norm()), 0.01 * scale)
+        assert far < (0.05 if mode == "autocast" else 1e-5)
+
+
+@pytest.mark.usefixtures("divided")
+def test_half_precision_is_nearer_to_the_truth_than_torchs() -> None:
+    one = problem("forward", 2, "padded")
+    x, w, b = own(one)
+    true = computed(one, x, w, b)
+    half = [t.detach().bfloat16().requires_grad_() for t in (x, w, b)]
+    plain = computed(one, *half)
+    with anybatch.convolutions():
+        ours = computed(one, *half)
+    for mine, its, exact in zip(ours, plain, true, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert distance(mine, exact) <= 1.1 * distance(its, exact)
+
+
+@pytest.mark.usefixtures("divided")
+def test_an_error_inside_and_several_threads_leave_torchs_kernels() -> None:
+    x, w = torch.randn(3, 2, 9), torch.randn(4, 2, 3)
+    true, found, barrier = F.conv1d(x, w), list[float](), threading.Barrier(3)
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(20):
+            with anybatch.convolutions():
+                found.append(distance(F.conv1d(x, w), true.double()))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 60
+    assert max(found) < 1e-6
+    with pytest.raises(ZeroDivisionError), anybatch.convolutions():
+        _ = 1 / 0
+    assert torch.equal(F.conv1d(x, w), true)
+    with anybatch.convolutions() as outer:
+        with anybatch.convolutions() as inner:
+            F.conv1d(x, w)
+        assert not outer.chosen
+        assert inner.chosen
+        F.conv1d(x, w)
+    assert outer.chosen
+
+
+def test_what_is_measured_is_kept_and_a_real_choice_is_right(tmp_path: Path) -> None:
+    cache = tmp_path / "of" / "costs.sqlite"
+    layer, x = nn.Conv1d(4, 4, 65, padding=32, groups=4), torch.randn(4, 4, 256)
+    true = layer(x).detach()
+    with anybatch.convolutions("1MiB", cache=cache) as first:
+        found = layer(x).detach()
+    assert distance(found, true.double()) <= 1e-6
+    assert not any(c.workspace > 1 << 20 for c, _ in first.chosen.values())
+    with anybatch.convolutions("1MiB", cache=cache) as second:
+        layer(x)
+    assert second.chosen == first.chosen  # the same seconds: nothing was measured again
+    machines = list(costs.known(cache))
+    assert len(machines) == 1
+    assert machines[0][1] >= 3
+    with anybatch.convolutions("1KiB", cache=cache, policy="undivided") as third:
+        layer(x)
+    assert all(c.workspace <= 1024 for c, _ in third.chosen.values())
+
+
+def test_what_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="policy must be"), anybatch.convolutions(policy="fast"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="bytes"), anybatch.convolutions("much"):
+        pass
+
+
+def test_what_is_unusual_goes_to_torch() -> None:
+    with anybatch.convolutions() as found:
+        F.conv_transpose1d(torch.randn(2, 3, 5), torch.randn(3, 2, 3))
+        F.conv1d(torch.randn(0, 3, 5), torch.randn(4, 3, 3))
+    assert not found.chosen
