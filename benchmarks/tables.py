@@ -42,6 +42,7 @@ from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
 from benchmarks.results import HERE, read
+from benchmarks.ucudnn.kernels import rows as conv_rows
 
 TRAINED = ("demo", "cifar", "membrane")
 
@@ -89,6 +90,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "limits_cgroup": ("outofcore/limits", limits_rows.cgroup),
     "table1": ("outofcore/table1", table1_rows.table1),
     "states": ("outofcore/states", states_rows.states),
+    "conv_kernels": ("ucudnn/kernels", conv_rows.conv_kernels),
+    "conv_step": ("ucudnn/kernels", conv_rows.conv_step),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -126,6 +129,7 @@ TITLES = {
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
     "states": "Out of core: a training whose states are larger than its memory",
+    "conv_kernels": "u-cuDNN: convolutions with large or long windows, on a CPU",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -142,6 +146,7 @@ MORE = {
     "recompute": ("recompute_pixels",),
     "limits": ("limits_cgroup",),
     "narrow": ("narrow_floors",),
+    "conv_kernels": ("conv_step",),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {

@@ -1,0 +1,1 @@
+"""u-cuDNN: convolutions under a workspace limit."""

@@ -1,0 +1,1 @@
+"""Convolution kernels and a network with large or long windows, beside torch's own."""
