@@ -75,6 +75,9 @@ def convolutions(
 ) -> Iterator[Convolutions]:
     """Compute the convolutions of the process by the fastest algorithms, divided to fit.
 
+    Enter and leave it where no other thread computes convolutions outside: torch's dispatcher is
+    changed then, which every thread reads.
+
     Forward, the gradient of the input and that of the filters are three kernels, chosen for each
     layer and each number of samples by measuring, when they are met for the first time. Results
     are torch's up to rounding. Where nothing is clearly faster, torch's own kernel runs.
@@ -141,7 +144,7 @@ class _Chooser:
         with torch.no_grad():
             parts = self._costs.parts(problem, size, self._found.policy, limit)
         own = next(part for part in parts if part.algorithm == NATIVE and part.size == size)
-        best = fastest(parts, size, max(limit, own.workspace))
+        best = fastest(parts, size, limit)
         if best.seconds > GAIN * own.seconds:
             best = Configuration((own,))
         self._found.chosen[problem, size] = best, own.seconds

@@ -33,7 +33,7 @@ TIERS = {
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
     "outofcore.hooked spill states _states conv.fourier conv.algorithms "
-    "conv.execute conv.costs conv.intercept _convolutions",
+    "conv.execute conv.network conv.costs conv.intercept _convolutions",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

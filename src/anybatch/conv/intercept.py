@@ -186,23 +186,50 @@ def _several(values: Sequence[int], dims: int) -> tuple[int, ...]:
     return tuple(values) if len(values) == dims else tuple(values) * dims
 
 
-_LOCK = threading.Lock()
-_ACTIVE: list[Kernels] = []
-_LIBRARY: list[Library] = []
+class _Installed:
+    """torch's kernels are replaced while somebody is inside.
+
+    The dispatcher must not change while another thread calls it, so it does only when the first one
+    comes and when the last one has gone.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: list[tuple[str, Compute]] = []
+        self._libraries: dict[str, tuple[Kernels, Library]] = {}
+
+    def enter(self, entry: tuple[str, Compute]) -> None:
+        with self._lock:
+            self._inside.append(entry)
+            device = entry[0]
+            if device not in self._libraries:
+                ours = Kernels(device, partial(self._computed, device))
+                library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+                for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
+                    library.impl(  # type: ignore[no-untyped-call]
+                        name.removeprefix("aten::"),
+                        fn,
+                        ours.key,
+                        with_keyset=True,
+                        allow_override=True,
+                    )
+                self._libraries[device] = ours, library
+
+    def leave(self, entry: tuple[str, Compute]) -> None:
+        with self._lock:
+            at = next(at for at, one in enumerate(self._inside) if one is entry)
+            del self._inside[at]
+            if not any(device == entry[0] for device, _ in self._inside):
+                _, library = self._libraries.pop(entry[0])
+                library._destroy()  # type: ignore[no-untyped-call]
+
+    def _computed(self, device: str, *given: Any) -> Tensor | None:
+        """Let the one who came last compute."""
+        inside = [compute for kind, compute in list(self._inside) if kind == device]
+        return inside[-1](*given) if inside else None
 
 
-def _install() -> None:
-    """Let the dispatcher call what was entered last, or torch's own kernels."""
-    while _LIBRARY:
-        _LIBRARY.pop()._destroy()  # type: ignore[no-untyped-call]
-    if _ACTIVE:
-        ours, library = _ACTIVE[-1], Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
-            short = name.removeprefix("aten::")
-            library.impl(  # type: ignore[no-untyped-call]
-                short, fn, ours.key, with_keyset=True, allow_override=True
-            )
-        _LIBRARY.append(library)
+_INSTALLED = _Installed()
 
 
 @contextmanager
@@ -210,21 +237,16 @@ def intercepted(device: str, compute: Compute) -> Iterator[None]:
     """Have convolutions of the whole process computed by `compute` in the body.
 
     Of several that are active at a time, in one thread or in more, the one entered last computes;
-    when all have been left, torch's own kernels are back.
+    when all have been left, torch's own kernels are back. No thread may compute a convolution
+    outside while the first one is entered or the last one left.
 
     Args:
         device: "cpu" or "cuda".
         compute: computes a kernel, or leaves it to torch.
     """
-    with _LOCK:
-        waiting, _ACTIVE[:] = list(_ACTIVE), []
-        _install()  # torch's own are taken hold of
-        ours = Kernels(device, compute)
-        _ACTIVE[:] = [*waiting, ours]
-        _install()
+    entry = device, compute
+    _INSTALLED.enter(entry)
     try:
         yield
     finally:
-        with _LOCK:
-            _ACTIVE.remove(ours)
-            _install()
+        _INSTALLED.leave(entry)

@@ -1,0 +1,109 @@
+"""What is measured of algorithms: a configuration holds no more than its workspace when it runs."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conv.problems import bound, distance, drawn, operands, problem, wanted
+
+from anybatch.conv import costs
+from anybatch.conv.algorithms import native
+from anybatch.conv.costs import Costs, measure
+from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.execute import run
+from anybatch.meter import Meter
+
+LOTS = 1 << 40
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_configuration_keeps_to_its_workspace_and_is_right(
+    dtype: str, counted: Callable[[int], int]
+) -> None:
+    rng = random.Random(7)
+    for _ in range(counted(200)):
+        one, size = drawn(rng, dtype), rng.randint(1, 5)
+        a, b = operands(one, size)
+        parts = Costs().parts(one, size, rng.choice(["all", "powerOfTwo"]), LOTS)
+        true = wanted(one, a, b)
+        own, scale = native(one, a, b), float(a.double().norm() * b.double().norm())
+        mixed = tuple(rng.choice([p for p in parts if p.size == 1]) for _ in range(size))
+        chosen = [*front(parts, size), Configuration((rng.choice(parts[:1]),))]
+        for configuration in (*chosen, *([Configuration(mixed)] if size > 1 else [])):
+            with Meter(CPU, {"operands": [a, b]}) as meter:
+                found = run(one, configuration, (a, b), own.stride())
+            its = distance(own, true, scale)
+            assert distance(found, true, scale) <= bound(one, its), (one, configuration)
+            whole = configuration.parts[0].workspace == 0  # torch's own, which is not run here
+            held = meter.peak - a.nbytes - b.nbytes - found.nbytes
+            assert whole or held <= configuration.workspace, (one, configuration)
+
+
+def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def made(one: object, size: int, name: str) -> tuple[float, int]:
+        asked.append((size, name))
+        return (9.0 if name == "im2col" else 1.0) * size, 100 * size
+
+    monkeypatch.setattr(costs, "measure", made)
+    one = problem("forward", 1, "padded")
+    found = Costs().parts(one, 8, "powerOfTwo", 350)
+    assert [p for p in found if p.size == 8] == [Part(8, "native", 8.0, 0)]
+    assert asked == [
+        *((n, "native") for n in (8, 1, 2, 4)),  # 400 bytes are too many
+        (1, "im2col"),  # nine times as slow
+        *((n, "fft") for n in (1, 2, 4)),
+    ]
+    asked.clear()
+    assert len(Costs(seconds=0).parts(one, 8, "powerOfTwo", 350)) == 1
+    assert asked == [(8, "native")]
+
+
+def test_a_file_is_shared_by_several_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, asked = threading.Lock(), list[tuple[int, str]]()
+
+    def made(one: object, size: int, name: str) -> tuple[float, int]:
+        with lock:
+            asked.append((size, name))
+        return float(size), 0
+
+    monkeypatch.setattr(costs, "measure", made)
+    path, one = tmp_path / "costs.sqlite", problem("data", 2, "plain")
+    found: list[list[Part]] = []
+
+    def work() -> None:
+        found.append(Costs(path).parts(one, 6, "all", LOTS))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(parts == found[0] for parts in found)
+    asked.clear()
+    again = Costs(path)
+    assert again.parts(one, 6, "all", LOTS) == found[0]
+    assert not asked
+    assert again.measured == 0
+    monkeypatch.setattr(costs, "machine", lambda device: "another")
+    Costs(path).parts(one, 6, "undivided", LOTS)
+    assert asked == [(6, name) for name in ("native", "im2col", "channels_last", "fft")]
+
+
+def test_seconds_are_of_real_runs() -> None:
+    one = problem("filter", 2, "padded")
+    seconds, workspace = measure(one, 2, "fft")
+    assert seconds > 0
+    assert workspace >= 8 * prod(one.weight)
