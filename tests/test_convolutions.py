@@ -66,7 +66,7 @@ def test_a_layer_and_its_gradients_are_torchs(dims: int, kind: str) -> None:
     with anybatch.convolutions() as found:
         ours = computed(one, x, w, b)
         alone = computed(one, x, w, None)
-    assert [str(c) for c, _ in found.chosen.values()] == ["fft@2 x 2, fft@1"] * 3
+    assert [str(c) for c in found.configurations] == ["fft@2 x 2, fft@1"] * 3
     for mine, its in zip(ours, true, strict=True):
         assert distance(mine, its) <= 1e-12
         assert mine.stride() == its.stride()
@@ -159,7 +159,7 @@ def test_in_every_mode(mode: str) -> None:
     with anybatch.convolutions() as found:
         ours = step(copy.deepcopy(model))
     assert found.chosen
-    assert all(str(c).startswith("fft") for c, _ in found.chosen.values())
+    assert all(str(c).startswith("fft") for c in found.configurations)
     scale = max(float(t.norm()) for t in true)
     for mine, its in zip(ours, true, strict=True):
         far = float((mine - its).norm()) / max(float(its.norm()), 0.01 * scale)
@@ -217,7 +217,7 @@ def test_what_is_measured_is_kept_and_a_real_choice_is_right(tmp_path: Path) -> 
     with anybatch.convolutions("1MiB", cache=cache) as first:
         found = layer(x).detach()
     assert distance(found, true.double()) <= 1e-6
-    assert not any(c.workspace > 1 << 20 for c, _ in first.chosen.values())
+    assert not any(c.workspace > 1 << 20 for c in first.configurations)
     with anybatch.convolutions("1MiB", cache=cache) as second:
         layer(x)
     assert second.chosen == first.chosen  # the same seconds: nothing was measured again
@@ -226,10 +226,56 @@ def test_what_is_measured_is_kept_and_a_real_choice_is_right(tmp_path: Path) -> 
     assert machines[0][1] >= 3
     with anybatch.convolutions("1KiB", cache=cache, policy="undivided") as third:
         layer(x)
-    assert all(c.workspace <= 1024 for c, _ in third.chosen.values())
+    assert all(c.workspace <= 1024 for c in third.configurations)
+
+
+def test_a_total_is_divided_among_the_kernels_of_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(one: Problem, size: int, name: str) -> tuple[float, int]:
+        wide = one.window == (5, 5)
+        return ((0.1 if wide else 0.5) if name == "fft" else 1.0) * size, 1000 * size
+
+    monkeypatch.setattr(costs, "measure", made)
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 2, k, padding=k // 2) for k in (5, 3, 3)]
+    model, x = nn.Sequential(*layers), torch.randn(4, 2, 8, 8)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    true = step()
+    with anybatch.convolutions(workspace_total=7000) as found:
+        first = step()
+        assert not found.chosen
+        second = step()
+        assert len(found.configurations) == 8  # the first layer's input wants no gradient
+        wide = [
+            c
+            for (p, _), one in found.chosen.items()
+            for c in one.configurations
+            if p.window == (5, 5)
+        ]
+        # each of 9000 seconds wins most for a byte where the window is wide
+        assert sum(c.workspace for c in found.configurations) <= 7000
+        assert all(str(c).startswith("fft") for c in wide)
+        third = step()
+        model(x)
+        forward = model(x)
+        assert len(found.configurations) == 8
+    assert all(torch.equal(a, b) for a, b in zip(first, true, strict=True))
+    for mine, again, its in zip(second, third, true, strict=True):
+        assert distance(mine, its.double()) < 1e-6
+        assert torch.equal(mine, again)
+    assert distance(forward.detach(), model(x).detach().double()) < 1e-6
 
 
 def test_what_means_nothing_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="both were given: leave one out"),
+        anybatch.convolutions("1MiB", workspace_total="1MiB"),
+    ):
+        pass
     with pytest.raises(ValueError, match="policy must be"), anybatch.convolutions(policy="fast"):  # type: ignore[arg-type]
         pass
     with pytest.raises(ValueError, match="bytes"), anybatch.convolutions("much"):

@@ -25,16 +25,38 @@ from torch import Tensor
 
 from anybatch.conv.algorithms import NATIVE
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, fastest
+from anybatch.conv.divide import Configuration, front
 from anybatch.conv.execute import run
 from anybatch.conv.intercept import Strides, intercepted
+from anybatch.conv.network import Network
 from anybatch.conv.problem import Problem
-from anybatch.units import parse_bytes
+from anybatch.units import parse_bytes, show_bytes
 
 Policy = Literal["powerOfTwo", "all", "undivided"]
 
+WORKSPACE = "64MiB"
+"""Of a kernel where nobody has said, as of a layer in Caffe2."""
+
 GAIN = 0.95
 """A division must take no more than this share of what torch's kernel takes."""
+
+
+Key = tuple[Problem, int]
+"""A kernel, and its samples."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How a kernel is computed.
+
+    Attributes:
+        configurations: its divisions; several where a network has several such layers, each with a
+            share of its own.
+        seconds: that torch's own kernel takes.
+    """
+
+    configurations: tuple[Configuration, ...]
+    seconds: float
 
 
 @dataclass
@@ -42,33 +64,44 @@ class Convolutions:
     """What `convolutions` has decided so far.
 
     Attributes:
-        workspace: bytes that a kernel may allocate beside its operands and its result.
+        workspace: bytes that a kernel may allocate beside its operands and its result; or all
+            kernels together, where `shared`.
         policy: which micro-batches are measured.
-        chosen: kernel and samples -> its configuration, and the seconds of torch's own kernel.
+        shared: the workspace is divided among the kernels of a network.
+        chosen: kernel and samples -> how it is computed.
     """
 
     workspace: int
     policy: str
-    chosen: dict[tuple[Problem, int], tuple[Configuration, float]] = field(default_factory=dict)
+    shared: bool = False
+    chosen: dict[Key, Chosen] = field(default_factory=dict)
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Return the divisions of all kernels."""
+        return [one for found in self.chosen.values() for one in found.configurations]
 
     def __str__(self) -> str:
         """Return a line for each kernel."""
-        lines = [
-            f"{problem}, {size} samples: {configuration}"
-            + (
-                f", {own / configuration.seconds:.1f} times as fast"
-                if _divided(configuration)
-                else ""
-            )
-            for (problem, size), (configuration, own) in self.chosen.items()
-        ]
-        return "\n".join(lines)
+        return "\n".join(
+            f"{problem}, {size} samples: {configuration}{_gain(configuration, found.seconds)}"
+            for (problem, size), found in self.chosen.items()
+            for configuration in found.configurations
+        )
+
+
+def _gain(configuration: Configuration, own: float) -> str:
+    if not _divided(configuration):
+        return ""
+    space = show_bytes(configuration.workspace)
+    return f", {own / configuration.seconds:.1f} times as fast, {space}"
 
 
 @contextmanager
 def convolutions(
-    workspace: int | str = "64MiB",
+    workspace: int | str | None = None,
     *,
+    workspace_total: int | str | None = None,
     policy: Policy = "powerOfTwo",
     cache: str | Path | None = None,
     seconds: float = 60.0,
@@ -83,8 +116,11 @@ def convolutions(
     are torch's up to rounding. Where nothing is clearly faster, torch's own kernel runs.
 
     Args:
-        workspace: bytes, or a text such as "64MiB" (default), that one kernel may allocate beside
-            its operands and its result.
+        workspace: bytes, or a text such as "64MiB", that one kernel may allocate beside its
+            operands and its result. Default None: 64 MiB.
+        workspace_total: what all kernels of a network may have together, divided so that the
+            network is fastest. It is given instead of `workspace`. The first pass is torch's: what
+            the network has is found out by it. Default None.
         policy: which micro-batches are measured: powers of two (default), "all", or only the whole
             mini-batch ("undivided").
         cache: a file for what was measured. Default None: it is forgotten with the context.
@@ -94,19 +130,26 @@ def convolutions(
         What was chosen, kernel by kernel; it prints itself.
 
     Raises:
-        ValueError: `workspace` or `policy` means nothing.
+        ValueError: a workspace or `policy` means nothing, or both workspaces are given.
 
     Example:
         >>> with anybatch.convolutions(workspace="100MiB"):
         ...     loss_fn(model(x), y).backward()
 
-    Source: u-cuDNN, sections III-A and III-B (WR).
+    Source: u-cuDNN, sections III-A to III-C (WR and WD).
     """
     if policy not in ("powerOfTwo", "all", "undivided"):
         raise ValueError(f'policy must be "powerOfTwo", "all" or "undivided", and it is {policy!r}')
-    found = Convolutions(parse_bytes(workspace), policy)
-    chooser = _Chooser(found, Costs(None if cache is None else Path(cache), seconds=seconds))
-    with intercepted("cpu", chooser):
+    if workspace is not None and workspace_total is not None:
+        raise ValueError(
+            "workspace is for each kernel and workspace_total for all of them, and both were "
+            "given: leave one out"
+        )
+    shared = workspace_total is not None
+    given = parse_bytes(workspace_total or workspace or WORKSPACE)
+    found = Convolutions(given, policy, shared)
+    costs = Costs(None if cache is None else Path(cache), seconds=seconds)
+    with intercepted("cpu", _Chooser(found, costs)):
         yield found
 
 
@@ -121,6 +164,8 @@ class _Chooser:
     def __init__(self, found: Convolutions, costs: Costs) -> None:
         self._found, self._costs = found, costs
         self._lock = threading.Lock()
+        self._own: dict[Key, float] = {}
+        self._network = Network(found.workspace, self._front) if found.shared else None
 
     def __call__(
         self,
@@ -130,25 +175,39 @@ class _Chooser:
         strides: Strides,
     ) -> Tensor | None:
         """Compute a kernel, or leave it to torch."""
-        key = problem, len(operands[0])
-        known = self._found.chosen.get(key)
-        if known is None:
-            with self._lock:
-                known = self._found.chosen.get(key) or self._choose(*key)
-        if not _divided(known[0]):
+        chosen = self._chosen((problem, len(operands[0])))
+        if chosen is None or not _divided(chosen):
             return None
-        return run(problem, known[0], operands, strides(), bias)
+        return run(problem, chosen, operands, strides(), bias)
 
-    def _choose(self, problem: Problem, size: int) -> tuple[Configuration, float]:
+    def _chosen(self, key: Key) -> Configuration | None:
+        if self._network is None:
+            known = self._found.chosen.get(key)
+            if known is not None:
+                return known.configurations[0]
+        with self._lock:
+            if self._network is None:
+                if key not in self._found.chosen:
+                    best = self._front(key)[-1]
+                    self._found.chosen[key] = Chosen((best,), self._own[key])
+                return self._found.chosen[key].configurations[0]
+            before = self._network.shares
+            found = self._network.next(key)
+            if self._network.shares is not before:
+                for one, shares in self._network.shares.items():
+                    self._found.chosen[one] = Chosen(tuple(shares), self._own[one])
+            return found
+
+    def _front(self, key: Key) -> list[Configuration]:
+        """Return what a kernel may be: torch's own, and what is clearly faster."""
+        problem, size = key
         limit = self._found.workspace
         with torch.no_grad():
             parts = self._costs.parts(problem, size, self._found.policy, limit)
         own = next(part for part in parts if part.algorithm == NATIVE and part.size == size)
-        best = fastest(parts, size, limit)
-        if best.seconds > GAIN * own.seconds:
-            best = Configuration((own,))
-        self._found.chosen[problem, size] = best, own.seconds
-        return best, own.seconds
+        self._own[key] = own.seconds
+        faster = [c for c in front(parts, size, limit) if c.seconds <= GAIN * own.seconds]
+        return [Configuration((own,)), *(c for c in faster if c.workspace > 0)]
 
 
 def _divided(configuration: Configuration) -> bool:

@@ -115,7 +115,7 @@ def kernels(layer: Layer, cache: Path, rounds: int) -> Results:
         layout, torchs = best_of_torch(problem, operands)
         work = partial(native, problem, *operands)
         choice, taken = chosen(work, cache)
-        ((configuration, _),) = choice.chosen.values()
+        (configuration,) = choice.configurations
         found[kernel] = {
             "layout": layout,
             "chosen": str(configuration),
@@ -152,7 +152,7 @@ def step(cache: Path, rounds: int) -> Results:
     gap = sum(float((a - b).square().sum()) for a, b in zip(ours, true, strict=True))
     whole = sum(float(b.square().sum()) for b in true)
     return {"against": against, "choosing": round(taken, 2), "error": (gap / whole) ** 0.5} | {
-        "chosen": sum(str(c) != f"native@{c.size}" for c, _ in choice.chosen.values()),
+        "chosen": sum(str(c) != f"native@{c.size}" for c in choice.configurations),
         "kernels": len(choice.chosen),
     }
 
