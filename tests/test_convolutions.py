@@ -34,8 +34,9 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _torchs_own_is_back() -> Iterator[None]:
     x, w = torch.randn(2, 3, 5), torch.randn(4, 3, 3)
-    before = F.conv1d(x, w)
+    before, threads = F.conv1d(x, w), threading.active_count()
     yield
+    assert threading.active_count() == threads
     assert torch.equal(F.conv1d(x, w), before)
 
 
