@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.conv.problems import bound, distance, drawn, operands, problem, wanted
+from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
 
 from anybatch.conv import costs
-from anybatch.conv.algorithms import native
-from anybatch.conv.costs import Costs, measure
+from anybatch.conv.algorithms import candidates, native
+from anybatch.conv.costs import Costs, held, measure
 from anybatch.conv.divide import Configuration, Part, front
 from anybatch.conv.execute import run
+from anybatch.conv.problem import KERNELS, Problem
 from anybatch.meter import Meter
 
 LOTS = 1 << 40
@@ -42,8 +43,8 @@ def test_a_configuration_keeps_to_its_workspace_and_is_right(
             its = distance(own, true, scale)
             assert distance(found, true, scale) <= bound(one, its), (one, configuration)
             whole = configuration.parts[0].workspace == 0  # torch's own, which is not run here
-            held = meter.peak - a.nbytes - b.nbytes - found.nbytes
-            assert whole or held <= configuration.workspace, (one, configuration)
+            more = meter.peak - a.nbytes - b.nbytes - found.nbytes
+            assert whole or more <= configuration.workspace, (one, configuration)
 
 
 def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
@@ -56,6 +57,7 @@ def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
         return (9.0 if name == "im2col" else 1.0) * size, 100 * size
 
     monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(costs, "held", lambda one, size, name: 0)
     one = problem("forward", 1, "padded")
     found = Costs().parts(one, 8, "powerOfTwo", 350)
     assert [p for p in found if p.size == 8] == [Part(8, "native", 8.0, 0)]
@@ -100,6 +102,30 @@ def test_a_file_is_shared_by_several_at_a_time(
     monkeypatch.setattr(costs, "machine", lambda device: "another")
     Costs(path).parts(one, 6, "undivided", LOTS)
     assert asked == [(6, name) for name in ("native", "im2col", "channels_last", "fft")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_what_is_held_is_known_before_it_is_taken(dims: int, kind: str) -> None:
+    for kernel in KERNELS:
+        one = problem(kernel, dims, kind)
+        for name in candidates(one):
+            assert held(one, 3, name) == measure(one, 3, name)[1], name
+
+
+def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, asked = problem("forward", 2, "padded"), list[str]()
+    real = costs.measure
+
+    def noted(one: Problem, size: int, name: str) -> tuple[float, int]:
+        asked.append(f"{name}@{size}")
+        return real(one, size, name)
+
+    monkeypatch.setattr(costs, "measure", noted)
+    limit = held(one, 1, "im2col") - 1
+    found = Costs().parts(one, 4, "all", limit)
+    assert not any(text.startswith("im2col") for text in asked)
+    assert all(part.workspace <= limit for part in found)
 
 
 def test_seconds_are_of_real_runs() -> None:

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch.conv.fourier import fft
-from anybatch.conv.problem import Problem, Sizes
+from anybatch.conv.problem import Problem
 
 Algorithm = Callable[[Problem, Tensor, Tensor], Tensor]
 
@@ -111,9 +112,7 @@ def _inner(places: list[slice]) -> Any:
 
 def _places(problem: Problem, number: int) -> list[slice]:
     """Return where one entry of all windows lies in a padded image."""
-    offsets: Sizes = tuple(
-        int(i) for i in torch.unravel_index(torch.tensor(number), problem.window)
-    )
+    offsets = [int(i) for i in np.unravel_index(number, problem.window)]
     rows = zip(offsets, problem.dilation, problem.outputs, problem.stride, strict=True)
     return [slice(i * d, i * d + (o - 1) * s + 1, s) for i, d, o, s in rows]
 

@@ -22,11 +22,13 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.conv.algorithms import ALGORITHMS, NATIVE, candidates
 from anybatch.conv.divide import Part, sizes
@@ -96,6 +98,8 @@ class Costs:
                 if known is None:
                     if perf_counter() - begin > self._seconds and found:
                         break
+                    if found and held(problem, n, name) > limit:
+                        break
                     known = self._measure(problem, n, name)
                 if name == NATIVE and n == size:
                     known = replace(known, workspace=0)  # whatever it is, it is torch's own
@@ -139,26 +143,37 @@ class Costs:
         return sqlite3.connect(self._path, timeout=60.0)
 
 
+def held(problem: Problem, size: int, name: str) -> int:
+    """Return the bytes of workspace of one algorithm; nothing is computed for it."""
+    with FakeTensorMode():
+        return _run(problem, size, name)[1]
+
+
 def measure(problem: Problem, size: int, name: str) -> tuple[float, int]:
     """Return the seconds and the bytes of workspace of one algorithm."""
-    dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
-    one, other = (_made(problem, shape, dtype, device) for shape in problem.operands(size))
-    algorithm = ALGORITHMS[name]
-    with Meter(device) as meter:
-        result = algorithm(problem, one, other)
-    held = meter.peak + (result.nbytes if problem.kernel == "filter" else 0)
-    del result
+    work, workspace = _run(problem, size, name)
+    device = torch.device(problem.device)
 
     def once() -> float:
         _finish(device)
         begin = perf_counter()
-        algorithm(problem, one, other)
+        work()
         _finish(device)
         return perf_counter() - begin
 
     first = once()
     taken = [first] if first > LONG else sorted(once() for _ in range(RUNS))
-    return taken[len(taken) // 2], int(held)
+    return taken[len(taken) // 2], workspace
+
+
+def _run(problem: Problem, size: int, name: str) -> tuple[Callable[[], Tensor], int]:
+    """Run an algorithm on random numbers; return what runs it again, and its workspace."""
+    dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
+    one, other = (_made(problem, shape, dtype, device) for shape in problem.operands(size))
+    work = partial(ALGORITHMS[name], problem, one, other)
+    with Meter(device) as meter:
+        result = work()
+    return work, int(meter.peak + (result.nbytes if problem.kernel == "filter" else 0))
 
 
 def machine(device: str) -> str:
