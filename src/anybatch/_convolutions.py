@@ -146,7 +146,8 @@ def convolutions(
             "given: leave one out"
         )
     shared = workspace_total is not None
-    given = parse_bytes(workspace_total or workspace or WORKSPACE)
+    name = "workspace_total" if shared else "workspace"
+    given = parse_bytes(workspace_total or workspace or WORKSPACE, name)
     found = Convolutions(given, policy, shared)
     costs = Costs(None if cache is None else Path(cache), seconds=seconds)
     with intercepted("cpu", _Chooser(found, costs)):

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.conv.algorithms import ALGORITHMS, NATIVE, candidates
+from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, NATIVE, candidates
 from anybatch.conv.divide import Part, sizes
 from anybatch.conv.problem import Problem
 from anybatch.meter import Meter
@@ -187,9 +187,8 @@ def _made(
     problem: Problem, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     found = torch.randn(shape, device=device).to(dtype)
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    if problem.layout == "channels_last" and shape != problem.weight and len(shape) in formats:
-        return found.contiguous(memory_format=formats[len(shape)])
+    if problem.layout == "channels_last" and shape != problem.weight and len(shape) in LAYOUTS:
+        return found.contiguous(memory_format=LAYOUTS[len(shape)])
     return found
 
 

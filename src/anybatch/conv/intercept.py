@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
 
+from anybatch.conv.algorithms import LAYOUTS
 from anybatch.conv.problem import Kernel, Problem
 
 NAMES = ("aten::convolution", "aten::convolution_backward")
@@ -36,8 +37,6 @@ DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-
-LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 Strides = Callable[[], Sequence[int]]
 """Returns the strides that torch's own result has."""
