@@ -222,9 +222,6 @@ def test_what_is_measured_is_kept_and_a_real_choice_is_right(tmp_path: Path) -> 
     with anybatch.convolutions("1MiB", cache=cache) as second:
         layer(x)
     assert second.chosen == first.chosen  # the same seconds: nothing was measured again
-    machines = list(costs.known(cache))
-    assert len(machines) == 1
-    assert machines[0][1] >= 3
     with anybatch.convolutions("1KiB", cache=cache, policy="undivided") as third:
         layer(x)
     assert all(c.workspace <= 1024 for c in third.configurations)

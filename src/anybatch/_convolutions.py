@@ -28,7 +28,7 @@ from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration, front
 from anybatch.conv.execute import run
 from anybatch.conv.intercept import Strides, intercepted
-from anybatch.conv.network import Network
+from anybatch.conv.network import Key, Network
 from anybatch.conv.problem import Problem
 from anybatch.units import parse_bytes, show_bytes
 
@@ -39,10 +39,6 @@ WORKSPACE = "64MiB"
 
 GAIN = 0.95
 """A division must take no more than this share of what torch's kernel takes."""
-
-
-Key = tuple[Problem, int]
-"""A kernel, and its samples."""
 
 
 @dataclass(frozen=True)

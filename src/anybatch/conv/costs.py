@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import platform
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
@@ -51,8 +51,6 @@ create table if not exists parts (
 )
 """
 
-Told = Callable[[str], None]
-
 
 class Costs:
     """The parts that were measured.
@@ -60,18 +58,11 @@ class Costs:
     Args:
         path: of the file; it is made where there is none. Default None: they are kept in memory.
         seconds: that measuring one kernel may go on for; what is left out then is not considered.
-        told: is told what is being measured. Default nobody.
-
-    Attributes:
-        measured: parts that were measured and not found.
     """
 
-    def __init__(
-        self, path: Path | None = None, *, seconds: float = 60.0, told: Told | None = None
-    ) -> None:
-        self._path, self._seconds, self._told = path, seconds, told
+    def __init__(self, path: Path | None = None, *, seconds: float = 60.0) -> None:
+        self._path, self._seconds = path, seconds
         self._known: dict[tuple[Problem, int, str], Part] = {}
-        self.measured = 0
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open()) as file, file:
@@ -113,12 +104,9 @@ class Costs:
         return found
 
     def _measure(self, problem: Problem, size: int, name: str) -> Part:
-        if self._told is not None:
-            self._told(f"{problem}, {size} samples, {name}")
         seconds, workspace = measure(problem, size, name)
         part = Part(size, name, seconds, workspace)
         self._known[problem, size, name] = part
-        self.measured += 1
         if self._path is not None:
             row = machine(problem.device), _text(problem), size, name, seconds, workspace
             with closing(self._open()) as file, file:
@@ -199,9 +187,3 @@ def _finish(device: torch.device) -> None:
 
 def _text(problem: Problem) -> str:
     return json.dumps(asdict(problem))
-
-
-def known(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the machines of a file, and how many parts were measured on each."""
-    with closing(sqlite3.connect(path)) as file:
-        yield from file.execute("select machine, count(*) from parts group by machine")

@@ -199,7 +199,6 @@ class _Installed:
 
     def enter(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
-            self._inside.append(entry)
             device = entry[0]
             if device not in self._libraries:
                 ours = Kernels(device, partial(self._computed, device))
@@ -213,6 +212,7 @@ class _Installed:
                         allow_override=True,
                     )
                 self._libraries[device] = ours, library
+            self._inside.append(entry)
 
     def leave(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
