@@ -19,12 +19,14 @@ from __future__ import annotations
 import json
 import platform
 import sqlite3
+import warnings
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, NATIVE, candidates
 from anybatch.conv.divide import Part, sizes
 from anybatch.conv.problem import Problem
+from anybatch.errors import StoreError
 from anybatch.meter import Meter
 
 RUNS = 3
@@ -43,6 +46,17 @@ LONG = 0.2
 
 HOPELESS = 4.0
 """Times what the best known takes for a sample, beyond which more samples are not tried."""
+
+
+class Tell(Protocol):
+    """Is told what is measured."""
+
+    def __call__(self, problem: Problem, size: int, algorithm: str) -> None:
+        """Take in a kernel, its samples and an algorithm, which are measured next."""
+
+    def over(self) -> None:
+        """Take in that all of a kernel was measured."""
+
 
 TABLE = """
 create table if not exists parts (
@@ -58,17 +72,32 @@ class Costs:
     Args:
         path: of the file; it is made where there is none. Default None: they are kept in memory.
         seconds: that measuring one kernel may go on for; what is left out then is not considered.
+        tell: is told what is measured next. Default: nobody is.
+
+    Raises:
+        StoreError: there is no such file, and none can be made.
     """
 
-    def __init__(self, path: Path | None = None, *, seconds: float = 60.0) -> None:
-        self._path, self._seconds = path, seconds
+    def __init__(
+        self, path: Path | None = None, *, seconds: float = 60.0, tell: Tell | None = None
+    ) -> None:
+        self._path, self._seconds, self._tell = path, seconds, tell
         self._known: dict[tuple[Problem, int, str], Part] = {}
-        if path is not None:
+        if path is None:
+            return
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open()) as file, file:
                 file.execute(TABLE)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"what convolutions cost is kept in a file that can be written, and {path} cannot "
+                f"({error}): name another one, or give cache=False"
+            ) from error
 
-    def parts(self, problem: Problem, size: int, policy: str, limit: int) -> list[Part]:
+    def parts(
+        self, problem: Problem, size: int, policy: str, limit: int, seconds: float | None = None
+    ) -> list[Part]:
         """Return what is known of a kernel, and measure what is not.
 
         Args:
@@ -77,8 +106,10 @@ class Costs:
             policy: which micro-batches: "all", "powerOfTwo" or "undivided".
             limit: bytes of workspace; an algorithm that needs more for some samples is not tried
                 for more of them.
+            seconds: that measuring it may go on for. Default None: as many as for any.
         """
         begin, found = perf_counter(), list[Part]()
+        most = self._seconds if seconds is None else seconds
         kept = self._kept(problem)
         best = float("inf")
         for name in candidates(problem):
@@ -87,7 +118,7 @@ class Costs:
             for n in order:
                 known = kept.get((n, name)) or self._known.get((problem, n, name))
                 if known is None:
-                    if perf_counter() - begin > self._seconds and found:
+                    if perf_counter() - begin > most and found:
                         break
                     if found and held(problem, n, name) > limit:
                         break
@@ -101,17 +132,33 @@ class Costs:
                 if policy != "all" and each > HOPELESS * best:
                     break
                 best = min(best, each)
+        if self._tell is not None:
+            self._tell.over()
         return found
 
     def _measure(self, problem: Problem, size: int, name: str) -> Part:
+        if self._tell is not None:
+            self._tell(problem, size, name)
         seconds, workspace = measure(problem, size, name)
         part = Part(size, name, seconds, workspace)
         self._known[problem, size, name] = part
-        if self._path is not None:
-            row = machine(problem.device), _text(problem), size, name, seconds, workspace
+        self._keep(problem, part)
+        return part
+
+    def _keep(self, problem: Problem, part: Part) -> None:
+        """Write a part to the file; where that fails nothing is lost but for other processes."""
+        if self._path is None:
+            return
+        row = machine(problem.device), _text(problem), *astuple(part)
+        try:
             with closing(self._open()) as file, file:
                 file.execute("insert or replace into parts values (?, ?, ?, ?, ?, ?)", row)
-        return part
+        except sqlite3.Error as error:
+            warnings.warn(
+                f"what convolutions cost is not written to {self._path} from here on ({error})",
+                stacklevel=2,
+            )
+            self._path = None
 
     def _kept(self, problem: Problem) -> dict[tuple[int, str], Part]:
         """Return what the file has of a kernel."""
