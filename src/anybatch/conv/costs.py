@@ -4,7 +4,8 @@
 
 Seconds are those of real runs on random numbers, of which the median counts; long ones are taken as
 they are. Workspace is what the algorithm allocates, as the meter counts it, and its own result,
-because that is copied to where all samples are; of filters the sum so far is there, too. What a
+because that is copied to where all samples are; of filters the sum so far is there, too. What an
+algorithm does once for all its parts is timed apart, and what it keeps of it is workspace. What a
 kernel allocates inside itself the meter does not see. torch's kernel on all samples has none: what
 it returns is the result.
 
@@ -19,10 +20,11 @@ from __future__ import annotations
 import json
 import platform
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from time import perf_counter
 
@@ -32,6 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, NATIVE, candidates
 from anybatch.conv.divide import Part, sizes
+from anybatch.conv.fourier import HALVES
 from anybatch.conv.problem import Problem
 from anybatch.meter import Meter
 
@@ -45,8 +48,9 @@ HOPELESS = 4.0
 """Times what the best known takes for a sample, beyond which more samples are not tried."""
 
 TABLE = """
-create table if not exists parts (
-    machine text, problem text, size integer, algorithm text, seconds real, workspace integer,
+create table if not exists costs (
+    machine text, problem text, size integer, algorithm text,
+    seconds real, workspace integer, setup real,
     primary key (machine, problem, size, algorithm)
 )
 """
@@ -97,20 +101,20 @@ class Costs:
                 found.append(known)
                 if known.workspace > limit:
                     break
-                each = known.seconds / n
+                each = known.seconds / n + known.setup / size
                 if policy != "all" and each > HOPELESS * best:
                     break
                 best = min(best, each)
-        return found
+        return alike(found)
 
     def _measure(self, problem: Problem, size: int, name: str) -> Part:
-        seconds, workspace = measure(problem, size, name)
-        part = Part(size, name, seconds, workspace)
+        part = Part(size, name, *measure(problem, size, name))
         self._known[problem, size, name] = part
         if self._path is not None:
-            row = machine(problem.device), _text(problem), size, name, seconds, workspace
+            wanted = machine(problem.device), _text(problem)
+            row = *wanted, size, name, part.seconds, part.workspace, part.setup
             with closing(self._open()) as file, file:
-                file.execute("insert or replace into parts values (?, ?, ?, ?, ?, ?)", row)
+                file.execute("insert or replace into costs values (?, ?, ?, ?, ?, ?, ?)", row)
         return part
 
     def _kept(self, problem: Problem) -> dict[tuple[int, str], Part]:
@@ -120,27 +124,39 @@ class Costs:
         wanted = machine(problem.device), _text(problem)
         with closing(self._open()) as file:
             rows = file.execute(
-                "select size, algorithm, seconds, workspace from parts "
+                "select size, algorithm, seconds, workspace, setup from costs "
                 "where machine = ? and problem = ?",
                 wanted,
             ).fetchall()
-        return {(n, name): Part(n, name, t, w) for n, name, t, w in rows}
+        return {(n, name): Part(n, name, *more) for n, name, *more in rows}
 
     def _open(self) -> sqlite3.Connection:
         assert self._path is not None
         return sqlite3.connect(self._path, timeout=60.0)
 
 
+def alike(parts: Sequence[Part]) -> list[Part]:
+    """Return parts of which those of one algorithm have one set-up, the shortest measured."""
+    setups = {part.algorithm: part.setup for part in sorted(parts, key=lambda p: -p.setup)}
+    return [replace(part, setup=setups[part.algorithm]) for part in parts]
+
+
 def held(problem: Problem, size: int, name: str) -> int:
     """Return the bytes of workspace of one algorithm; nothing is computed for it."""
     with FakeTensorMode():
-        return _run(problem, size, name)[1]
+        return _run(problem, size, name)[2]
 
 
-def measure(problem: Problem, size: int, name: str) -> tuple[float, int]:
-    """Return the seconds and the bytes of workspace of one algorithm."""
-    work, workspace = _run(problem, size, name)
+def measure(problem: Problem, size: int, name: str) -> tuple[float, int, float]:
+    """Return seconds, bytes of workspace and seconds of set-up of one algorithm."""
+    work, setup, workspace = _run(problem, size, name)
     device = torch.device(problem.device)
+    once = _taken(setup, device) if ALGORITHMS[name].once else 0.0
+    return _taken(work, device), workspace, once
+
+
+def _taken(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the median of the seconds that it takes."""
 
     def once() -> float:
         _finish(device)
@@ -151,17 +167,34 @@ def measure(problem: Problem, size: int, name: str) -> tuple[float, int]:
 
     first = once()
     taken = [first] if first > LONG else sorted(once() for _ in range(RUNS))
-    return taken[len(taken) // 2], workspace
+    return taken[len(taken) // 2]
 
 
-def _run(problem: Problem, size: int, name: str) -> tuple[Callable[[], Tensor], int]:
-    """Run an algorithm on random numbers; return what runs it again, and its workspace."""
+def _run(
+    problem: Problem, size: int, name: str
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor], int]:
+    """Run an algorithm on random numbers, as two parts where they are summed.
+
+    Returns:
+        What runs a part again, what runs its set-up, and its workspace.
+    """
     dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
     one, other = (_made(problem, shape, dtype, device) for shape in problem.operands(size))
-    work = partial(ALGORITHMS[name], problem, one, other)
+    way = ALGORITHMS[name]
     with Meter(device) as meter:
-        result = work()
-    return work, int(meter.peak + (result.nbytes if problem.kernel == "filter" else 0))
+        if problem.kernel == "filter":
+            total = way.add(problem, way.add(problem, None, one, other), one, other)
+            way.finish(problem, total)
+        else:
+            shared = way.shared(problem, other)
+            way.part(problem, one, shared)
+    if problem.kernel == "filter":
+        summed = 2 * prod(problem.weight) * dtype.itemsize if dtype in HALVES else 0
+        work = partial(way.add, problem, None, one, other)
+        setup = partial(way.finish, problem, total)
+        return work, setup, meter.peak + summed
+    work, setup = partial(way.part, problem, one, shared), partial(way.shared, problem, other)
+    return work, setup, meter.peak
 
 
 def machine(device: str) -> str:
