@@ -20,13 +20,14 @@ class Division:
     Attributes:
         kernel: its description, ``(name, value)``.
         samples: N, of a micro-batch.
-        parts: ``(samples, algorithm, seconds, bytes of workspace)``, one after another.
+        parts: ``(samples, algorithm, seconds, bytes of workspace, seconds once)``, one after
+            another.
         seconds: that torch's own kernel takes.
     """
 
     kernel: tuple[tuple[str, Any], ...]
     samples: int
-    parts: tuple[tuple[int, str, float, int], ...]
+    parts: tuple[tuple[int, str, float, int, float], ...]
     seconds: float
 
 
@@ -59,7 +60,9 @@ class Divisions:
             Division(
                 tuple((str(name), _tuples(value)) for name, value in one["kernel"]),
                 int(one["samples"]),
-                tuple((int(n), str(a), float(t), int(w)) for n, a, t, w in one["parts"]),
+                tuple(
+                    (int(n), str(a), float(t), int(w), float(s)) for n, a, t, w, s in one["parts"]
+                ),
                 float(one["seconds"]),
             )
             for one in found["kernels"]

@@ -409,7 +409,10 @@ class Planner:
         """
         foreseen = self._foreseen.bound(kind)
         chooser = None if self.convolutions is None else self.convolutions.chooser
-        if chooser is None or foreseen is None or not self._foreseen.knows(kind):
+        if chooser is None:
+            return found
+        chooser.forget()  # what only planning has run
+        if foreseen is None or not self._foreseen.knows(kind):
             return found
         every = [foreseen.convolutions(n) for n in sizes_of(kind.size, found.micro_batch)]
         keys = [key for heard in every if heard is not None for key in heard.keys]

@@ -34,6 +34,9 @@ from anybatch.units import show_bytes
 GAIN = 0.95
 """A division must take no more than this share of what torch's kernel takes."""
 
+CLEAR = 0.5
+"""The share of what torch's kernel takes below which there is no doubt about it."""
+
 SHARE = 0.25
 """Of the seconds that are left for measuring, those of one kernel where nobody knows how many
 there will be."""
@@ -161,7 +164,12 @@ class Chooser:
             todo = [key for key in (noted if keys is None else keys) if not self._known(key)]
             for place, key in enumerate(todo):
                 self._choose(key, self._left / (len(todo) - place))
-            for key in todo if keys is not None else noted:
+            self.forget(todo if keys is not None else noted)
+
+    def forget(self, keys: Iterable[Key] | None = None) -> None:
+        """Forget that kernels were noted; all of them by default."""
+        with self._lock:
+            for key in list(self._noted) if keys is None else keys:
                 self._noted.pop(key, None)
 
     def _known(self, key: Key) -> bool:
@@ -192,7 +200,13 @@ class Chooser:
         return found
 
     def _choose(self, key: Key, seconds: float) -> None:
-        best = self._front(key, seconds)[-1]
+        own, *faster = self._front(key, seconds)
+        best = faster[-1] if faster else own
+        if CLEAR * self._own[key] < best.seconds and best is not own:
+            assert self._costs is not None
+            with torch.no_grad(), untouched():
+                ratio = self._costs.duel(key[0], best)
+            best = best if ratio <= GAIN else own
         self.found.chosen[key] = Chosen((best,), self._own[key])
 
     def _of_network(self, keys: Iterable[Key]) -> dict[Key, list[Configuration]]:

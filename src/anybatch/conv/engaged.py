@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 
 from anybatch._divisions import Division, Divisions
 from anybatch.conv.chooser import Chooser, Chosen, Convolutions
@@ -91,5 +91,5 @@ def obeying(divisions: Divisions) -> Chooser:
 def _division(key: Key, chosen: Chosen) -> Division:
     problem, size = key
     (configuration,) = chosen.configurations
-    parts = tuple((p.size, p.algorithm, p.seconds, p.workspace) for p in configuration.parts)
+    parts = tuple(astuple(part) for part in configuration.parts)
     return Division(tuple(asdict(problem).items()), size, parts, chosen.seconds)
