@@ -32,7 +32,7 @@ TIERS = {
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
-    "outofcore.hooked spill states _states conv.spectra conv.fourier conv.algorithms "
+    "outofcore.hooked spill states _states conv.spectra conv.staged conv.fourier conv.algorithms "
     "conv.execute conv.network conv.costs conv.intercept _convolutions",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",

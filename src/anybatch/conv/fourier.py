@@ -25,13 +25,14 @@ which u-cuDNN's FFT algorithms go back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.conv import spectra
+from anybatch.conv import rough, spectra, staged
 from anybatch.conv.circles import Circle, cuts
 from anybatch.conv.problem import Problem, Sizes
 
@@ -57,7 +58,11 @@ class Fourier:
         """Return the spectra of the filters."""
         wide = spectra.filters(problem, _apart(_exact(w), problem.dilation))
         turned = wide.flip(_dims(problem)) if problem.kernel == "forward" else wide
-        return spectra.matrices(problem, _spectrum(turned, self._circles(problem)))
+        circles = self._circles(problem)
+        if not _staged(problem, circles):
+            return spectra.matrices(problem, _spectrum(turned, circles))
+        found = staged.spectrum(turned, circles)
+        return found.view(len(found) * problem.groups, *turned.shape[1:3])
 
     def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
         """Return what a forward or the gradient of the input is for some samples."""
@@ -85,11 +90,20 @@ class Fourier:
     def finish(self, problem: Problem, total: Tensor) -> Tensor:
         """Return the gradients of which these are the spectra."""
         circles = self._circles(problem)
+        rows = zip(circles, problem.window, problem.dilation, strict=True)
+        ends = [slice(c.first, c.first + (k - 1) * d + 1, d) for c, k, d in rows]
+        if _staged(problem, circles):
+            columns = total.view(-1, prod(problem.weight[:2]))
+            return staged.places(columns, circles, ends).view(problem.weight)
         shape = (*problem.weight[:2], *_frequencies(circles))
-        product = spectra.spectra(problem, total, shape)
-        places = zip(circles, problem.window, problem.dilation, strict=True)
-        ends = [slice(c.first, c.first + (k - 1) * d + 1, d) for c, k, d in places]
-        return _back(product, circles, ends)
+        return _back(spectra.spectra(problem, total, shape), circles, ends)
+
+
+def _staged(problem: Problem, circles: Circles) -> bool:
+    """Say whether filters are transformed by products of matrices."""
+    lengths = [circle.length for circle in circles]
+    pays = rough.staged(lengths, problem.spans) < rough.fast(lengths)
+    return pays and not spectra.apart(problem)
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -102,8 +116,7 @@ def _dims(problem: Problem) -> list[int]:
 
 
 def _frequencies(circles: Circles) -> Sizes:
-    *others, last = (circle.length for circle in circles)
-    return (*others, last // 2 + 1)
+    return rough.frequencies([circle.length for circle in circles])
 
 
 def _spectrum(tensor: Tensor, circles: Circles) -> Tensor:
