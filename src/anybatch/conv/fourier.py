@@ -128,19 +128,25 @@ def _spectrum(tensor: Tensor, circles: Circles) -> Tensor:
 
 def _tiles(problem: Problem, image: Tensor, circles: Circles) -> Tensor:
     """Return the spectra of all tiles."""
-    ends = cuts(tuple(image.shape[2:]), circles)
-    tiles = F.pad(image, [end for pair in reversed(ends) for end in pair])
+    tiles = _padded(image, cuts(tuple(image.shape[2:]), circles))
     for at, circle in enumerate(circles):
         tiles = tiles.unfold(2 + at, circle.length, circle.step)
     tiles = spectra.images(problem, tiles)
     return spectra.matrices(problem, _spectrum(tiles, circles))
 
 
+def _padded(image: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:
+    """Return an image with zeros at both ends of each direction, or with entries left out."""
+    if not any(end for pair in ends for end in pair):
+        return image
+    return F.pad(image, [end for pair in reversed(ends) for end in pair])
+
+
 def _turned(problem: Problem, outputs: Tensor, circles: Circles) -> Tensor:
     """Return outputs cut into tiles that do not overlap, each turned around."""
     rows = zip(outputs.shape[2:], circles, strict=True)
     ends = [(0, circle.count * circle.span - h) for h, circle in rows]
-    tiles = F.pad(outputs, [end for pair in reversed(ends) for end in pair])
+    tiles = _padded(outputs, ends)
     for at, circle in enumerate(circles):
         tiles = tiles.unfold(2 + at, circle.span, circle.span)
     return spectra.images(problem, tiles.flip(_dims(problem)))
