@@ -14,9 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from anybatch.conv.problem import KERNELS
 from benchmarks.results import console, read
 from benchmarks.ucudnn.models import NETWORKS
 from benchmarks.ucudnn.paper.choices import MIB, POWERS, UNDIVIDED
+from benchmarks.ucudnn.paper.rows import ORDER, by_size, in_order
 
 HERE = Path(__file__).parent
 Results = dict[str, Any]
@@ -54,11 +56,11 @@ def networks(results: Results, table: str, kinds: Sequence[str]) -> Figure | Non
     if panels is None:
         return None
     figure, grid = panels
-    for axes, (name, one) in zip(grid, there.items(), strict=True):
-        found = one[table]
-        labels = [f"{int(w) // MIB} MiB" for w in found]
+    for axes, (name, one) in zip(grid, in_order(there, list(NETWORKS)), strict=True):
+        found = by_size(one[table])
+        labels = [f"{int(w) // MIB} MiB" for w, _ in found]
         for at, kind in enumerate(kinds):
-            heights = [each[kind]["seconds"] if kind in each else 0.0 for each in found.values()]
+            heights = [each[kind]["seconds"] if kind in each else 0.0 for _, each in found]
             _bars(axes, at, len(kinds), heights, kind)
         _ticks(axes, labels, NETWORKS[name].title)
         axes.set_ylabel("seconds of all kernels")
@@ -73,15 +75,16 @@ def layer(results: Results) -> Figure | None:
     if panels is None:
         return None
     figure, grid = panels
-    for axes, (kernel, policies) in zip(grid, found[0].items(), strict=True):
-        for at, chosen in enumerate(policies.values()):
+    for axes, (kernel, policies) in zip(grid, in_order(found[0], KERNELS), strict=True):
+        chosen_by = in_order(policies, ORDER)
+        for at, (_, chosen) in enumerate(chosen_by):
             below = 0.0
             for size, name, seconds in chosen["parts"]:
                 color = COLORS.get(name, COLORS["other"])
                 axes.bar(at, seconds, bottom=below, color=color, edgecolor="white", width=0.7)
                 axes.text(at, below + seconds / 2, str(size), ha="center", va="center", size=7)
                 below += seconds
-        _ticks(axes, list(policies), f"conv2, {kernel}")
+        _ticks(axes, [policy for policy, _ in chosen_by], f"conv2, {kernel}")
         axes.set_ylabel("seconds")
     for name, color in COLORS.items():
         grid[0].bar(0, 0, color=color, label=name)
@@ -93,7 +96,7 @@ def cliff(results: Results) -> Figure | None:
     """Figure 1: seconds with the best algorithm's workspace, and with a byte less."""
     rows = [
         (f"{name} {row['layer']} {row['kernel']}", row)
-        for name, one in results["networks"].items()
+        for name, one in in_order(results["networks"], list(NETWORKS))
         for row in one["cliff"]
         if "less" in row
     ]
@@ -119,7 +122,7 @@ def memory(results: Results) -> Figure | None:
     if panels is None:
         return None
     figure, grid = panels
-    for axes, (name, one) in zip(grid, there.items(), strict=True):
+    for axes, (name, one) in zip(grid, in_order(there, list(NETWORKS)), strict=True):
         rows = one["memory"]
         for at, kind in enumerate((UNDIVIDED, "divided")):
             below = [0.0] * len(rows)
@@ -156,7 +159,7 @@ def shares(results: Results) -> Figure | None:
     if panels is None:
         return None
     figure, grid = panels
-    for axes, (name, rows) in zip(grid, there.items(), strict=True):
+    for axes, (name, rows) in zip(grid, in_order(there, list(NETWORKS)), strict=True):
         _bars(axes, 0, 1, [row["workspace"] / MIB for row in rows], POWERS)
         _ticks(axes, [f"{row['layer']} {row['kernel']}" for row in rows], NETWORKS[name].title)
         axes.tick_params(axis="x", rotation=60)
@@ -193,7 +196,13 @@ def _ticks(axes: Axes, labels: Sequence[str], title: str) -> None:
 
 def _legend(figure: Figure, axes: Axes) -> None:
     lines, told = axes.get_legend_handles_labels()
-    figure.legend(lines, told, loc="outside lower center", ncols=4, fontsize="small")
+    figure.legend(
+        lines,
+        told,
+        loc="outside lower center",
+        ncols=2 + 2 * (figure.get_figwidth() > 9),
+        fontsize="small",
+    )
 
 
 def main(*, out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE) -> None:

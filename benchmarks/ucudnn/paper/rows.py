@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from anybatch.conv.problem import KERNELS
 from benchmarks.mbs.rows import markdown
 from benchmarks.ucudnn.models import MODULES, NETWORKS
 from benchmarks.ucudnn.paper.choices import ALL, MIB, POWERS, UNDIVIDED
@@ -18,7 +19,7 @@ def conv_paper(results: Results) -> str:
     head = ["network", "samples in the paper", "here", "kernels", "workspace of each", *ORDER]
     rows = []
     for name, one in _networks(results):
-        for w, found in one["each"].items():
+        for w, found in by_size(one["each"]):
             row = [NETWORKS[name].title, NETWORKS[name].paper, str(one["batch"])]
             row += [str(one["kernels"]), _mib(int(w))]
             least = found[UNDIVIDED]["seconds"]
@@ -41,9 +42,9 @@ def conv_paper_layer(results: Results) -> str:
     """AlexNet's second layer at 64 MiB (Fig. 9)."""
     rows = []
     for _, one in _networks(results):
-        for kernel, found in one.get("conv2", {}).items():
+        for kernel, found in in_order(one.get("conv2", {}), KERNELS):
             least = found[UNDIVIDED]["seconds"]
-            for policy, chosen in found.items():
+            for policy, chosen in in_order(found, ORDER):
                 row = [kernel, policy, chosen["chosen"], _mib(chosen["workspace"])]
                 times = f"{least / chosen['seconds']:.2f}"
                 rows.append([*row, f"{chosen['seconds']:.3g}", times])
@@ -57,7 +58,7 @@ def conv_paper_took(results: Results) -> str:
     rows = []
     for name, one in [*_networks(results), *_modules(results)]:
         title = (NETWORKS | MODULES)[name].title
-        for policy, took in one["took"].items():
+        for policy, took in in_order(one["took"], ORDER):
             solving = f"{1000 * took['solving']:.1f}"
             row = [title, policy, str(took["parts"]), f"{took['measuring']:.1f}"]
             rows.append([*row, solving])
@@ -91,7 +92,7 @@ def conv_paper_shared(results: Results) -> str:
     rows = []
     kinds = ("WR, undivided", "WR", "WD, undivided", "WD")
     for name, one in _networks(results):
-        for w, found in one["against"].items():
+        for w, found in by_size(one["against"]):
             least = found[kinds[0]]["seconds"]
             row = [NETWORKS[name].title, _mib(int(w)), _mib(found["total"])]
             row += [_shared(found[kind], least) for kind in kinds]
@@ -137,7 +138,7 @@ def conv_paper_branches(results: Results) -> str:
     """Parallel branches within a total."""
     rows = []
     for name, one in _modules(results):
-        for total, found in one["totals"].items():
+        for total, found in by_size(one["totals"]):
             row = [MODULES[name].title, str(one["batch"]), str(one["kernels"]), _mib(int(total))]
             row.append(f"{found['torch']:.3g}")
             kinds = ("equal, undivided", "equal", "WD")
@@ -205,15 +206,23 @@ MORE = (
 """What stands below the first table, in this order."""
 
 
+def by_size(found: Results) -> list[tuple[str, Any]]:
+    """What is kept by bytes, the least first: a file has its keys as text."""
+    return sorted(found.items(), key=lambda item: int(item[0]))
+
+
+def in_order(found: Results, order: Sequence[str]) -> list[tuple[str, Any]]:
+    """What is there of some names, in their order."""
+    return [(name, found[name]) for name in order if name in found]
+
+
 def _networks(results: Results) -> Iterator[tuple[str, Results]]:
     """Yield the networks that were measured, in the order of the catalogue."""
-    yield from (
-        (name, results["networks"][name]) for name in NETWORKS if name in results["networks"]
-    )
+    yield from in_order(results["networks"], list(NETWORKS))
 
 
 def _modules(results: Results) -> Iterator[tuple[str, Results]]:
-    yield from ((name, results["modules"][name]) for name in MODULES if name in results["modules"])
+    yield from in_order(results["modules"], list(MODULES))
 
 
 def _mib(count: int) -> str:

@@ -68,8 +68,8 @@ class Task:
     size: Size
 
 
-IMAGES = Size(batch=16, steps=32, epochs=3, tests=160, compared=4)
-SEQUENCES = Size(batch=16, steps=32, epochs=2, tests=160, compared=4)
+IMAGES = Size(batch=16, steps=32, epochs=2, tests=160, compared=4)
+SEQUENCES = Size(batch=8, steps=32, epochs=2, tests=80, compared=4)
 QUICK = Size(batch=4, steps=2, epochs=1, tests=8, compared=4)
 
 
@@ -91,7 +91,7 @@ def sequences(size: Size) -> Task:
         for _ in range(size.steps * size.batch // batch):
             yield echoes(batch, draw)
 
-    return Task(f"echoes in {LENGTH} steps, windows of {LONG}", hyena, batches, tests, 0.05, size)
+    return Task(f"echoes in {LENGTH} steps, windows of {LONG}", hyena, batches, tests, 0.02, size)
 
 
 def echoes(count: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
