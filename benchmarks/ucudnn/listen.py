@@ -41,21 +41,19 @@ def listen(network: Network, device: str = "cpu") -> list[Heard]:
     A layer whose input needs no gradient has no kernel for it, as in training.
     """
     model, x = network.make(), torch.randn(SAMPLES, *network.image, requires_grad=network.inner)
-    heard: Counter[Problem] = Counter()
+    heard = list[Problem]()
 
     def note(problem: Problem, *_: Any) -> None:
-        heard[problem] += 1
+        heard.append(problem)
 
     with intercepted("cpu", note):
         model(x).sum().backward()
-    order = [problem for problem in heard if problem.kernel == "forward"]
-    names, before = {}, 0
-    for problem in order:
-        names[problem] = f"conv{before + 1}"
-        before += heard[problem]
+    counts, names = Counter(heard), dict[Problem, str]()
+    for at, problem in enumerate((p for p in heard if p.kernel == "forward"), 1):
+        names.setdefault(problem, f"conv{at}")
     return [
-        Heard(names[first], replace(problem, device=device), heard[problem])
-        for first in order
+        Heard(name, replace(problem, device=device), counts[problem])
+        for first, name in names.items()
         for problem in (replace(first, kernel=kernel) for kernel in KERNELS)
-        if heard[problem]
+        if counts[problem]
     ]

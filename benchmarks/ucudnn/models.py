@@ -119,8 +119,8 @@ NETWORKS = {
     "resnet50": Network(
         "ResNet-50", partial(resnet, 50, norm="batch"), (3, 224, 224), 8, 2, "32 and 64"
     ),
-    "densenet40": Network("DenseNet-40, growth 40", densenet40, (3, 32, 32), 8, 4, "256"),
-    LARGE: Network("windows of 31, 29 and 27", large_windows, (3, 96, 96), 16, 8),
+    "densenet40": Network("DenseNet-40, growth 40", densenet40, (3, 32, 32), 8, 2, "256"),
+    LARGE: Network("windows of 31, 29 and 27", large_windows, (3, 96, 96), 16, 4),
 }
 
 MODULES = {

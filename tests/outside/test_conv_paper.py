@@ -49,6 +49,8 @@ def test_a_layer_that_comes_often_is_one_kernel_with_a_count(name: str, layers: 
     network = NETWORKS[name]
     heard = listen(Network(network.title, network.make, (3, 64, 64), 1, 1))
     assert sum(h.count for h in heard) == 3 * layers - 1
+    found = {h.layer: (h.problem.weight, h.count) for h in heard if h.problem.kernel == "forward"}
+    assert found["conv2"] == (((64, 64, 3, 3), 4) if name == "resnet18" else ((64, 64, 1, 1), 1))
     assert len(heard) < sum(h.count for h in heard)
 
 

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 SEED = 0
 WORKSPACE = 64 << 20
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-TIMED = 2
+TIMED = 3
 """Steps of each side that are timed in a round."""
 QUICK = (LARGE,)
 Found = dict[str, Any]
@@ -130,7 +130,7 @@ def main(
     quick: bool = False,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
-    rounds: Annotated[int, typer.Option(help="of two pairs of timings each")] = 3,
+    rounds: Annotated[int, typer.Option(help="of three pairs of timings each")] = 2,
     networks: Annotated[str, typer.Option(help="names, comma between")] = ",".join(NETWORKS),
     here: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
