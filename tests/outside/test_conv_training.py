@@ -63,13 +63,16 @@ def test_it_trains_and_its_tables_are_written(
         same = task["agreement"]
         assert same["float64"]["apart"]["worst"] <= 1e-9
         assert same["float32"]["allowed"]["all"] > 0  # orders differ
+        assert same["to_float64"]["least"]["all"] <= same["to_float64"]["most"]["all"] < 1e-5
         torchs, ours = (rows.of(task, arm) for arm in ("torch", "ours"))
         for a, b in zip(torchs, ours, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
             assert (len(a["loss"]), len(a["test_loss"])) == (2 * 2, 2)
             assert a["divided"] == 0
     assert rows.conv_training(found).count("\n") == 1 + 2
-    assert "of 1.0e-09: within" in rows.conv_training_same(found)
+    told = rows.conv_training_same(found)
+    assert "of 1.0e-09: within" in told
+    assert "float32, from torch in float64" in told
     curves.draw(found, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > 600

@@ -58,10 +58,22 @@ def conv_training_same(results: Results) -> str:
                 verdict = "within" if apart <= allowed else "beyond"
                 row.append(f"{figure(apart)} of {figure(allowed)}: {verdict}")
             rows.append(row)
+        rows.append(_to_float64(found))
         lines += ends(found)
     head = [f"distance after {same['steps']} steps, of what is allowed"]
     head += ["kernels that are not torch's", *MEASURES.values()]
     return "\n\n".join([markdown(head, rows), "\n".join(lines)])
+
+
+def _to_float64(found: Results) -> list[str]:
+    """How far float32 is from torch in float64: ours, and torch in all its orders."""
+    same, cells = found["agreement"], list[str]()
+    for measure in MEASURES:
+        ours, low, high = (same["to_float64"][key][measure] for key in ("ours", "least", "most"))
+        told = f"torch in {same['orders']} orders {figure(low)} to {figure(high)}"
+        cells.append(f"{figure(ours)}; {told}")
+    title = f"{found['title']}, float32, from torch in float64"
+    return [title, str(same["float32"]["divided"]), *cells]
 
 
 def ends(found: Results) -> list[str]:

@@ -8,7 +8,8 @@ arms. Few images and few steps give far less than the usual accuracy: what is co
 
 Whether the two are the same training is asked of the first 20 steps on a smaller mini-batch: in
 float64 every tensor must be within 1e-9, and in float32 within the distance of two trainings by
-torch that differ only in the order of rows. The figures at the end are compared with the seeds'
+torch that differ only in the order of rows; how far each is from torch in float64 stands below,
+because another kernel rounds in another way. The figures at the end are compared with the seeds'
 spread. `wall` is a whole training with its evaluations, and in ours with measuring what to choose:
 the first seed measures, and later ones find it in a file. It runs in glibc's large malloc mode.
 `--images` is a folder with train/CLASS and test/CLASS, 32x32 pixels.
