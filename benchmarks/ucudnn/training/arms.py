@@ -139,13 +139,17 @@ def agreement(task: Task, steps: int, cache: Path, device: str) -> Found:
     pairs = [apart(*pair) for pair in combinations(orders, 2)]
     alone = [apart(one, truth) for one in orders]
     return {
-        **{"steps": steps, "batch": task.size.compared, "orders": len(ORDERS)},
+        "steps": steps,
+        "batch": task.size.compared,
+        "orders": len(ORDERS),
         "float64": {
-            **{"apart": apart(double, truth), "divided": count},
+            "apart": apart(double, truth),
+            "divided": count,
             "allowed": dict.fromkeys(MEASURES, DOUBLE),
         },
         "float32": {
-            **{"apart": apart(ours, orders[0]), "divided": singles},
+            "apart": apart(ours, orders[0]),
+            "divided": singles,
             "allowed": {m: max(pair[m] for pair in pairs) for m in MEASURES},
         },
         "to_float64": {
