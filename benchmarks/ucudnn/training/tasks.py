@@ -79,7 +79,7 @@ def images(folder: Path, size: Size) -> Task:
     train, test = read(folder, samples, max(10, size.tests // 10 * 10))
     tests = test.inputs[: size.tests], test.targets[: size.tests]
     batches = partial(mini_batches, train)
-    return Task("CIFAR-10, windows of 31, 29 and 27", replknet, batches, tests, 0.05, size)
+    return Task("CIFAR-10, windows of 31, 29 and 27", replknet, batches, tests, 0.01, size)
 
 
 def sequences(size: Size) -> Task:
