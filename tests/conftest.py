@@ -70,6 +70,15 @@ def _seeded() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a test measures out of the user's cache folder, and out of other tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "none"))
+    monkeypatch.setattr(
+        "platformdirs.user_cache_path", lambda name: tmp_path_factory.mktemp("cache") / name
+    )
+
+
 @pytest.fixture
 def counted(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """Return how many of `full` cases to run, all under --soak, else a tenth; and note it."""

@@ -10,8 +10,10 @@ import pytest
 import torch
 from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
 
-from anybatch.conv.algorithms import ALGORITHMS, candidates, native
-from anybatch.conv.fourier import good_length
+from anybatch.conv.algorithms import ALGORITHMS, candidates, computed, native
+from anybatch.conv.circles import good_length, options, rate, tiled, whole
+from anybatch.conv.costs import held
+from anybatch.conv.fourier import Fourier
 from anybatch.conv.problem import KERNELS, Problem
 
 
@@ -22,7 +24,7 @@ def check(one: Problem, size: int) -> None:
     scale = float(a.double().norm() * b.double().norm())
     own = distance(native(one, a, b), true, scale)
     for name in candidates(one):
-        found = ALGORITHMS[name](one, a, b)
+        found = computed(ALGORITHMS[name], one, a, b)
         assert found.shape == one.result(size), name
         assert distance(found, true, scale) <= bound(one, own), (name, one)
 
@@ -46,22 +48,54 @@ def test_of_any_problem(dtype: str, counted: Callable[[int], int]) -> None:
         check(drawn(rng, dtype), rng.randint(1, 3))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_of_any_tiles(dtype: str, counted: Callable[[int], int]) -> None:
+    rng, tiles = random.Random(5), 0
+    for _ in range(counted(1000)):
+        one = drawn(rng, dtype)
+        more = 20 if len(one.image) < 3 else 7
+        one = replace(one, image=tuple(h + rng.randint(0, more) for h in one.image))
+        circles = tuple(rng.choice(found) for found in options(one))
+        way, size = Fourier(dict.fromkeys([one], circles).__getitem__), rng.randint(1, 3)
+        a, b = operands(one, size)
+        true = wanted(one, a, b)
+        scale = float(a.double().norm() * b.double().norm())
+        own = distance(native(one, a, b), true, scale)
+        found = computed(way, one, a, b)
+        assert found.shape == one.result(size)
+        assert distance(found, true, scale) <= bound(one, own), (one, circles)
+        tiles += any(circle.count > 1 for circle in circles)
+    assert tiles > counted(1000) // 3
+
+
+def test_tiles_are_for_images_much_larger_than_the_window() -> None:
+    long = Problem("forward", 32, 32, (4096,), (255,), (1,), (127,), (1,))
+    found = tiled(long)
+    assert found is not None
+    assert found[0].length < whole(long)[0].length // 2
+    assert candidates(long)[-1] == "overlap_save"
+    assert held(long, 1, "overlap_save") < held(long, 1, "fft") / 2
+    short = replace(long, image=(255,))
+    assert tiled(short) is None
+    assert candidates(short)[-1] == "fft"
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_half_precision_is_summed_in_float32(kernel: str) -> None:
     one = replace(problem(kernel, 2, "padded"), dtype="bfloat16")
     a, b = operands(one, 3)
-    found = ALGORITHMS["fft"](one, a, b)
+    found = computed(ALGORITHMS["fft"], one, a, b)
     assert found.dtype == torch.float32
     assert distance(found, wanted(one, a, b)) <= 1e-6
 
 
-def test_good_lengths_are_even_and_have_small_factors() -> None:
+def test_good_lengths_are_even_and_the_cheapest() -> None:
     for least in range(1, 400):
         length = good_length(least)
         assert length >= least
         assert length % 2 == 0
-        between = range(least + least % 2, length, 2)
-        assert not any(_seven_smooth(other) for other in between)
+        others = [n for n in range(least + least % 2, 3 * least) if n % 2 == 0 and _seven_smooth(n)]
+        assert all(length * (1 + rate(length)) <= n * (1 + rate(n)) for n in others)
         assert _seven_smooth(length)
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem
 
 from anybatch.conv import costs
 from anybatch.conv.algorithms import candidates, native
+from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs, held, measure
 from anybatch.conv.divide import Configuration, Part, front
 from anybatch.conv.execute import run
+from anybatch.conv.fourier import Fourier
 from anybatch.conv.problem import KERNELS, Problem
 from anybatch.meter import Meter
 
@@ -47,14 +50,39 @@ def test_a_configuration_keeps_to_its_workspace_and_is_right(
             assert whole or more <= configuration.workspace, (one, configuration)
 
 
+def noted(done: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real`, which notes its name."""
+
+    def call(*given: Any) -> Any:
+        done.append(name)
+        return real(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_parts_have_in_common_is_done_once(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, done = problem(kernel, 2, "grouped"), list[str]()
+    for name in ("shared", "finish"):
+        monkeypatch.setattr(Fourier, name, noted(done, name, getattr(Fourier, name)))
+    a, b = operands(one, 5)
+    own = native(one, a, b)
+    parts = tuple(Part(*part, 1.0, 0) for part in ((2, "fft"), (2, "fft"), (1, "fft")))
+    found = run(one, Configuration(parts), (a, b), own.stride())
+    assert distance(found, wanted(one, a, b)) <= 1e-6
+    assert done == ["finish" if kernel == "filter" else "shared"]
+
+
 def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[int, str]] = []
 
-    def made(one: object, size: int, name: str) -> tuple[float, int]:
+    def made(one: object, size: int, name: str) -> tuple[float, int, float]:
         asked.append((size, name))
-        return (9.0 if name == "im2col" else 1.0) * size, 100 * size
+        return (9.0 if name == "im2col" else 1.0) * size, 100 * size, 0.0
 
     monkeypatch.setattr(costs, "measure", made)
     monkeypatch.setattr(costs, "held", lambda one, size, name: 0)
@@ -62,9 +90,11 @@ def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
     found = Costs().parts(one, 8, "powerOfTwo", 350)
     assert [p for p in found if p.size == 8] == [Part(8, "native", 8.0, 0)]
     assert asked == [
-        *((n, "native") for n in (8, 1, 2, 4)),  # 400 bytes are too many
+        (8, "native"),  # what the others must beat
         (1, "im2col"),  # nine times as slow
-        *((n, "fft") for n in (1, 2, 4)),
+        (1, "fft"),
+        *((n, "native") for n in (1, 2, 4)),  # 400 bytes are too many
+        *((n, "fft") for n in (2, 4)),
     ]
     asked.clear()
     assert len(Costs(seconds=0).parts(one, 8, "powerOfTwo", 350)) == 1
@@ -76,10 +106,10 @@ def test_a_file_is_shared_by_several_at_a_time(
 ) -> None:
     lock, asked = threading.Lock(), list[tuple[int, str]]()
 
-    def made(one: object, size: int, name: str) -> tuple[float, int]:
+    def made(one: object, size: int, name: str) -> tuple[float, int, float]:
         with lock:
             asked.append((size, name))
-        return float(size), 0
+        return float(size), 0, 8.0 - size
 
     monkeypatch.setattr(costs, "measure", made)
     path, one = tmp_path / "costs.sqlite", problem("data", 2, "plain")
@@ -94,6 +124,7 @@ def test_a_file_is_shared_by_several_at_a_time(
     for thread in threads:
         thread.join()
     assert all(parts == found[0] for parts in found)
+    assert {part.setup for part in found[0]} == {2.0}  # the shortest
     asked.clear()
     assert Costs(path).parts(one, 6, "all", LOTS) == found[0]
     assert not asked
@@ -115,11 +146,11 @@ def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
     one, asked = problem("forward", 2, "padded"), list[str]()
     real = costs.measure
 
-    def noted(one: Problem, size: int, name: str) -> tuple[float, int]:
+    def known(one: Problem, size: int, name: str) -> tuple[float, int, float]:
         asked.append(f"{name}@{size}")
         return real(one, size, name)
 
-    monkeypatch.setattr(costs, "measure", noted)
+    monkeypatch.setattr(costs, "measure", known)
     limit = held(one, 1, "im2col") - 1
     found = Costs().parts(one, 4, "all", limit)
     assert not any(text.startswith("im2col") for text in asked)
@@ -128,6 +159,40 @@ def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_seconds_are_of_real_runs() -> None:
     one = problem("filter", 2, "padded")
-    seconds, workspace = measure(one, 2, "fft")
+    seconds, workspace, setup = measure(one, 2, "fft")
     assert seconds > 0
+    assert setup > 0
+    assert measure(one, 2, "native")[2] == 0
     assert workspace >= 8 * prod(one.weight)
+
+
+def test_a_duel_is_fought_once_and_decides_a_small_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fought: list[str] = []
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        return (0.8 if name == "fft" else 1.0) * size, 100, 0.0
+
+    def fight(one: Problem, configuration: Configuration) -> float:
+        fought.append(str(configuration))
+        return 1.1 if one.kernel == "data" else 0.8
+
+    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(costs, "held", lambda one, size, name: 0)
+    monkeypatch.setattr(costs, "duel", fight)
+    path = tmp_path / "costs.sqlite"
+    for _ in range(2):
+        found = Convolutions(1 << 20, "powerOfTwo")
+        chooser = Chooser(found, Costs(path), 60.0)
+        keys = [(problem(kernel, 1, "padded"), 4) for kernel in KERNELS]
+        chooser.choose(keys)
+        chosen = [str(found.chosen[key].configurations[0])[:4] for key in keys]
+        assert chosen == ["fft@", "nati", "fft@"]
+    assert len(fought) == 3
+
+
+def test_a_duel_is_of_real_runs() -> None:
+    one = problem("filter", 2, "padded")
+    ratio = costs.duel(one, Configuration((Part(2, "native", 1.0, 0),) * 4))
+    assert 0 < ratio < 1000

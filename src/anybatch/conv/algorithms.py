@@ -3,10 +3,11 @@
     native          torch's kernel on the operands as they are
     channels_last   the same on operands in the other layout
     im2col          every window as a column, and one product of matrices
-    fft             products of spectra (`anybatch.conv.fourier`)
+    fft             products of spectra, of whole images (`anybatch.conv.fourier`)
+    overlap_save    products of spectra, of tiles that overlap
 
 Each computes the same for any samples; which is fastest for how many is measured
-(`anybatch.conv.costs`).
+(`anybatch.conv.costs`). Some do a thing once for all parts of a mini-batch.
 
 Source: u-cuDNN, sections I and II; Chellapilla, Puri and Simard (2006) for im2col.
 """
@@ -15,17 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.conv.fourier import fft
+from anybatch.conv.circles import Circle, tiled, whole
+from anybatch.conv.fourier import HALVES, Fourier
 from anybatch.conv.problem import Problem
-
-Algorithm = Callable[[Problem, Tensor, Tensor], Tensor]
 
 NATIVE = "native"
 """What is run where nothing else is chosen."""
@@ -117,12 +117,84 @@ def _places(problem: Problem, number: int) -> list[slice]:
     return [slice(i * d, i * d + (o - 1) * s + 1, s) for i, d, o, s in rows]
 
 
+class Algorithm(Protocol):
+    """A way to compute a kernel, part after part.
+
+        forward, data    shared(w), then part(x, shared) of each
+        filter           add(total, dy, x) of each, then finish(total)
+
+    Attributes:
+        once: `shared` and `finish` take time, which all parts have in common.
+    """
+
+    once: bool
+
+    def shared(self, problem: Problem, w: Tensor) -> Tensor:
+        """Return what all parts need of the filters."""
+        ...
+
+    def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
+        """Return what a forward or a gradient of the input is for some samples."""
+        ...
+
+    def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+        """Add what some samples give for the filters."""
+        ...
+
+    def finish(self, problem: Problem, total: Tensor) -> Tensor:
+        """Return the gradient of the filters."""
+        ...
+
+
+class Plain:
+    """An algorithm that has nothing in common between parts.
+
+    Args:
+        compute: a kernel.
+    """
+
+    once = False
+
+    def __init__(self, compute: Callable[[Problem, Tensor, Tensor], Tensor]) -> None:
+        self.part = compute
+
+    def shared(self, problem: Problem, w: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the filters."""
+        return w
+
+    def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+        """Add the gradient of the filters; sums of half precision are kept in float32."""
+        found = self.part(problem, dy, x)
+        if total is None:
+            return found
+        return (total.float() if total.dtype in HALVES else total).add_(found)
+
+    def finish(self, problem: Problem, total: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the sum."""
+        return total
+
+
+def _smaller(problem: Problem) -> tuple[Circle, ...]:
+    """Return the circles of tiles; `candidates` knows that there are some."""
+    found = tiled(problem)
+    assert found is not None, problem
+    return found
+
+
 ALGORITHMS: dict[str, Algorithm] = {
-    NATIVE: native,
-    "channels_last": channels_last,
-    "im2col": im2col,
-    "fft": fft,
+    NATIVE: Plain(native),
+    "channels_last": Plain(channels_last),
+    "im2col": Plain(im2col),
+    "fft": Fourier(whole),
+    "overlap_save": Fourier(_smaller),
 }
+
+
+def computed(way: Algorithm, problem: Problem, one: Tensor, other: Tensor) -> Tensor:
+    """Return a kernel of all samples at once."""
+    if problem.kernel == "filter":
+        return way.finish(problem, way.add(problem, None, one, other))
+    return way.part(problem, one, way.shared(problem, other))
 
 
 def candidates(problem: Problem) -> list[str]:
@@ -133,4 +205,6 @@ def candidates(problem: Problem) -> list[str]:
     known = ("float16", "bfloat16", "float32", "float64")
     if problem.dtype in known and prod(problem.window) > 1:
         found.append("fft")
+        if tiled(problem) is not None:
+            found.append("overlap_save")
     return found

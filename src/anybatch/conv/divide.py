@@ -14,6 +14,9 @@ one more coin with which N may be paid, and whenever N gets cheaper that is the 
 front. A part that is no faster than what its own size costs already can be no part of anything
 faster, so most are passed over at once.
 
+Some algorithms do a thing once for all their parts, such as the spectra of the filters. What it
+takes is no coin; so there is a pass for every set of such algorithms, which are two or three.
+
 Source: u-cuDNN, sections III-B (WR) and III-C1 (desirable configurations).
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import combinations, groupby
 
 import numpy as np
 
@@ -38,12 +41,15 @@ class Part:
         algorithm: its name.
         seconds: it takes.
         workspace: bytes that it allocates beside its operands and its result.
+        setup: seconds that its algorithm takes once for all its parts in a configuration; the same
+            for every part of an algorithm. Default 0.
     """
 
     size: int
     algorithm: str
     seconds: float
     workspace: int
+    setup: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,8 @@ class Configuration:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts."""
-        return sum(part.seconds for part in self.parts)
+        """Seconds of all parts, and of what each algorithm does once for all of its own."""
+        return sum(part.seconds for part in self.parts) + sum(_setups(self.parts).values())
 
     @property
     def workspace(self) -> int:
@@ -97,17 +103,38 @@ def front(parts: Iterable[Part], size: int, limit: int | None = None) -> list[Co
     """
     fits = [part for part in parts if limit is None or part.workspace <= limit]
     fits.sort(key=lambda part: (part.workspace, part.seconds))
+    prepared = _setups(fits)
+    found: list[Configuration] = []
+    for count in range(len(prepared) + 1):
+        for names in combinations(prepared, count):
+            usable = [p for p in fits if p.algorithm in names or p.algorithm not in prepared]
+            found += _front(usable, size)
+    found.sort(key=lambda c: (c.workspace, c.seconds))
+    kept: list[Configuration] = []
+    for configuration in found:
+        if not kept or configuration.seconds < kept[-1].seconds:
+            kept.append(configuration)
+    return kept
+
+
+def _setups(parts: Iterable[Part]) -> dict[str, float]:
+    """Return algorithm -> seconds that it takes once, of those that take some."""
+    return {part.algorithm: part.setup for part in parts if part.setup > 0}
+
+
+def _front(parts: Sequence[Part], size: int) -> list[Configuration]:
+    """Return the front by the seconds of parts alone, which come in the order of workspace."""
     best = np.full(size + 1, np.inf)  # T(n)
     best[0] = 0.0
     last = np.full(size + 1, -1)  # the part with which n was paid last
     found: list[Configuration] = []
-    for index, part in enumerate(fits):
+    for index, part in enumerate(parts):
         if part.size > size or part.seconds >= best[part.size]:
             continue
         before = best[size]
         _pay(best, last, index, part)
         if best[size] < before:
-            configuration = Configuration(tuple(_paid(fits, last, size)))
+            configuration = Configuration(tuple(_paid(parts, last, size)))
             if found and found[-1].workspace == configuration.workspace:
                 found.pop()  # of the same workspace and slower
             found.append(configuration)
@@ -178,10 +205,16 @@ def _pay(best: np.ndarray, last: np.ndarray, index: int, part: Part) -> None:
 
 
 def _paid(parts: Sequence[Part], last: np.ndarray, size: int) -> Iterator[Part]:
-    """Return the parts that `size` samples were paid with, large ones first."""
+    """Return the parts that `size` samples were paid with, large ones first.
+
+    Those of one algorithm follow each other.
+    """
     found = []
     while size:
         part = parts[int(last[size])]
         found.append(part)
         size -= part.size
-    return iter(sorted(found, key=lambda part: (-part.size, part.algorithm)))
+    largest = {part.algorithm: part.size for part in sorted(found, key=lambda part: part.size)}
+    return iter(
+        sorted(found, key=lambda p: (-largest[p.algorithm], p.algorithm, -p.size)),
+    )

@@ -3,7 +3,9 @@
     forward, data   every part computes its own samples of the result
     filter          every part is added to the sum: the gradients of all samples
 
-Half-precision sums are kept in float32 until all parts are in.
+Parts of one algorithm follow each other, and what they have in common is computed once for them,
+and not kept: weights may change from call to call in ways that nobody is told of. Half-precision
+sums are kept in float32 until all parts are in.
 
 Source: u-cuDNN, section II: BackwardFilter is divided by accumulating.
 """
@@ -11,12 +13,14 @@ Source: u-cuDNN, section II: BackwardFilter is divided by accumulating.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from anybatch.conv.algorithms import ALGORITHMS
-from anybatch.conv.divide import Configuration
+from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.fourier import HALVES
 from anybatch.conv.problem import Problem
 
 
@@ -37,36 +41,50 @@ def run(
         bias: [F], added to a forward before it is rounded. Default None.
     """
     one, other = operands
-    size, parts = len(one), configuration.parts
+    size = len(one)
     result = torch.empty_strided(
         problem.result(size), tuple(strides), dtype=one.dtype, device=one.device
     )
     if problem.kernel == "filter":
-        return result.copy_(_sum(problem, configuration, one, other))
+        return _summed(problem, configuration, one, other, result)
     begin = 0
-    for part in parts:
-        end = begin + part.size
-        found = ALGORITHMS[part.algorithm](problem, one[begin:end], other)
-        if bias is not None:
-            found += bias.view(-1, *(1 for _ in problem.image))
-        result[begin:end].copy_(found)
-        del found  # before the next part has its own
-        begin = end
+    for name, parts in _runs(configuration):
+        way = ALGORITHMS[name]
+        shared = way.shared(problem, other)
+        for part in parts:
+            end = begin + part.size
+            found = way.part(problem, one[begin:end], shared)
+            if bias is not None:
+                found += bias.view(-1, *(1 for _ in problem.image))
+            result[begin:end].copy_(found)
+            del found  # before the next part has its own
+            begin = end
+        del shared
     return result
 
 
-def _sum(problem: Problem, configuration: Configuration, one: Tensor, other: Tensor) -> Tensor:
-    """Return the sum of the gradients of all parts."""
-    total, begin = None, 0
-    for part in configuration.parts:
-        end = begin + part.size
-        found = ALGORITHMS[part.algorithm](problem, one[begin:end], other[begin:end])
-        if total is None:
-            half = len(configuration.parts) > 1 and found.dtype in (torch.float16, torch.bfloat16)
-            total = found.float() if half else found
-        else:
-            total.add_(found)
+def _summed(
+    problem: Problem, configuration: Configuration, dy: Tensor, x: Tensor, result: Tensor
+) -> Tensor:
+    """Return the sum of the gradients of all parts, in `result`."""
+    runs, begin, whole = _runs(configuration), 0, result
+    if len(runs) > 1 and result.dtype in HALVES:
+        whole = torch.empty_like(result, dtype=torch.float32)
+    for number, (name, parts) in enumerate(runs):
+        way, total = ALGORITHMS[name], None
+        for part in parts:
+            end = begin + part.size
+            total = way.add(problem, total, dy[begin:end], x[begin:end])
+            begin = end
+        assert total is not None
+        found = way.finish(problem, total)
+        del total
+        whole = whole.add_(found) if number else whole.copy_(found)
         del found
-        begin = end
-    assert total is not None
-    return total
+    return whole if whole is result else result.copy_(whole)
+
+
+def _runs(configuration: Configuration) -> list[tuple[str, list[Part]]]:
+    """Return ``(algorithm, parts)`` for parts of one algorithm that follow each other."""
+    groups = groupby(configuration.parts, key=lambda part: part.algorithm)
+    return [(name, list(parts)) for name, parts in groups]

@@ -1,21 +1,22 @@
 """Convolutions by the fast Fourier transform, for windows that are large or long.
 
-A product of spectra is a convolution around a circle. In each direction the circle has no more
-places than an image and the zeros at one of its ends, because those at the other end are the same
-places:
+All three kernels are convolutions of two operands, one of which may have to be turned around, cut
+into circles (`anybatch.conv.circles`) and multiplied there (`anybatch.conv.spectra`):
 
-    circle    0 0 | x x x x x x | (0 0)          H + p places, and on to the next good length
-              the left padding is met again behind the right end
+    forward   y  = x  * turned w        of x the tiles overlap
+    data      dx = dy * w               of dy they do
+    filter    dw = x  * turned dy       of x they do, and the products of all tiles are summed
 
-so all three kernels are right without room for a whole window more. Strides are taken from the
-result, or put between the outputs as zeros; dilation puts zeros into the window.
+Strides are taken from the result, or put between the outputs as zeros; dilation puts zeros into the
+window. Nothing is conjugated: under a dispatch mode nobody below autograd resolves a conjugate that
+`Tensor.conj` has only marked, and turning a window around is less than a pass over its spectrum.
+
+What parts of a mini-batch have in common is transformed once for all of them: the filters before
+the first, or the sum of their gradients behind the last.
 
 torch's own kernels on the CPU take time in proportion to the window; this takes none for it. It
 needs the spectra of all operands, which is much for many samples at a time and little for a few
 (`anybatch.conv.divide`).
-
-Conjugates are computed at once: under a dispatch mode nobody below autograd resolves one that
-`Tensor.conj` has only marked.
 
 Source: Mathieu, Henaff and LeCun, Fast training of convolutional networks through FFTs (2014), to
 which u-cuDNN's FFT algorithms go back.
@@ -23,95 +24,107 @@ which u-cuDNN's FFT algorithms go back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anybatch.conv import spectra
+from anybatch.conv.circles import Circle, cuts
 from anybatch.conv.problem import Problem, Sizes
 
+Circles = tuple[Circle, ...]
 
-def fft(problem: Problem, one: Tensor, other: Tensor) -> Tensor:
-    """Compute a kernel.
+HALVES = (torch.float16, torch.bfloat16)
+"""Types of which sums are kept in float32."""
+
+
+class Fourier:
+    """Kernels as products of spectra; sums are of float32 where operands are of half precision.
 
     Args:
-        problem: which.
-        one: its first operand.
-        other: its second operand.
-
-    Returns:
-        What the kernel computes; sums are of float32 where the operands are of half precision.
+        circles: of a problem.
     """
-    if one.dtype in (torch.float16, torch.bfloat16):
-        return fft(problem, one.float(), other.float())
-    around = circle(problem)
-    if problem.kernel == "forward":
-        product = _forward(problem, _image(problem, one, around), _window(problem, other, around))
-        return _back(product, around, [slice(0, (o - 1) * s + 1, s) for o, s in _strided(problem)])
-    if problem.kernel == "data":
-        product = _data(problem, _output(problem, one, around), _window(problem, other, around))
-        ends = zip(problem.padding, problem.image, strict=True)
-        return _back(product, around, [slice(p, p + h) for p, h in ends])
-    product = _filter(problem, _output(problem, one, around), _image(problem, other, around))
-    holes = zip(problem.spans, problem.dilation, strict=True)
-    return _back(product, around, [slice(0, k, d) for k, d in holes])
+
+    once = True
+
+    def __init__(self, circles: Callable[[Problem], Circles]) -> None:
+        self._circles = circles
+
+    def shared(self, problem: Problem, w: Tensor) -> Tensor:
+        """Return the spectra of the filters: [groups x frequencies, ...]."""
+        wide = _apart(_exact(w), problem.dilation)
+        turned = wide.flip(_dims(problem)) if problem.kernel == "forward" else wide
+        return spectra.filters(problem, _spectrum(turned, self._circles(problem)))
+
+    def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
+        """Return what a forward or the gradient of the input is for some samples."""
+        circles = self._circles(problem)
+        forward = problem.kernel == "forward"
+        image = _exact(one) if forward else _apart(_exact(one), problem.stride)
+        product = spectra.times(problem, _tiles(image, circles), shared)
+        sizes = problem.outputs if forward else problem.image
+        return _result(product, circles, sizes, problem.stride if forward else None)
+
+    def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+        """Add the spectra of the filters' gradients for some samples."""
+        circles = self._circles(problem)
+        outputs = _turned(_apart(_exact(dy), problem.stride), circles)
+        return spectra.summed(
+            problem, total, _spectrum(outputs, circles), _tiles(_exact(x), circles)
+        )
+
+    def finish(self, problem: Problem, total: Tensor) -> Tensor:
+        """Return the gradients of which these are the spectra."""
+        circles = self._circles(problem)
+        product = spectra.gradients(problem, total, _frequencies(circles))
+        alone = tuple(Circle(c.length, 1, c.length, 0, c.first, c.span) for c in circles)
+        return _result(product, alone, problem.window, problem.dilation)
 
 
-def circle(problem: Problem) -> Sizes:
-    """Return how many places there are in each direction: all operands have to fit, too."""
-    rows = zip(problem.image, problem.padding, problem.spans, _strided(problem), strict=True)
-    return tuple(good_length(max(h + p, k, (o - 1) * s + 1)) for h, p, k, (o, s) in rows)
+def _exact(tensor: Tensor) -> Tensor:
+    """Return a tensor of float32 in the place of one of half precision."""
+    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
-def good_length(least: int) -> int:
-    """Return the least even number, `least` or more, that has no prime factor above 7.
-
-    Example:
-        >>> good_length(71)
-        72
-    """
-    length = least + least % 2
-    while not _smooth(length):
-        length += 2
-    return max(length, 2)
+def _dims(problem: Problem) -> list[int]:
+    return list(range(-len(problem.image), 0))
 
 
-def _smooth(number: int) -> bool:
-    for prime in (2, 3, 5, 7):
-        while number > 1 and number % prime == 0:
-            number //= prime
-    return number == 1
+def _frequencies(circles: Circles) -> Sizes:
+    *others, last = (circle.length for circle in circles)
+    return (*others, last // 2 + 1)
 
 
-def _strided(problem: Problem) -> list[tuple[int, int]]:
-    return list(zip(problem.outputs, problem.stride, strict=True))
-
-
-def _dims(around: Sizes) -> list[int]:
-    return list(range(-len(around), 0))
-
-
-def _spectrum(tensor: Tensor, around: Sizes, begins: Sequence[int]) -> Tensor:
-    """Return the spectrum of a tensor that begins at some place of the circle."""
-    sizes = tensor.shape[-len(around) :]
-    ends = [(b, length - b - h) for b, h, length in zip(begins, sizes, around, strict=True)]
-    padded = F.pad(tensor, [end for pair in reversed(ends) for end in pair])
-    found: Tensor = torch.fft.rfftn(padded, dim=_dims(around))
+def _spectrum(tensor: Tensor, circles: Circles) -> Tensor:
+    """Return the spectra of tensors that begin where their circles do."""
+    dims = list(range(-len(circles), 0))
+    found: Tensor = torch.fft.rfftn(tensor, s=[c.length for c in circles], dim=dims)
     return found
 
 
-def _image(problem: Problem, x: Tensor, around: Sizes) -> Tensor:
-    return _spectrum(x, around, problem.padding)
+def _tiles(image: Tensor, circles: Circles) -> Tensor:
+    """Return the spectra of all tiles: [N, channels, *tiles, *frequencies]."""
+    ends = cuts(tuple(image.shape[2:]), circles)
+    padded = F.pad(image, [end for pair in reversed(ends) for end in pair])
+    for at, circle in enumerate(circles):
+        padded = padded.unfold(2 + at, circle.length, circle.step)
+    padded = padded.contiguous()  # a transform would copy it where no meter sees it
+    return _spectrum(padded, circles)
 
 
-def _window(problem: Problem, w: Tensor, around: Sizes) -> Tensor:
-    return _spectrum(_apart(w, problem.dilation), around, [0] * len(around))
-
-
-def _output(problem: Problem, dy: Tensor, around: Sizes) -> Tensor:
-    return _spectrum(_apart(dy, problem.stride), around, [0] * len(around))
+def _turned(outputs: Tensor, circles: Circles) -> Tensor:
+    """Return outputs cut into tiles that do not overlap, each turned around."""
+    ends = [
+        (0, circle.count * circle.span - h)
+        for h, circle in zip(outputs.shape[2:], circles, strict=True)
+    ]
+    padded = F.pad(outputs, [end for pair in reversed(ends) for end in pair])
+    for at, circle in enumerate(circles):
+        padded = padded.unfold(2 + at, circle.span, circle.span)
+    return padded.flip(list(range(-len(circles), 0)))
 
 
 def _apart(tensor: Tensor, steps: Sizes) -> Tensor:
@@ -126,51 +139,45 @@ def _apart(tensor: Tensor, steps: Sizes) -> Tensor:
     return wide
 
 
-def _back(product: Tensor, around: Sizes, places: list[slice]) -> Tensor:
-    """Return the places of the circle that are wanted, of a spectrum."""
-    found: Tensor = torch.fft.irfftn(product, s=around, dim=_dims(around))
+def _result(
+    product: Tensor, circles: Circles, sizes: Sequence[int], steps: Sequence[int] | None
+) -> Tensor:
+    """Return what is wanted of the places of all circles, tile after tile.
+
+    Args:
+        product: spectra, [rows, channels, *tiles, *frequencies].
+        circles: of all directions.
+        sizes: of the result.
+        steps: between entries that are wanted. Default None: 1.
+    """
+    dims = len(circles)
+    steps = steps or [1] * dims
+    for at, (circle, size, step) in enumerate(zip(circles, sizes, steps, strict=True)):
+        dim = at - dims
+        if at < dims - 1:
+            product = torch.fft.ifft(product, dim=dim)
+        else:
+            product = product.contiguous()
+            product = torch.fft.irfft(product, n=circle.length, dim=dim)
+        places = slice(circle.first, circle.first + circle.step)
+        if circle.count == 1:
+            places = slice(circle.first, circle.first + (size - 1) * step + 1, step)
+        inner: Any = (..., places, *[slice(None)] * (dims - at - 1))
+        product = product[inner]
+    return _joined(product, circles, sizes, steps)
+
+
+def _joined(tiles: Tensor, circles: Circles, sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """Return tiles [rows, channels, *tiles, *places] beside each other."""
+    dims = len(circles)
+    rows, channels = tiles.shape[:2]
+    order = [axis for at in range(dims) for axis in (2 + at, 2 + dims + at)]
+    beside = tiles.permute(0, 1, *order)
+    lengths = [tiles.shape[2 + at] * tiles.shape[2 + dims + at] for at in range(dims)]
+    whole = beside.reshape(rows, channels, *lengths)
+    places = [
+        slice(None) if circle.count == 1 else slice(0, (size - 1) * step + 1, step)
+        for circle, size, step in zip(circles, sizes, steps, strict=True)
+    ]
     inner: Any = (..., *places)
-    return found[inner]
-
-
-def _grouped(problem: Problem, spectrum: Tensor) -> Tensor:
-    """Return [N, groups, channels of one, frequencies]."""
-    return spectrum.reshape(len(spectrum), problem.groups, -1, spectrum[0, 0].numel())
-
-
-def _filters(problem: Problem, spectrum: Tensor) -> Tensor:
-    """Return [groups, filters of one, channels of one, frequencies]."""
-    per = problem.filters // problem.groups
-    return spectrum.reshape(problem.groups, per, spectrum.shape[1], -1)
-
-
-def _forward(problem: Problem, x: Tensor, w: Tensor) -> Tensor:
-    """Y[n, g, f] = sum over c of X[n, g, c] conj(W[g, f, c])."""
-    images, windows = _grouped(problem, x), _filters(problem, w).conj_physical()
-    if problem.channels == problem.groups:
-        found = images * windows.squeeze(2)
-    else:
-        found = torch.einsum("ngck,gfck->ngfk", images, windows)
-    return found.reshape(len(x), problem.filters, *x.shape[2:])
-
-
-def _data(problem: Problem, dy: Tensor, w: Tensor) -> Tensor:
-    """DX[n, g, c] = sum over f of DY[n, g, f] W[g, f, c]."""
-    outputs, windows = _grouped(problem, dy), _filters(problem, w)
-    if problem.channels == problem.groups == problem.filters:
-        found = outputs * windows.squeeze(2)
-    else:
-        found = torch.einsum("ngfk,gfck->ngck", outputs, windows)
-    return found.reshape(len(dy), problem.channels, *dy.shape[2:])
-
-
-def _filter(problem: Problem, dy: Tensor, x: Tensor) -> Tensor:
-    """DW[g, f, c] = sum over n of X[n, g, c] conj(DY[n, g, f])."""
-    outputs, images = _grouped(problem, dy).conj_physical(), _grouped(problem, x)
-    if problem.channels == problem.groups:
-        found = outputs[0] * images[0]
-        for number in range(1, len(outputs)):
-            found.addcmul_(outputs[number], images[number])
-    else:
-        found = torch.einsum("ngck,ngfk->gfck", images, outputs)
-    return found.reshape(*problem.weight[:2], *dy.shape[2:])
+    return whole[inner]

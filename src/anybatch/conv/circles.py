@@ -1,0 +1,169 @@
+"""Circles on which windows are multiplied with images: one for all, or many small ones.
+
+A product of spectra is a convolution around a circle. In each direction a circle may hold a whole
+image; it needs no more places than the image and the zeros at one of its ends, because those at the
+other end are the same places:
+
+    whole     x x x x x x | 0 0             H + p places, and on to the next good length
+
+Where the image is much larger than the window, it is cut into tiles instead. Neighbours overlap by
+the window, and what lies on the seam of a circle is thrown away (overlap-save):
+
+    tiles     [ x x x x x x ]               T places, of which T - window + 1 are results
+                      [ x x x x x x ]
+
+Spectra of the window are then as small as a tile. The lengths of tiles are those for which a rough
+model of transforms and products takes least.
+
+Source: Stockham, High-speed convolution and correlation (1966), for sectioning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+
+from anybatch.conv.problem import Problem, Sizes
+
+WORTH = 1.5
+"""Times what one circle takes, by the model, beyond which tiles are not considered."""
+
+SAMPLES = 8
+"""Among which the model shares the transform of the filters."""
+
+LEAST = 8
+"""Places of the smallest tile."""
+
+
+@dataclass(frozen=True)
+class Circle:
+    """How one direction is cut.
+
+    Attributes:
+        length: T, places of a circle.
+        count: of tiles; 1 for a whole image.
+        step: from one tile to the next.
+        begin: zeros before the image; entries that are left out, where it is negative.
+        first: place of the first result.
+        span: places that the second operand has on the circle, of an output that is cut, too.
+    """
+
+    length: int
+    count: int
+    step: int
+    begin: int
+    first: int
+    span: int
+
+
+def whole(problem: Problem) -> tuple[Circle, ...]:
+    """Return a circle for each direction that has room for all of it."""
+    return tuple(_whole(problem, at) for at in range(len(problem.image)))
+
+
+@cache
+def tiled(problem: Problem) -> tuple[Circle, ...] | None:
+    """Return the best circles of no more than half the places; None where there are none."""
+    one = whole(problem)
+    smaller = [cut for cut in product(*options(problem)) if 2 * _places(cut) <= _places(one)]
+    best = min(smaller, key=lambda cut: _takes(problem, cut), default=one)
+    worth = _takes(problem, best) <= WORTH * _takes(problem, one)
+    return best if best != one and worth else None
+
+
+def options(problem: Problem) -> list[list[Circle]]:
+    """Return all ways in which each direction may be cut, the whole of it first."""
+    return [[circle, *_tiles(problem, at)] for at, circle in enumerate(whole(problem))]
+
+
+@cache
+def good_length(least: int) -> int:
+    """Return the even length, `least` or more, of which a transform takes the shortest time.
+
+    Example:
+        >>> good_length(71), good_length(4351)
+        (72, 4480)
+    """
+    lengths = (n for n in range(least + least % 2, 2 * least + 2, 2) if n and _odds(n) is not None)
+    return min(lengths, key=lambda n: n * (1.0 + rate(n)))
+
+
+def rate(length: int) -> float:
+    """Return about how many nanoseconds a place takes in a transform along one direction.
+
+    Twos are cheap, and threes, fives and sevens cost alike (oneMKL, one thread, 8 to 10 000
+    places: within a third of what was measured).
+    """
+    odds = _odds(length)
+    assert odds is not None, length
+    twos = (length & -length).bit_length() - 1
+    return 0.5 + 0.07 * twos + 0.3 * odds
+
+
+def _odds(number: int) -> int | None:
+    """Return how many factors are 3, 5 or 7; None where there are others above 2."""
+    number >>= (number & -number).bit_length() - 1
+    found = 0
+    for prime in (3, 5, 7):
+        while number % prime == 0:
+            number //= prime
+            found += 1
+    return found if number == 1 else None
+
+
+def _whole(problem: Problem, at: int) -> Circle:
+    span, padding, outputs = _direction(problem, at)
+    length = good_length(max(problem.image[at] + padding, span, outputs))
+    if problem.kernel == "data":
+        return Circle(length, 1, length, 0, padding, span)
+    other = span if problem.kernel == "forward" else outputs
+    begin = max(0, padding - other + 1)
+    return Circle(length, 1, length, begin, begin - padding + other - 1, other)
+
+
+def _tiles(problem: Problem, at: int) -> list[Circle]:
+    """Return all ways in which a direction is cut into tiles."""
+    span, padding, outputs = _direction(problem, at)
+    results = problem.image[at] if problem.kernel == "data" else outputs
+    begin = span - 1 - padding if problem.kernel == "data" else padding
+    found, longest = [], _whole(problem, at).length
+    lengths = sorted(odd << k for odd in (1, 3, 5) for k in range(1, longest.bit_length()))
+    for length in lengths:
+        if max(LEAST, span + 1) <= length < longest:
+            step = length - span + 1
+            other = step if problem.kernel == "filter" else span
+            found.append(Circle(length, -(-results // step), step, begin, other - 1, other))
+    return found
+
+
+def _direction(problem: Problem, at: int) -> tuple[int, int, int]:
+    """Return the span of the window, the padding, and the outputs were there no stride."""
+    outputs = (problem.outputs[at] - 1) * problem.stride[at] + 1
+    return problem.spans[at], problem.padding[at], outputs
+
+
+def _places(circles: Sequence[Circle]) -> int:
+    return prod(circle.length for circle in circles)
+
+
+def _takes(problem: Problem, circles: Sequence[Circle]) -> float:
+    """Return about how many nanoseconds a sample takes."""
+    places, tiles = _places(circles), prod(circle.count for circle in circles)
+    each = places * (1.0 + sum(rate(circle.length) for circle in circles))
+    filters = problem.filters * problem.channels // problem.groups
+    images = (problem.channels + problem.filters) * tiles + filters / SAMPLES
+    products = filters * tiles * places / 2
+    dense = problem.channels > problem.groups
+    return images * each + products * (8 / 60 if dense else 1.0)
+
+
+def cuts(size: Sizes, circles: Sequence[Circle]) -> list[tuple[int, int]]:
+    """Return the zeros before and behind an image of some size that is to be cut."""
+    ends = []
+    for h, circle in zip(size, circles, strict=True):
+        room = (circle.count - 1) * circle.step + circle.length
+        ends.append((circle.begin, room - circle.begin - h))
+    return ends
