@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
-from anybatch._convolutions import GAIN, Policy
-from anybatch.conv.algorithms import NATIVE
+from anybatch._convolutions import Policy
+from anybatch.conv.chooser import worthwhile
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.divide import Configuration
 from anybatch.conv.share import share
 from benchmarks.ucudnn.listen import Heard
 
@@ -72,19 +72,12 @@ def look(costs: Costs, kernels: Sequence[Kernel], size: int, policy: str, limit:
         start = perf_counter()
         parts = costs.parts(kernel.heard.problem, size, policy, limit)
         measured = perf_counter()
-        kernel.fronts[policy] = options(parts, size, limit)
+        kernel.fronts[policy] = worthwhile(parts, size, limit)
         measuring, solving = measuring + measured - start, solving + perf_counter() - measured
         whole = [part for part in parts if part.size == size]
-        kernel.fronts.setdefault(UNDIVIDED, options(whole, size, limit))
+        kernel.fronts.setdefault(UNDIVIDED, worthwhile(whole, size, limit))
         count += len(parts)
     return Took(measuring, solving, count)
-
-
-def options(parts: Sequence[Part], size: int, limit: int) -> list[Configuration]:
-    """Return torch's own kernel, and what is clearly faster than it."""
-    own = next(part for part in parts if part.algorithm == NATIVE and part.size == size)
-    faster = [c for c in front(parts, size, limit) if c.seconds <= GAIN * own.seconds]
-    return [Configuration((own,)), *(c for c in faster if c.workspace > 0)]
 
 
 def each_within(kernels: Sequence[Kernel], policy: str, workspace: int) -> list[Configuration]:
@@ -126,8 +119,3 @@ def seconds_of(chosen: Sequence[Configuration]) -> float:
 def bytes_of(chosen: Sequence[Configuration]) -> int:
     """Return the workspace of all of them together."""
     return sum(c.workspace for c in chosen)
-
-
-def divided(configuration: Configuration) -> bool:
-    """Say whether it is other than torch's own kernel on all samples."""
-    return len(configuration.parts) > 1 or configuration.parts[0].algorithm != NATIVE
