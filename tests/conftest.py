@@ -70,6 +70,18 @@ def _seeded() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what a test measures out of the user's cache folder, and out of other tests."""
+    found: list[Path] = []
+
+    def folder(name: str) -> Path:
+        found[:] = found or [tmp_path_factory.mktemp("cache")]  # made where it is asked for
+        return found[0] / name
+
+    monkeypatch.setattr("platformdirs.user_cache_path", folder)
+
+
 @pytest.fixture
 def counted(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """Return how many of `full` cases to run, all under --soak, else a tenth; and note it."""

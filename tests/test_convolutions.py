@@ -25,8 +25,8 @@ CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 def divided(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let everything be measured as fastest by FFT, two samples at a time."""
 
-    def made(one: Problem, size: int, name: str) -> tuple[float, int]:
-        return (0.1 if name == "fft" and size <= 2 else 1.0) * size**0.9, 100 * size
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        return (0.1 if name == "fft" and size <= 2 else 1.0) * size**0.9, 100 * size, 0.0
 
     monkeypatch.setattr(costs, "measure", made)
 
@@ -228,9 +228,9 @@ def test_what_is_measured_is_kept_and_a_real_choice_is_right(tmp_path: Path) -> 
 
 
 def test_a_total_is_divided_among_the_kernels_of_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(one: Problem, size: int, name: str) -> tuple[float, int]:
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
         wide = one.window == (5, 5)
-        return ((0.1 if wide else 0.5) if name == "fft" else 1.0) * size, 1000 * size
+        return ((0.1 if wide else 0.5) if name == "fft" else 1.0) * size, 1000 * size, 0.0
 
     monkeypatch.setattr(costs, "measure", made)
     torch.manual_seed(0)

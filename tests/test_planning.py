@@ -150,7 +150,7 @@ def test_a_plan_beside_what_it_decides_is_refused() -> None:
     model, pair = mlp(), rows()
     plan = anybatch.plan(model, F.cross_entropy, pair, memory="1MiB", timed=False)
     for more in ({"memory": "1MiB"}, {"micro_batch": 4}):
-        with pytest.raises(ValueError, match="a plan decides memory and micro_batch"):
+        with pytest.raises(ValueError, match="a plan decides memory, micro_batch and workspace"):
             Engine(model, F.cross_entropy, plan=plan, **more)
 
 

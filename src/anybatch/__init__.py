@@ -1,11 +1,12 @@
 """Any batch size, in the memory you have, with the gradient of the whole batch."""
 
 from anybatch._check import Report, check
-from anybatch._convolutions import Convolutions, convolutions
+from anybatch._convolutions import convolutions
 from anybatch._offload import Offload, OffloadReport, offload
 from anybatch._plan import Plan
 from anybatch._states import OffloadedStates, StatesReport, offload_states
 from anybatch.batch import LazyBatch
+from anybatch.conv.chooser import Convolutions
 from anybatch.engine import Engine
 from anybatch.errors import (
     AnybatchError,

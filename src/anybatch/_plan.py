@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anybatch._divisions import Divisions
 from anybatch.units import show_bytes
 
 
@@ -177,6 +178,7 @@ class Plan:
         memory: the budget and what was predicted; None where no budget was asked for.
         states: where the optimizer's state waits; None where it stays in memory.
         offload: which saved tensors leave; None where all of them stay.
+        convolutions: how they are computed; None where all are torch's own.
     """
 
     micro_batch: int
@@ -188,6 +190,7 @@ class Plan:
     memory: Memory | None = None
     states: States | None = None
     offload: Away | None = None
+    convolutions: Divisions | None = None
 
     def __str__(self) -> str:
         rows = {
@@ -198,6 +201,7 @@ class Plan:
             "exact": "yes" if self.exact else "no",
         }
         rows |= {} if self.states is None else {"states": str(self.states)}
+        rows |= {} if self.convolutions is None else {"convolutions": str(self.convolutions)}
         lines = [f"  {name:<12} {value}" for name, value in rows.items()]
         if self.memory is not None:
             lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
@@ -221,7 +225,7 @@ class Plan:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"a plan must be JSON, and it is not: {error}") from error
-        without = {"memory", "states", "offload"}  # plans of before there were any
+        without = {"memory", "states", "offload", "convolutions"}  # plans of before there were any
         if not isinstance(found, dict) or set(found) | without != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
@@ -229,6 +233,7 @@ class Plan:
             _check_count("micro_batch", found["micro_batch"])
             given = found.get("memory")
             away, left = found.get("states"), found.get("offload")
+            divided = found.get("convolutions")
             memory = None if given is None else _memory_of(given, away=left is not None)
             more = {
                 "reasons": tuple(found["reasons"]),
@@ -237,6 +242,7 @@ class Plan:
                 "offload": None
                 if left is None
                 else Away(**{**left, "rooms": _pair(left["rooms"])}),
+                "convolutions": None if divided is None else Divisions.from_json(divided),
             }
             return cls(**{**found, **more})
         except (TypeError, KeyError, ValueError) as error:

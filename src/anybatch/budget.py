@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.case import Case
 from anybatch.errors import BudgetError
-from anybatch.forecast import Forecast
+from anybatch.forecast import WORKSPACE, Forecast
 from anybatch.kinds import bytes_of
 from anybatch.ladder import SMALL
 from anybatch.memory import left
@@ -27,11 +27,12 @@ def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> Bud
     owners = sorted(foreseen.owners(n, size).items(), key=lambda pair: -pair[1])
     listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
     cut = "undivided" if n == size else "with micro-batches of one sample"
+    workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
     return BudgetError(
         f"a step must fit in memory, and {cut} it needs "
         f"{show_bytes(floor)} ({listed}), and {show_bytes(budget)} is there ({source}): give "
-        f'memory="{-(-floor // 1024)}KiB" or more, a smaller model, smaller samples, or an '
-        "optimizer that keeps less",
+        f'memory="{-(-floor // 1024)}KiB" or more, {workspace}a smaller model, smaller samples, or '
+        "an optimizer that keeps less",
         needed=floor,
         given=budget,
     )

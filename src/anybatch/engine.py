@@ -21,6 +21,7 @@ from anybatch._plan import Plan, decide
 from anybatch._states import OffloadedStates
 from anybatch.arranged import Arranged, Arranger
 from anybatch.batch import Batch
+from anybatch.engaged import engaged
 from anybatch.facts import of_foreseen, of_run
 from anybatch.given import Given
 from anybatch.gradients import Gradients
@@ -86,12 +87,18 @@ class Engine:
             batch with dropout, too; while a draw is made, there is one for all samples in memory,
             and the plan counts it. What cannot be drawn so is refused. Over ranks every step begins
             with the random state of rank 0, and leaves all of them with that of the whole batch.
-        plan: a plan made before, which is obeyed; `memory` and `micro_batch` are its.
+        plan: a plan made before, which is obeyed; `memory`, `micro_batch` and `workspace` are its.
+        workspace: bytes, or a text such as "64MiB", that one convolution may allocate beside its
+            operands and its result, so that it is computed by a faster algorithm; on the CPU, as
+            `anybatch.convolutions` does it. With `memory` it is counted, and kernels are measured
+            between steps, never inside. Default None: convolutions are as they are, torch's or
+            those of a context.
 
     Raises:
         LossError: `loss_fn` is None.
-        ValueError: `memory`, `micro_batch`, `batchnorm` or `rng` is not one of what is said above,
-            or `plan` comes with one of the first two.
+        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng` or `workspace` is not one of what is
+            said above, or `plan` comes with one that it decides.
+        NotYetError: `workspace` for a model that is not on the CPU.
 
     Example:
         >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), memory="6GiB")
@@ -114,17 +121,21 @@ class Engine:
         batchnorm: BatchNormMode | Adaptive = "exact",
         rng: RngMode = "lane",
         plan: Plan | None = None,
+        workspace: int | str | None = None,
     ) -> None:
         refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
         model, group = unwrapped(model)
         sharded = sharded_of(model)
         loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
-        self._planner = planner_of(memory, micro_batch, plan)
+        self._planner = planner_of(memory, micro_batch, plan, workspace)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
         self._given = Given(model, loss, optimizer, norms, rng=rng, sharded=sharded)
         adaptive = isinstance(norms, Adaptive)
+        self._convolutions = engaged(self._given.device, workspace, plan)
+        if self._planner is not None:
+            self._planner.convolutions = self._convolutions
         self._crew = Crew(model, group, adaptive=adaptive, dice=rng == "batch", sharded=sharded)
         self._runner = Runner(self._given)
         self._arranger = Arranger(self._given, self._runner, self._crew)
@@ -192,7 +203,7 @@ class Engine:
         refuse_nested(BACKWARD)
         self._refuse_place()
         run = partial(self._backward, inputs, targets, scaler, observe, Shown())
-        with NothingHeld():
+        with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
             loss = self._given.reach.again(partial(self._crew.together, run))
         self._given.norms.step(loss)
         return loss
@@ -240,7 +251,7 @@ class Engine:
             NotExactError: as in `backward`.
         """
         self._refuse_place()
-        with NothingHeld():
+        with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
             run = partial(self._evaluate, inputs, targets, observe, Shown())
             return self._given.reach.again(partial(self._crew.together, run))
 
@@ -313,10 +324,13 @@ class Engine:
         memory = None if allowed is None else allowed.memory
         left = None if allowed is None else allowed.away
         # A last partial batch that needs no splitting does not change the plan of the others.
-        if (facts, memory) != self._facts and (facts.divided or self._plan is None):
-            self._facts, decided = (facts, memory), decide(facts, memory, left)
+        now = facts, memory, self._convolutions.count
+        if now != self._facts and (facts.divided or self._plan is None):
+            self._facts, decided = now, decide(facts, memory, left)
             states = None if self._plan is None else self._plan.states
-            self._plan = replace(decided, states=states)
+            planner = self._planner
+            convolutions = self._convolutions.record(None if planner is None else planner.kernels)
+            self._plan = replace(decided, states=states, convolutions=convolutions)
         if loss.is_cuda:
             peak = torch.cuda.max_memory_allocated()
         self._last = StepReport(
@@ -362,7 +376,8 @@ class Engine:
                 self._planner.spill = self._spill
         refuse_place(outside=False)
         run = partial(self._foresee, inputs, targets, timed=timed)
-        return self._given.reach.again(partial(self._crew.foreseeing, run))
+        with self._convolutions.step(waits=True):
+            return self._given.reach.again(partial(self._crew.foreseeing, run))
 
     def timeline(self) -> StepTimeline | None:
         """Return the step that was planned last as it passes: live bytes by owner at every event.
@@ -380,7 +395,7 @@ class Engine:
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)
-        planner.spill = self._spill
+        planner.spill, planner.convolutions = self._spill, self._convolutions
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
@@ -389,7 +404,8 @@ class Engine:
                 kind = self._arranger.kind(batch, modules, gradients)
                 allowed = self._arranger.allow(planner, kind, batch, modules)
             step = self._runner.step(batch, modules, before, gradients, allowed.micro_batch)
-        return decide(of_foreseen(step, allowed, leaves), allowed.memory, allowed.away)
+        found = decide(of_foreseen(step, allowed, leaves), allowed.memory, allowed.away)
+        return replace(found, convolutions=self._convolutions.record(planner.kernels))
 
 
 BACKWARD = Engine.backward.__code__

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from anybatch import rehearse
 from anybatch.case import MICRO_BATCHES, Case, first_rows
+from anybatch.conv.heard import Hearing
 from anybatch.dice.weigh import largest_draw
 from anybatch.rehearse import Look
 from anybatch.timeline import Line, Timeline
@@ -25,8 +26,11 @@ DRAW = "a draw of the whole batch"
 SHARDS = "shards"
 """The owner of what stays of parameters that were gathered, and of this rank's gradients."""
 
-OF_UPDATE = ("optimizer", ASIDE, SHARDS)
-"""Owners of what a rehearsed update has itself."""
+WORKSPACE = "workspace"
+"""The owner of what convolutions allocate beside their operands and results."""
+
+OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
+"""Owners of what a rehearsed update has itself, or has not at all."""
 
 DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
@@ -56,6 +60,7 @@ class Forecast:
         everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
+        heard: sizes whose convolutions were listened to, and these.
     """
 
     how: str
@@ -76,6 +81,7 @@ class Forecast:
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )
+    heard: dict[int, Hearing] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def meets_ranks(self) -> bool:
@@ -154,6 +160,17 @@ class Forecast:
             return rehearse.whole(self.case, size, self.look)
         case = replace(first_rows(self.case, size), everyone=self.everyone)
         return rehearse.divided(case, n, self.look, apart=apart)
+
+    def convolutions(self, n: int) -> Hearing | None:
+        """Return the convolutions of a micro-batch of `n`; None where there are no fakes to tell.
+
+        Those of a step are that of all its micro-batches: `n`, and what the last one has.
+        """
+        if self.case is None:
+            return None
+        if n not in self.heard:
+            self.heard[n] = rehearse.kernels(self.case, n, self.look)
+        return self.heard[n]
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""

@@ -20,7 +20,7 @@ from anybatch.batch import count_micro_batches
 from anybatch.case import Case
 from anybatch.choice import fastest, search, step_seconds
 from anybatch.errors import BudgetError
-from anybatch.forecast import Forecast, merged
+from anybatch.forecast import WORKSPACE, Forecast, merged
 from anybatch.kinds import Allowed
 from anybatch.lean import Fitted, Lean, lean
 from anybatch.meter import STEP
@@ -54,6 +54,7 @@ class Leaving:
         source: where these come from, in words.
         spill: where saved tensors go.
         whole: the batch must not be divided.
+        ready: is called with a size before it is timed.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Leaving:
         source: str,
         spill: Spill,
         whole: bool,
+        ready: Callable[[int], None],
     ) -> None:
+        self._ready = ready
         self.foreseen, self._case, self._size = foreseen, case, size
         self._budget, self._source, self._spill = budget, source, spill
         self.whole = whole
@@ -136,6 +139,7 @@ class Leaving:
         if not self.fits(n):
             return None
         require_room(self._lean(n).most, self._where)
+        self._ready(n)
         keeping = Keeping(self._maker(), self._case().device)
         keeping.begin(self._lean(n).within(self._budget).rooms)
         try:
@@ -200,11 +204,12 @@ class Leaving:
         listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
         cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
         smaller = f"micro_batch={fits} or less, or " if fits else ""
+        workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
         raise BudgetError(
             f"a step must fit in memory, and {cut}, all that autograd saves away, it needs "
             f"{show_bytes(needed)} ({listed}), and {show_bytes(self._budget)} is there "
-            f'({self._source}): give {smaller}memory="{-(-needed // 1024)}KiB" or more, smaller '
-            "samples, or an optimizer that keeps less",
+            f'({self._source}): give {smaller}memory="{-(-needed // 1024)}KiB" or more, '
+            f"{workspace}smaller samples, or an optimizer that keeps less",
             needed=needed,
             given=self._budget,
         )

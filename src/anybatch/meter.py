@@ -7,14 +7,17 @@ the memory is free again. The same mode counts a step on fake tensors, which cos
     kernel t returns a storage  ──>  live from t on
     the storage is freed        ──>  until the next kernel
 
-What a kernel allocates and frees inside itself is not seen. Storages that were there before are
-counted where they are named (`Meter(known=...)`), and otherwise belong to the caller.
+What a kernel allocates and frees inside itself is not seen, unless it says so (`within_kernel`).
+Storages that were there before are counted where they are named (`Meter(known=...)`), and otherwise
+belong to the caller.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -111,6 +114,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._begin(storage, STEP, storage.nbytes(), storage.nbytes())
             self.peak = max(self.peak, self.live)
 
+    def more(self, device: torch.device, count: int) -> None:
+        """Count so many bytes more on a device, or fewer, that no tensor seen here has."""
+        if device.type == self._device:
+            self.live += count
+            self.peak = max(self.peak, self.live)
+
     def timeline(self) -> Timeline:
         """Return what was counted, by owner."""
         owners = tuple(dict.fromkeys(span.owner for span in self._spans))
@@ -134,9 +143,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, FOREIGN)
         self._inside = True
+        running = _running()
+        running.append(self)
         try:
             result = func(*args, **kwargs)
         finally:
+            running.pop()
             self._inside = False
         here = False
         for tensor in tensors_in(result):
@@ -195,6 +207,33 @@ def _terms(name: str, args: tuple[Any, ...]) -> int:
     if name not in FULL:
         return 0
     return int(max(args[0].numel(), args[1].numel()) * args[0].element_size())
+
+
+_RUNNING = threading.local()
+"""Meters whose kernel runs now, thread by thread."""
+
+
+def _running() -> list[Meter]:
+    found: list[Meter] = _RUNNING.__dict__.setdefault("meters", [])
+    return found
+
+
+@contextmanager
+def within_kernel(device: torch.device, count: int) -> Iterator[None]:
+    """Have the meters that count a kernel of this thread count more while its body runs.
+
+    Args:
+        device: where the kernel computes.
+        count: bytes that it allocates.
+    """
+    meters = list(_running())
+    for meter in meters:
+        meter.more(device, count)
+    try:
+        yield
+    finally:
+        for meter in meters:
+            meter.more(device, -count)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -19,20 +19,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from anybatch._plan import Plan
+from anybatch._plan import Away, Plan
 from anybatch.asked import Asked
 from anybatch.budget import default_budget
 from anybatch.case import Case
 from anybatch.choice import even
 from anybatch.contest import InLanes, faster
+from anybatch.conv.engaged import Engaged
+from anybatch.conv.heard import sizes_of
+from anybatch.conv.network import Key
 from anybatch.depict import depict
 from anybatch.errors import BudgetError, NotExactError, NotYetError
-from anybatch.forecast import ASIDE, Forecast
+from anybatch.forecast import ASIDE, WORKSPACE, Forecast, total
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.leaving import Leaving
@@ -54,6 +57,8 @@ class Planner:
 
     Attributes:
         spill: where saved tensors may go.
+        convolutions: what computes them.
+        kernels: those of all kinds of batches that were planned, as far as they were heard.
         decided: forecasts made, and decisions of a plan that was given: each is worth a
             measurement.
     """
@@ -67,6 +72,8 @@ class Planner:
         settled: Allowed | None = None,
     ) -> None:
         self.spill = Spill()
+        self.convolutions: Engaged | None = None
+        self.kernels: set[Key] = set()
         self.budget, self.source = budget, "as given"
         self.decided = 0
         self.timed = timed
@@ -114,7 +121,8 @@ class Planner:
         found = self._allowed.get(kind)
         if found is None:
             case = cache(make_case)
-            found = self._decide(Asked(kind, case, optimizer, refuse_division, in_lanes))
+            asked = Asked(kind, case, optimizer, refuse_division, self._ready_lanes(kind, in_lanes))
+            found = self._settle(self._decide(asked), kind)
             self._allowed[self._foreseen.plain(kind)] = found
         return found
 
@@ -127,7 +135,8 @@ class Planner:
         allowed, foreseen = self._allowed.get(kind), self._foreseen.bound(kind)
         if allowed is None or foreseen is None or (allowed.away and not allowed.passes):
             return None
-        return depict(_beside(foreseen, kind), allowed, kind.size)
+        held = dict(allowed.memory.owners).get(WORKSPACE, 0)
+        return depict(_beside(foreseen, kind, held), allowed, kind.size)
 
     def learn(self, kind: Kind, peak: int, states: int) -> None:
         """Take in what a step of this kind has really held; more than predicted is added on.
@@ -216,12 +225,13 @@ class Planner:
         def choice(foreseen: Forecast, *, fresh: bool) -> Staying:
             assert self.budget is not None
             found = Staying(
-                _beside(foreseen, kind),
+                self._beside(foreseen, kind),
                 asked.case,
                 kind,
                 budget=self.budget,
                 source=self.source,
                 confirmed=fresh,
+                ready=partial(self._ready, foreseen),
             )
             found.require(self._fixed, asked.refuse_division)
             return found
@@ -250,6 +260,7 @@ class Planner:
             source=self.source,
             spill=self.spill,
             whole=asked.whole,
+            ready=partial(self._ready, foreseen),
         )
 
     def _narrow(self, foreseen: Forecast, asked: Asked) -> Narrow:
@@ -270,7 +281,7 @@ class Planner:
         foreseen, fresh = self._foreseen.bound(kind), self._best is None
         if foreseen is None:
             foreseen = self._foresee(asked, rounded=True)
-        leaving = self._leaving(_beside(foreseen, kind), asked)
+        leaving = self._leaving(self._beside(foreseen, kind), asked)
         n = self._size_away(leaving, kind)
         divided = max(n, 1) < kind.size or kind.everyone
         if kind.lanes and divided and not asked.undivided:
@@ -333,7 +344,7 @@ class Planner:
         if bound is None:
             return None
         n = kind.size if asked.whole else self._pick(kind, kind.size)
-        if _beside(bound, kind).largest(self.budget, kind.size) >= n:
+        if self._beside(bound, kind).largest(self.budget, kind.size) >= n:
             return None
         try:
             return self._away(asked)
@@ -365,6 +376,60 @@ class Planner:
             asked.kind, asked.case(), asked.optimizer, self.budget, rounded=rounded
         )
 
+    def _beside(self, foreseen: Forecast, kind: Kind) -> Forecast:
+        """Return the forecast beside all that is not in it, the workspace of convolutions too."""
+        chooser = None if self.convolutions is None else self.convolutions.chooser
+        most = 0 if chooser is None else chooser.most
+        if most and (heard := foreseen.convolutions(1)) is not None and not heard.keys:
+            most = 0
+        return _beside(foreseen, kind, most)
+
+    def _ready(self, foreseen: Forecast, n: int) -> None:
+        """Choose how the convolutions of a micro-batch are computed, before it is timed."""
+        chooser = None if self.convolutions is None else self.convolutions.chooser
+        heard = None if chooser is None else foreseen.convolutions(n)
+        if chooser is not None and heard is not None:
+            chooser.choose(heard.keys)
+
+    def _ready_lanes(self, kind: Kind, in_lanes: InLanes) -> InLanes:
+        """Return what times lanes once their convolutions have been chosen."""
+
+        def timed(n: int, room: int | None, away: Away | None) -> float | None:
+            foreseen = self._foreseen.bound(kind)
+            if foreseen is not None:
+                self._ready(foreseen, n)
+            return in_lanes(n, room, away)
+
+        return timed
+
+    def _settle(self, found: Allowed, kind: Kind) -> Allowed:
+        """Choose how all convolutions of a step are computed, and count what they really take.
+
+        Where micro-batches wait or saved tensors leave, the whole workspace stays counted.
+        """
+        foreseen = self._foreseen.bound(kind)
+        chooser = None if self.convolutions is None else self.convolutions.chooser
+        if chooser is None:
+            return found
+        chooser.forget()  # what only planning has run
+        if foreseen is None or not self._foreseen.knows(kind):
+            return found
+        every = [foreseen.convolutions(n) for n in sizes_of(kind.size, found.micro_batch)]
+        keys = [key for heard in every if heard is not None for key in heard.keys]
+        chooser.choose(keys)
+        self.kernels.update(keys)
+        owners = dict(found.memory.owners)
+        if not keys or WORKSPACE not in owners or found.lanes or found.away is not None:
+            return found
+        used = chooser.used(keys)
+        predicted = found.memory.predicted - owners[WORKSPACE] + used
+        owners[WORKSPACE] = used
+        after = _beside(foreseen, kind, used).owners(found.micro_batch, kind.size)
+        if total(after) > predicted:  # now it is the update that holds most
+            owners, predicted = after, total(after)
+        rows = tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
+        return replace(found, memory=replace(found.memory, predicted=predicted, owners=rows))
+
     def _pick(self, kind: Kind, cap: int) -> int:
         """Return a size up to `cap` that does as much work at once as the first one chosen did."""
         if self._fixed is not None:
@@ -377,7 +442,9 @@ class Planner:
         return max(1, min(cap, round(n * elements / max(kind.elements, 1))))
 
 
-def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Planner | None:
+def planner_of(
+    memory: Any, micro_batch: int | None, plan: Plan | None, workspace: Any = None
+) -> Planner | None:
     """Return the planner of what a person has asked for; None where nothing is to be planned.
 
     Raises:
@@ -390,10 +457,10 @@ def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Plann
                 f"plan must be an anybatch.Plan, and it is {type(plan).__name__}: "
                 "Plan.from_json(text) makes one of a file's text"
             )
-        if memory is not None or micro_batch is not None:
+        if memory is not None or micro_batch is not None or workspace is not None:
             raise ValueError(
-                "a plan decides memory and micro_batch, and one of them was given beside it: leave "
-                "them out, or leave plan out"
+                "a plan decides memory, micro_batch and workspace, and one of them was given "
+                "beside it: leave them out, or leave plan out"
             )
         if plan.memory is None:
             return None
@@ -409,9 +476,10 @@ def planner_of(memory: Any, micro_batch: int | None, plan: Plan | None) -> Plann
     return Planner(None if memory is None else parse_bytes(memory), fixed=micro_batch)
 
 
-def _beside(foreseen: Forecast, kind: Kind) -> Forecast:
-    """Return the forecast beside the samples of other ranks and the gradients that are there."""
+def _beside(foreseen: Forecast, kind: Kind, workspace: int) -> Forecast:
+    """Return the forecast beside other ranks' samples, gradients that are there, and workspace."""
     foreseen = replace(foreseen, everyone=kind.everyone)
+    foreseen = foreseen.with_more(WORKSPACE, workspace) if workspace else foreseen
     return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen
 
 

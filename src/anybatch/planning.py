@@ -37,6 +37,7 @@ def plan(
     states: Literal["host", "file"] | None = None,
     offload: str = "auto",
     spill: str | PathLike[str] | None = None,
+    workspace: int | str | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -68,6 +69,8 @@ def plan(
             None: they stay on the device.
         spill: folder of these files, which have no name and are gone with the process. Default
             None: the system's folder for temporary files.
+        workspace: as in `Engine`: what one convolution may allocate so that it is faster. It
+            counts; the plan says how each is divided, and one that is obeyed measures nothing.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
@@ -101,6 +104,7 @@ def plan(
             micro_batch=micro_batch,
             batchnorm=batchnorm,
             rng=rng,
+            workspace=workspace,
         )
         return engine.foresee(inputs, targets, timed=timed, offload=offload, spill=spill)
 

@@ -26,7 +26,8 @@ from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.batchnorm import counters
 from anybatch.buffers import ForwardBuffers
-from anybatch.case import MICRO_BATCHES, Case, Claiming
+from anybatch.case import MICRO_BATCHES, Case, Claiming, first_rows
+from anybatch.conv.heard import Hearing
 from anybatch.device import Link
 from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
@@ -121,6 +122,25 @@ def divided(case: Case, n: int, seen: Look, *, apart: bool, sends: Sends | None 
                 stream(step)
         _claim_gradients(meter, gradients)
     return meter.timeline()
+
+
+def kernels(case: Case, n: int, seen: Look) -> Hearing:
+    """Return what was heard of the convolutions of a micro-batch; the case is made of fakes.
+
+    Args:
+        case: what is rehearsed.
+        n: samples in the micro-batch.
+        seen: what the first look found out.
+    """
+    hearing = Hearing(case.model)
+
+    @contextmanager
+    def mode() -> Iterator[None]:
+        with case.mode(), hearing:
+            yield
+
+    whole(replace(first_rows(case, n), mode=mode), n, seen)
+    return hearing
 
 
 def watch_loss(case: Case, seen: Look) -> Look:

@@ -39,6 +39,7 @@ class Staying:
         budget: bytes.
         source: where these come from, in words.
         confirmed: rehearse the sizes that matter, where that costs no memory.
+        ready: is called with a size before it is timed.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Staying:
         budget: int,
         source: str,
         confirmed: bool,
+        ready: Callable[[int], None],
     ) -> None:
+        self._ready = ready
         self.foreseen, self._case, self._kind = foreseen, case, kind
         self._budget, self._source, self._confirmed = budget, source, confirmed
         self.times: dict[int, float] = {}
@@ -101,6 +104,7 @@ class Staying:
         """Time a micro-batch as it would be run; None where it does not fit."""
         if not self.fits(n):
             return None
+        self._ready(n)
         kind, foreseen = self._kind, self.foreseen
         apart = not kind.lanes and n < kind.size
         apart = apart and foreseen.apart(n, kind.size, confirmed=False) <= self._budget

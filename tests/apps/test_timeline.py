@@ -116,7 +116,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_planned(
         (("--timeline", "a/b.png"), "the picture must go to a folder that is there; 'a' is none"),
         (("--timeline", "step.jpg"), "the picture must be a file whose name ends in .png; got"),
         (("--timeline", "folder.png"), "the picture must be a file that can be written; 'folder"),
-        (("step.png",), "a file is for the picture of --timeline; 'step.png' was given alone"),
+        (("step.png",), "a file is for the picture of --timeline or --convolutions; 'step.png'"),
         (("--timeline", "--json"), "json prints the plan and nothing else; --timeline was given"),
     ):
         assert refused(command, *words).startswith(f"error: {message}")

@@ -21,6 +21,7 @@ FRONT = "anybatch"
 # Lowest first; a name stands for the module and, if it is a package, for all that is in it.
 TIERS = {
     "base": "errors units",
+    "parts of plans": "_divisions",
     "pure": "_plan timeline choice",
     "above": "above",
     "outofcore": "outofcore step_timeline conv",  # but for those named below
@@ -33,7 +34,8 @@ TIERS = {
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
     "outofcore.hooked spill states _states conv.spectra conv.staged conv.fourier conv.algorithms "
-    "conv.execute conv.network conv.costs conv.intercept _convolutions",
+    "conv.execute conv.costs conv.calls conv.heard conv.intercept conv.chooser conv.engaged "
+    "conv.telling conv.warm _convolutions engaged",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
@@ -54,7 +56,7 @@ TIERS = {
 }
 LAYERED_INSIDE = {"outofcore", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "pure", "above", "outofcore"}
+WITHOUT_TORCH = {"base", "parts of plans", "pure", "above", "outofcore"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 

@@ -16,6 +16,7 @@ from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem
 
 from anybatch.conv import costs
 from anybatch.conv.algorithms import candidates, native
+from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs, held, measure
 from anybatch.conv.divide import Configuration, Part, front
 from anybatch.conv.execute import run
@@ -92,9 +93,11 @@ def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
     found = Costs().parts(one, 8, "powerOfTwo", 350)
     assert [p for p in found if p.size == 8] == [Part(8, "native", 8.0, 0)]
     assert asked == [
-        *((n, "native") for n in (8, 1, 2, 4)),  # 400 bytes are too many
+        (8, "native"),  # what the others must beat
         (1, "im2col"),  # nine times as slow
-        *((n, "fft") for n in (1, 2, 4)),
+        (1, "fft"),
+        *((n, "native") for n in (1, 2, 4)),  # 400 bytes are too many
+        *((n, "fft") for n in (2, 4)),
     ]
     asked.clear()
     assert len(Costs(seconds=0).parts(one, 8, "powerOfTwo", 350)) == 1
@@ -164,3 +167,35 @@ def test_seconds_are_of_real_runs() -> None:
     assert setup > 0
     assert measure(one, 2, "native")[2] == 0
     assert workspace >= 8 * prod(one.weight)
+
+
+def test_a_duel_is_fought_once_and_decides_a_small_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fought: list[str] = []
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        return (0.8 if name == "fft" else 1.0) * size, 100, 0.0
+
+    def fight(one: Problem, configuration: Configuration) -> float:
+        fought.append(str(configuration))
+        return 1.1 if one.kernel == "data" else 0.8
+
+    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(costs, "held", lambda one, size, name: 0)
+    monkeypatch.setattr(costs, "duel", fight)
+    path = tmp_path / "costs.sqlite"
+    for _ in range(2):
+        found = Convolutions(1 << 20, "powerOfTwo")
+        chooser = Chooser(found, Costs(path), 60.0)
+        keys = [(problem(kernel, 1, "padded"), 4) for kernel in KERNELS]
+        chooser.choose(keys)
+        chosen = [str(found.chosen[key].configurations[0])[:4] for key in keys]
+        assert chosen == ["fft@", "nati", "fft@"]
+    assert len(fought) == 3
+
+
+def test_a_duel_is_of_real_runs() -> None:
+    one = problem("filter", 2, "padded")
+    ratio = costs.duel(one, Configuration((Part(2, "native", 1.0, 0),) * 4))
+    assert 0 < ratio < 1000

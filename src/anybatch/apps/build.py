@@ -64,6 +64,11 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     if settings.states not in (None, *takes(device)):
         allowed = " or ".join(takes(device))
         raise SettingsError(f"states must be {allowed} on {device.type}; got {settings.states}.")
+    if settings.workspace is not None and device.type != "cpu":
+        raise SettingsError(
+            f"workspace is for convolutions on the CPU today; the device is {device.type}. Leave "
+            "it out."
+        )
     data = open_data(settings, chosen_image_size(settings))
     recipe = choose(settings, data.task)
     loss = make_loss(recipe.loss, data.task)

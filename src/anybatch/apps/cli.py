@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from anybatch.apps.bench import bench
 from anybatch.apps.compare import compare as compare_trainings
 from anybatch.apps.explain import check, plan
 from anybatch.apps.faults import SettingsError
@@ -58,6 +59,7 @@ from anybatch.apps.options import (
     TaskOption,
     ThreadsOption,
     WorkersOption,
+    WorkspaceOption,
 )
 from anybatch.apps.outcome import ending, summary_table
 from anybatch.apps.process import allocate
@@ -107,6 +109,7 @@ def train(
     offload: OffloadOption = "auto",
     states: StatesOption = None,
     spill: SpillOption = None,
+    workspace: WorkspaceOption = None,
     epochs: EpochsOption = None,
     out: OutOption = None,
     resume: ResumeOption = None,
@@ -169,6 +172,7 @@ def train(
             offload=offload,
             states=states,
             spill=spill,
+            workspace=workspace,
             epochs=epochs,
             lr=lr,
             optimizer=optimizer,
@@ -210,6 +214,7 @@ def train(
 
 
 app.command()(plan)
+app.command()(bench)
 app.command()(check)
 
 

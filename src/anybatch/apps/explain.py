@@ -16,10 +16,13 @@ from rich.console import Console
 from anybatch import Engine, Plan, StepTimeline
 from anybatch import check as check_gradients
 from anybatch.apps.build import Parts, build, seeded
+from anybatch.apps.explained import Explained
 from anybatch.apps.norms import Norms
 from anybatch.apps.options import (
     BatchNormOption,
     BatchSizeOption,
+    CacheOption,
+    ConvolutionsOption,
     CropOption,
     DataOption,
     DeviceOption,
@@ -45,6 +48,8 @@ from anybatch.apps.options import (
     TaskOption,
     ThreadsOption,
     TimelineOption,
+    TotalOption,
+    WorkspaceOption,
 )
 from anybatch.apps.outcome import ending
 from anybatch.apps.planned import let_states_leave, refuse_to_plan
@@ -75,8 +80,12 @@ def plan(
     offload: OffloadOption = "auto",
     states: StatesOption = None,
     spill: SpillOption = None,
+    workspace: WorkspaceOption = None,
     measure: MeasureOption = False,
     timeline: TimelineOption = False,
+    convolutions: ConvolutionsOption = False,
+    workspace_total: TotalOption = None,
+    cache: CacheOption = None,
     json: JsonOption = False,
     recipe: RecipeOption = None,
     optimizer: OptimizerOption = None,
@@ -101,7 +110,10 @@ def plan(
     team = Team.here()
     with ending(team):
         team.refuse("plan")
-        refuse_picture(picture, timeline=timeline, json=json)
+        refuse_picture(picture, timeline=timeline, json=json, convolutions=convolutions)
+        explained = Explained.of(
+            *(workspace, workspace_total, cache, memory), convolutions=convolutions, json=json
+        )
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
             data=data,
@@ -113,6 +125,7 @@ def plan(
             offload=offload,
             states=states,
             spill=spill,
+            workspace=explained.workspace,
             recipe=recipe,
             optimizer=optimizer,
             momentum=momentum,
@@ -140,16 +153,19 @@ def plan(
                 micro_batch=micro_batch,
                 batchnorm=Norms(settings, batch_size).given,
             )
-            found = engine.foresee(
-                batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
-            )
+            with explained.context():
+                found = engine.foresee(
+                    batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
+                )
             found = replace(found, states=where)
+            rows = explained.rows(found, parts, batch)
         lines = [
             allocated,
             str(found),
             _not_done(found, measured=measure, fixed=micro_batch is not None),
         ]
         typer.echo(found.to_json() if json else "\n".join(lines))
+        explained.show(rows, picture)
         if timeline:
             _draw(engine.timeline(), picture, chart=not json)
 

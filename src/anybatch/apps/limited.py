@@ -135,6 +135,7 @@ def _plan(settings: Settings, parts: Parts, batch: Batch) -> Plan | AnybatchErro
             (batch.inputs, batch.targets),
             memory=settings.memory,
             micro_batch=settings.micro_batch,
+            workspace=settings.workspace,
             optimizer=make_optimizer(parts.recipe, parts.model.parameters()),
             batchnorm=settings.batchnorm,
         )

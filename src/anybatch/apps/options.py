@@ -18,6 +18,7 @@ from anybatch.apps.settings import (
     LossName,
     OffloadName,
     OptimizerName,
+    PolicyName,
     RecipeName,
     ScheduleName,
     StatesName,
@@ -61,6 +62,44 @@ StatesOption = Annotated[
         help="Where the optimizer's state waits between its steps: host memory (from a GPU) or a "
         "file (from the CPU). Default: it stays on the device."
     ),
+]
+WorkspaceOption = Annotated[
+    str | None,
+    typer.Option(
+        help="What one convolution may allocate so that it is faster, such as 64MiB; on the CPU. "
+        "Default: convolutions are torch's own."
+    ),
+]
+TotalOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workspace-total",
+        help="With --convolutions: what all kernels have together, divided so that they are "
+        "fastest; only explained.",
+    ),
+]
+ConvolutionsOption = Annotated[
+    bool,
+    typer.Option(
+        "--convolutions",
+        help="Explain how each convolution is computed; FILE.png for what a workspace buys.",
+    ),
+]
+BenchOption = Annotated[
+    bool, typer.Option("--convolutions", help="Measure the convolutions of a model.")
+]
+PolicyOption = Annotated[
+    PolicyName,
+    typer.Option(help="Micro-batches of a convolution: powers of two, all, or undivided."),
+]
+CacheOption = Annotated[
+    Path | None,
+    typer.Option("--cache", help="File for what was measured. Default: one in your cache folder."),
+]
+SecondsOption = Annotated[float, typer.Option(help="For measuring, of all kernels together.")]
+ProcessesOption = Annotated[
+    int,
+    typer.Option(help="That measure at a time; several are faster and less exact on one CPU."),
 ]
 SpillOption = Annotated[
     str | None,
@@ -142,7 +181,7 @@ TimelineOption = Annotated[
 ]
 PictureArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="[FILE.png]", show_default=False, help="Of --timeline, as a picture."),
+    typer.Argument(metavar="[FILE.png]", show_default=False, help="A picture of that."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and only that.")]
 MinutesOption = Annotated[

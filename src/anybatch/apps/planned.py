@@ -73,6 +73,7 @@ class Planned:
             memory=self._settings.memory,
             micro_batch=micro_batch,
             batchnorm=self._norms.given,
+            workspace=self._settings.workspace,
         )
 
     @property
@@ -108,13 +109,17 @@ class Planned:
             ) from error
         if obeyed:
             self.waits = False
-            self.engine = Engine(
-                self._parts.model,
-                self._parts.loss,
-                optimizer=self._optimizer,
-                batchnorm=self._norms.given,
-                plan=replace(self.plan, states=None),  # they are away already
-            )
+            self.engine = self._obedient(self.plan)
+
+    def _obedient(self, plan: Plan) -> Engine:
+        """Return an engine that does as a plan says, in this process and in all later ones."""
+        return Engine(
+            self._parts.model,
+            self._parts.loss,
+            optimizer=self._optimizer,
+            batchnorm=self._norms.given,
+            plan=replace(plan, states=None),  # they are away already
+        )
 
     def make(self, batch: Batch) -> None:
         """Make the plan from a mini-batch; nothing is trained.
@@ -132,6 +137,8 @@ class Planned:
         if least < plan.micro_batch:
             self.engine = self._new(int(least))
             plan = self._foresee(batch)
+        if plan.convolutions is not None:  # those of later steps are not to be measured
+            self.engine = self._obedient(plan)
         self.plan, self.waits, self._made = plan, False, True
 
     def _foresee(self, batch: Batch) -> Plan:

@@ -22,7 +22,7 @@ from anybatch.apps.summary import Summary
 from anybatch.units import parse_bytes
 
 FREE = ("device", "threads", "workers", "checkpoint_minutes")
-PLANNED = ("memory", "micro_batch", "offload", "states", "spill")
+PLANNED = ("memory", "micro_batch", "offload", "states", "spill", "workspace")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ BatchNormMode = Literal["exact", "local", "adaptive"]
 LossName = Literal["cross-entropy", "bce", "bce+dice", "bce+dice-per-image"]
 OffloadName = Literal["auto", "off", "host", "file"]
 StatesName = Literal["host", "file"]
+PolicyName = Literal["powerOfTwo", "all", "undivided"]
 RecipeName = Literal["mbs-resnet", "mbs-amoebanet", "mbs-unet"]
 
 
@@ -45,6 +46,8 @@ class Settings:
     `offload`, `states` and `spill` are as for `anybatch.plan`: where saved tensors go, if they have
     to leave, and where the optimizer's state waits between its steps.
 
+    `workspace` is what one convolution may allocate so that it is faster, as for `anybatch.plan`.
+
     `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples stays local.
 
     Raises:
@@ -62,6 +65,7 @@ class Settings:
     offload: OffloadName = "auto"
     states: StatesName | None = None
     spill: str | None = None
+    workspace: str | int | None = None
     epochs: int | None = None
     lr: float | None = None
     optimizer: OptimizerName | None = None
@@ -94,13 +98,16 @@ class Settings:
 
     @property
     def planned(self) -> bool:
-        """Whether there is anything to plan: a size to choose, or a budget to keep within."""
-        return self.micro_batch is None or self.memory is not None
+        """Whether there is anything to plan: a size, what fits, or how convolutions are run."""
+        given = self.memory, self.workspace
+        return self.micro_batch is None or any(one is not None for one in given)
 
     def _wrong_memory(self) -> list[str]:
         try:
             if self.memory is not None:
                 parse_bytes(self.memory)
+            if self.workspace is not None:
+                parse_bytes(self.workspace, "workspace")
             if self.offload in get_args(OffloadName):
                 spill_of(self.offload, self.spill)
         except ValueError as error:

@@ -20,24 +20,32 @@ from anybatch.units import show_bytes
 NONE = "There is no timeline: nothing was foreseen for this plan."
 
 
-def refuse_picture(path: Path | None, *, timeline: bool, json: bool) -> None:
+def refuse_picture(
+    path: Path | None, *, timeline: bool, json: bool, convolutions: bool = False
+) -> None:
     """Refuse a file that could not be written, or that nobody has asked for.
 
     Raises:
         SettingsError: saying so.
         MissingExtraError: matplotlib is missing.
     """
+    shown = "--timeline" if timeline else "--convolutions"
+    if timeline and convolutions:
+        raise SettingsError(
+            "a plan is explained in one way at a time; --timeline and --convolutions were given. "
+            "Leave one of them out."
+        )
     if path is None:
-        if timeline and json:
+        if (timeline or convolutions) and json:
             raise SettingsError(
-                "json prints the plan and nothing else; --timeline was given too, and prints a "
+                f"json prints the plan and nothing else; {shown} was given too, and prints a "
                 "chart. Name a file for a picture, or leave one of them out."
             )
         return
-    if not timeline:
+    if not timeline and not convolutions:
         raise SettingsError(
-            f"a file is for the picture of --timeline; {str(path)!r} was given alone. Add "
-            "--timeline, or leave it out."
+            f"a file is for the picture of --timeline or --convolutions; {str(path)!r} was given "
+            "alone. Add one of them, or leave it out."
         )
     if path.suffix.lower() != ".png":
         raise SettingsError(
@@ -63,14 +71,22 @@ def write_picture(step: StepTimeline, path: Path) -> str:
     Raises:
         SettingsError: it cannot be written.
     """
-    picture = draw_step(step)
+    write(draw_step(step), path)
+    return f"The step is drawn in {path}."
+
+
+def write(picture: bytes, path: Path) -> None:
+    """Write a picture to a file.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
     try:
         path.write_bytes(picture)
     except OSError as error:
         raise SettingsError(
             f"the picture cannot be written to {path}: {error.strerror}. Name another file."
         ) from error
-    return f"The step is drawn in {path}."
 
 
 def colored(step: StepTimeline, width: int = WIDTH) -> Text:

@@ -20,32 +20,50 @@ from __future__ import annotations
 import json
 import platform
 import sqlite3
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, NATIVE, candidates
-from anybatch.conv.divide import Part, sizes
+from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, NATIVE, candidates, native
+from anybatch.conv.divide import Configuration, Part, sizes
+from anybatch.conv.execute import run
 from anybatch.conv.fourier import HALVES
 from anybatch.conv.problem import Problem
+from anybatch.errors import StoreError
 from anybatch.meter import Meter
 
 RUNS = 3
 """Runs of which the median counts."""
+
+DUELS = 5
+"""Turns of a duel."""
 
 LONG = 0.2
 """Seconds after which a first run is taken as it is."""
 
 HOPELESS = 4.0
 """Times what the best known takes for a sample, beyond which more samples are not tried."""
+
+
+class Tell(Protocol):
+    """Is told what is measured."""
+
+    def __call__(self, problem: Problem, size: int, algorithm: str) -> None:
+        """Take in a kernel, its samples and an algorithm, which are measured next."""
+
+    def over(self) -> None:
+        """Take in that all of a kernel was measured."""
+
 
 TABLE = """
 create table if not exists costs (
@@ -62,17 +80,32 @@ class Costs:
     Args:
         path: of the file; it is made where there is none. Default None: they are kept in memory.
         seconds: that measuring one kernel may go on for; what is left out then is not considered.
+        tell: is told what is measured next. Default: nobody is.
+
+    Raises:
+        StoreError: there is no such file, and none can be made.
     """
 
-    def __init__(self, path: Path | None = None, *, seconds: float = 60.0) -> None:
-        self._path, self._seconds = path, seconds
+    def __init__(
+        self, path: Path | None = None, *, seconds: float = 60.0, tell: Tell | None = None
+    ) -> None:
+        self._path, self._seconds, self._tell = path, seconds, tell
         self._known: dict[tuple[Problem, int, str], Part] = {}
-        if path is not None:
+        if path is None:
+            return
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open()) as file, file:
                 file.execute(TABLE)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(
+                f"what convolutions cost is kept in a file that can be written, and {path} cannot "
+                f"({error}): name another one, or give cache=False"
+            ) from error
 
-    def parts(self, problem: Problem, size: int, policy: str, limit: int) -> list[Part]:
+    def parts(
+        self, problem: Problem, size: int, policy: str, limit: int, seconds: float | None = None
+    ) -> list[Part]:
         """Return what is known of a kernel, and measure what is not.
 
         Args:
@@ -81,41 +114,59 @@ class Costs:
             policy: which micro-batches: "all", "powerOfTwo" or "undivided".
             limit: bytes of workspace; an algorithm that needs more for some samples is not tried
                 for more of them.
+            seconds: that measuring it may go on for. Default None: as many as for any.
         """
-        begin, found = perf_counter(), list[Part]()
-        kept = self._kept(problem)
-        best = float("inf")
-        for name in candidates(problem):
-            order = [size] if name == NATIVE else []
-            order += [n for n in sizes(policy, size) if n not in order]
-            for n in order:
-                known = kept.get((n, name)) or self._known.get((problem, n, name))
-                if known is None:
-                    if perf_counter() - begin > self._seconds and found:
-                        break
-                    if found and held(problem, n, name) > limit:
-                        break
-                    known = self._measure(problem, n, name)
-                if name == NATIVE and n == size:
-                    known = replace(known, workspace=0)  # whatever it is, it is torch's own
-                found.append(known)
-                if known.workspace > limit:
-                    break
-                each = known.seconds / n + known.setup / size
-                if policy != "all" and each > HOPELESS * best:
-                    break
-                best = min(best, each)
+        most = self._seconds if seconds is None else seconds
+        search = _Search(problem, policy, limit, perf_counter() + most)
+        found = search.run(size, self._kept(problem) | self._here(problem), self._measure)
+        if self._tell is not None:
+            self._tell.over()
         return alike(found)
 
+    def duel(self, problem: Problem, configuration: Configuration) -> float:
+        """Return what a configuration takes, in what torch's own kernel takes, run in turns.
+
+        Parts were measured one by one, and other work may have been beside some of them. Of both
+        run in turns that is not so.
+        """
+        name, size = f"duel: {configuration}", configuration.size
+        known = (self._kept(problem) | self._here(problem)).get((size, name))
+        if known is None:
+            if self._tell is not None:
+                self._tell(problem, size, str(configuration))
+            known = Part(size, name, duel(problem, configuration), 0)
+            self._known[problem, size, name] = known
+            self._keep(problem, known)
+            if self._tell is not None:
+                self._tell.over()
+        return known.seconds
+
     def _measure(self, problem: Problem, size: int, name: str) -> Part:
+        if self._tell is not None:
+            self._tell(problem, size, name)
         part = Part(size, name, *measure(problem, size, name))
         self._known[problem, size, name] = part
-        if self._path is not None:
-            wanted = machine(problem.device), _text(problem)
-            row = *wanted, size, name, part.seconds, part.workspace, part.setup
+        self._keep(problem, part)
+        return part
+
+    def _keep(self, problem: Problem, part: Part) -> None:
+        """Write a part to the file; where that fails nothing is lost but for other processes."""
+        if self._path is None:
+            return
+        row = machine(problem.device), _text(problem), *astuple(part)
+        try:
             with closing(self._open()) as file, file:
                 file.execute("insert or replace into costs values (?, ?, ?, ?, ?, ?, ?)", row)
-        return part
+        except sqlite3.Error as error:
+            warnings.warn(
+                f"what convolutions cost is not written to {self._path} from here on ({error})",
+                stacklevel=2,
+            )
+            self._path = None
+
+    def _here(self, problem: Problem) -> dict[tuple[int, str], Part]:
+        """Return what this process has measured of a kernel."""
+        return {(n, name): part for (p, n, name), part in self._known.items() if p == problem}
 
     def _kept(self, problem: Problem) -> dict[tuple[int, str], Part]:
         """Return what the file has of a kernel."""
@@ -133,6 +184,62 @@ class Costs:
     def _open(self) -> sqlite3.Connection:
         assert self._path is not None
         return sqlite3.connect(self._path, timeout=60.0)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What of a kernel is worth measuring: the most promising algorithms first.
+
+    Torch's own on all samples is what all others must beat. Each algorithm is tried on the fewest
+    samples; then those that were fastest for a sample come first, on more and more of them, until
+    they are hopeless beside the best, need too much, or the time is over.
+    """
+
+    problem: Problem
+    policy: str
+    limit: int
+    until: float
+
+    def run(
+        self,
+        size: int,
+        known: Mapping[tuple[int, str], Part],
+        measure: Callable[[Problem, int, str], Part],
+    ) -> list[Part]:
+        """Return what is known and what is measured now."""
+        steps, found = sizes(self.policy, size), dict[tuple[int, str], Part]()
+        each = dict[str, float]()
+
+        def goes_on(n: int, name: str) -> bool:
+            """Measure one more, and say whether more samples of it may be worth it."""
+            part = known.get((n, name))
+            if part is None and found and not self._affords(n, name, each):
+                return False
+            part = part or measure(self.problem, n, name)
+            if name == NATIVE and n == size:
+                part = replace(part, workspace=0)  # whatever it is, it is torch's own
+            found[n, name] = part
+            each[name] = part.seconds / n + part.setup / size
+            best = min(each.values())
+            hopeless = self.policy != "all" and each[name] > HOPELESS * best
+            return part.workspace <= self.limit and not hopeless
+
+        goes_on(size, NATIVE)
+        names = [name for name in candidates(self.problem) if name != NATIVE]
+        least = steps[0]
+        worth = [name for name in names if goes_on(least, name)]
+        for name in sorted([NATIVE, *worth], key=lambda name: each[name]):
+            for n in steps:
+                if (n, name) not in found and not goes_on(n, name):
+                    break
+        return list(found.values())
+
+    def _affords(self, n: int, name: str, each: Mapping[str, float]) -> bool:
+        """Say whether there is room for one more, and time: it takes what others do, or less."""
+        expected = n * each.get(name, 0.0)
+        return perf_counter() + expected <= self.until and (
+            held(self.problem, n, name) <= self.limit
+        )
 
 
 def alike(parts: Sequence[Part]) -> list[Part]:
@@ -155,18 +262,31 @@ def measure(problem: Problem, size: int, name: str) -> tuple[float, int, float]:
     return _taken(work, device), workspace, once
 
 
+def duel(problem: Problem, configuration: Configuration) -> float:
+    """Return the median of the ratios of seconds, of a configuration to torch's own kernel."""
+    dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
+    shapes = problem.operands(configuration.size)
+    one, other = (_made(problem, shape, dtype, device) for shape in shapes)
+    strides = native(problem, one, other).stride()
+    ours = partial(run, problem, configuration, (one, other), strides)
+    own = partial(native, problem, one, other)
+    pairs = [(_seconds(own, device), _seconds(ours, device)) for _ in range(DUELS)]
+    return sorted(ours / own for own, ours in pairs)[DUELS // 2]
+
+
+def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Return what it takes."""
+    _finish(device)
+    begin = perf_counter()
+    work()
+    _finish(device)
+    return perf_counter() - begin
+
+
 def _taken(work: Callable[[], Tensor], device: torch.device) -> float:
     """Return the median of the seconds that it takes."""
-
-    def once() -> float:
-        _finish(device)
-        begin = perf_counter()
-        work()
-        _finish(device)
-        return perf_counter() - begin
-
-    first = once()
-    taken = [first] if first > LONG else sorted(once() for _ in range(RUNS))
+    first = _seconds(work, device)
+    taken = [first] if first > LONG else sorted(_seconds(work, device) for _ in range(RUNS))
     return taken[len(taken) // 2]
 
 

@@ -7,8 +7,8 @@ Derivatives of any order come out right, because autograd records what it always
     F.conv1d, nn.Conv2d, ... ──autograd──> aten::convolution           ──> ours, or torch's own
                           its backward ──> aten::convolution_backward  ──> the same
 
-What is transposed, empty, complex or unusual goes to torch's kernel, and so does every call made
-while ours are at work.
+What is not ours (`anybatch.conv.calls`) goes to torch's kernel, and so does every call made while
+ours are at work.
 
 Source: u-cuDNN, section III-D: a subset of the library's functions is overloaded.
 """
@@ -26,23 +26,31 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
 
-from anybatch.conv.algorithms import LAYOUTS
+from anybatch.conv.calls import BACKWARD, FORWARD, Place, problem_of, takes
 from anybatch.conv.problem import Kernel, Problem
+from anybatch.meter import within_kernel
 
-NAMES = ("aten::convolution", "aten::convolution_backward")
-
-DTYPES = {
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+NAMES = (FORWARD, BACKWARD)
 
 Strides = Callable[[], Sequence[int]]
 """Returns the strides that torch's own result has."""
 
 Compute = Callable[[Problem, tuple[Tensor, Tensor], Tensor | None, Strides], Tensor | None]
 """Computes a kernel, and adds a bias where there is one; None leaves it to torch."""
+
+
+_BUSY = threading.local()
+"""Whether ours are at work in this thread."""
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Leave the convolutions of this thread to torch in the body."""
+    before, _BUSY.now = getattr(_BUSY, "now", False), True
+    try:
+        yield
+    finally:
+        _BUSY.now = before
 
 
 class Kernels:
@@ -57,7 +65,6 @@ class Kernels:
         self.key = device.upper()
         self._forward, self._backward = (get_kernel(name, self.key) for name in NAMES)
         self._compute, self._device = compute, device
-        self._busy = threading.local()
         self._layouts: dict[Any, tuple[int, ...]] = {}
 
     def forward(self, keys: Any, *args: Any) -> Any:
@@ -88,7 +95,8 @@ class Kernels:
             return self._backward.call_boxed(keys, *args)
         place = stride, padding, dilation, groups
         data = self._ours("data", x, w, place, (dy, w)) if mask[0] else None
-        filters = self._ours("filter", x, w, place, (dy, x)) if mask[1] else None
+        with within_kernel(x.device, 0 if data is None else data.nbytes):
+            filters = self._ours("filter", x, w, place, (dy, x)) if mask[1] else None
         if data is None and filters is None:
             return self._backward.call_boxed(keys, *args)
         missing = [mask[0] and data is None, mask[1] and filters is None, False]
@@ -102,49 +110,22 @@ class Kernels:
         return dx, dw, db
 
     def _takes(self, x: Tensor, w: Tensor, transposed: bool) -> bool:  # noqa: FBT001
-        """Say whether a call is of a kind that may be ours."""
-        return not (
-            transposed
-            or x.dim() != w.dim()
-            or not 3 <= x.dim() <= 5
-            or x.dtype != w.dtype
-            or x.dtype not in DTYPES
-            or not x.numel()
-            or not w.numel()
-            or getattr(self._busy, "now", False)
-        )
+        """Say whether a call may be ours: it is of that kind, and ours are not at work."""
+        return takes(x, w, transposed=transposed) and not getattr(_BUSY, "now", False)
 
     def _ours(
         self,
         kernel: Kernel,
         x: Tensor,
         w: Tensor,
-        place: tuple[Sequence[int], Sequence[int], Sequence[int], int],
+        place: Place,
         operands: tuple[Tensor, Tensor],
         bias: Tensor | None = None,
     ) -> Tensor | None:
         """Return what a kernel computes where it is not left to torch."""
-        dims = x.dim() - 2
-        stride, padding, dilation, groups = place
-        problem = Problem(
-            kernel,
-            x.shape[1],
-            w.shape[0],
-            tuple(x.shape[2:]),
-            tuple(w.shape[2:]),
-            _several(stride, dims),
-            _several(padding, dims),
-            _several(dilation, dims),
-            groups,
-            DTYPES[x.dtype],
-            self._device,
-            layout_of(x),
-        )
-        self._busy.now = True
-        try:
+        problem = problem_of(kernel, x, w, place, self._device)
+        with untouched():
             return self._compute(problem, operands, bias, partial(self._strides, problem, x, w))
-        finally:
-            self._busy.now = False
 
     def _strides(self, problem: Problem, x: Tensor, w: Tensor) -> tuple[int, ...]:
         """Return the strides of torch's own result: those of all three tensors decide."""
@@ -171,61 +152,57 @@ def _strides(problem: Problem, x: Tensor, w: Tensor) -> tuple[int, ...]:
         return tuple((dx if mask[0] else dw).stride())
 
 
-def layout_of(x: Tensor) -> str:
-    """Return "channels_last" for a tensor that is so and not contiguous, else "contiguous"."""
-    last = x.dim() in LAYOUTS and not x.is_contiguous()
-    return (
-        "channels_last"
-        if last and x.is_contiguous(memory_format=LAYOUTS[x.dim()])
-        else "contiguous"
-    )
-
-
-def _several(values: Sequence[int], dims: int) -> tuple[int, ...]:
-    return tuple(values) if len(values) == dims else tuple(values) * dims
-
-
 class _Installed:
     """torch's kernels are replaced while somebody is inside.
 
     The dispatcher must not change while another thread calls it, so it does only when the first one
-    comes and when the last one has gone.
+    comes and when the last one has gone; and what comes and goes all the time lets it stay.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._staying: set[str] = set()
         self._inside: list[tuple[str, Compute]] = []
         self._libraries: dict[str, tuple[Kernels, Library]] = {}
 
     def enter(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
-            device = entry[0]
-            if device not in self._libraries:
-                ours = Kernels(device, partial(self._computed, device))
-                library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-                for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
-                    library.impl(  # type: ignore[no-untyped-call]
-                        name.removeprefix("aten::"),
-                        fn,
-                        ours.key,
-                        with_keyset=True,
-                        allow_override=True,
-                    )
-                self._libraries[device] = ours, library
+            self._install(entry[0])
             self._inside.append(entry)
+
+    def stay(self, device: str) -> None:
+        with self._lock:
+            self._install(device)
+            self._staying.add(device)
+
+    def _install(self, device: str) -> None:
+        if device in self._libraries:
+            return
+        ours = Kernels(device, partial(self._computed, device))
+        library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
+            library.impl(  # type: ignore[no-untyped-call]
+                name.removeprefix("aten::"), fn, ours.key, with_keyset=True, allow_override=True
+            )
+        self._libraries[device] = ours, library
 
     def leave(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
             at = next(at for at, one in enumerate(self._inside) if one is entry)
             del self._inside[at]
-            if not any(device == entry[0] for device, _ in self._inside):
+            there = self._staying | {device for device, _ in self._inside}
+            if entry[0] not in there:
                 _, library = self._libraries.pop(entry[0])
                 library._destroy()  # type: ignore[no-untyped-call]
 
     def _computed(self, device: str, *given: Any) -> Tensor | None:
         """Let the one who came last compute."""
+        last = self.last(device)
+        return None if last is None else last(*given)
+
+    def last(self, device: str) -> Compute | None:
         inside = [compute for kind, compute in list(self._inside) if kind == device]
-        return inside[-1](*given) if inside else None
+        return inside[-1] if inside else None
 
 
 _INSTALLED = _Installed()
@@ -249,3 +226,16 @@ def intercepted(device: str, compute: Compute) -> Iterator[None]:
         yield
     finally:
         _INSTALLED.leave(entry)
+
+
+def inside(device: str) -> Compute | None:
+    """Return what computes the convolutions on a device now; None where torch does."""
+    return _INSTALLED.last(device)
+
+
+def stay(device: str) -> None:
+    """Let torch's kernels remain replaced: what is entered often must not change the dispatcher.
+
+    Where nobody is inside, a convolution then goes to torch's kernel by way of ours.
+    """
+    _INSTALLED.stay(device)

@@ -15,7 +15,7 @@ Source: u-cuDNN, section III-E.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anybatch.conv.divide import Configuration
 from anybatch.conv.problem import Problem
@@ -24,20 +24,23 @@ from anybatch.conv.share import share
 Key = tuple[Problem, int]
 """A kernel, and its samples."""
 
+Fronts = Callable[[Iterable[Key]], Mapping[Key, Sequence[Configuration]]]
+"""Kernels -> the configurations of each, the one with the least workspace first."""
+
 
 class Network:
     """The kernels of a network.
 
     Args:
         total: W, bytes of workspace for all of them together.
-        front: kernel -> its configurations, the one with the least workspace first.
+        fronts: measures the kernels of a network.
 
     Attributes:
         shares: kernel -> a configuration for each time that it comes in a pass.
     """
 
-    def __init__(self, total: int, front: Callable[[Key], Sequence[Configuration]]) -> None:
-        self._total, self._front = total, front
+    def __init__(self, total: int, fronts: Fronts) -> None:
+        self._total, self._fronts = total, fronts
         self._first: Key | None = None
         self._backward = False
         self._now: Counter[Key] = Counter()
@@ -73,7 +76,7 @@ class Network:
         if not more:
             return
         keys = [key for key, count in self._most.items() for _ in range(count)]
-        fronts = {key: list(self._front(key)) for key in self._most}
+        fronts = self._fronts(self._most)
         self.shares = {}
         for key, chosen in zip(keys, share([fronts[k] for k in keys], self._total), strict=True):
             self.shares.setdefault(key, []).append(chosen)

@@ -1,0 +1,253 @@
+"""Which configuration every kernel has, and when that is found out.
+
+    at once     a kernel is measured when it is met for the first time
+    waiting     it is torch's own then, and noted; what was noted is measured when somebody says so
+
+Measuring needs memory of its own and takes its time. In a step that has to keep within a budget
+there is neither, so there kernels wait.
+
+Source: u-cuDNN, section III-A.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from anybatch.conv.algorithms import NATIVE
+from anybatch.conv.costs import Costs
+from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.execute import run
+from anybatch.conv.intercept import Strides, untouched
+from anybatch.conv.network import Key, Network
+from anybatch.conv.problem import Problem
+from anybatch.meter import within_kernel
+from anybatch.units import show_bytes
+
+GAIN = 0.95
+"""A division must take no more than this share of what torch's kernel takes."""
+
+CLEAR = 0.5
+"""The share of what torch's kernel takes below which there is no doubt about it."""
+
+SHARE = 0.25
+"""Of the seconds that are left for measuring, those of one kernel where nobody knows how many
+there will be."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How a kernel is computed.
+
+    Attributes:
+        configurations: its divisions; several where a network has several such layers, each with a
+            share of its own.
+        seconds: that torch's own kernel takes.
+    """
+
+    configurations: tuple[Configuration, ...]
+    seconds: float
+
+
+@dataclass
+class Convolutions:
+    """What `convolutions` has decided so far.
+
+    Attributes:
+        workspace: bytes that a kernel may allocate beside its operands and its result; or all
+            kernels together, where `shared`.
+        policy: which micro-batches are measured.
+        shared: the workspace is divided among the kernels of a network.
+        chosen: kernel and samples -> how it is computed.
+    """
+
+    workspace: int
+    policy: str
+    shared: bool = False
+    chosen: dict[Key, Chosen] = field(default_factory=dict)
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Return the divisions of all kernels."""
+        return [one for found in self.chosen.values() for one in found.configurations]
+
+    def __str__(self) -> str:
+        """Return a line for each kernel."""
+        return "\n".join(
+            f"{problem}, {size} samples: {configuration}{_gain(configuration, found.seconds)}"
+            for (problem, size), found in self.chosen.items()
+            for configuration in found.configurations
+        )
+
+
+def _gain(configuration: Configuration, own: float) -> str:
+    if not divided(configuration):
+        return ""
+    space = show_bytes(configuration.workspace)
+    return f", {own / configuration.seconds:.1f} times as fast, {space}"
+
+
+class Chooser:
+    """Chooses a configuration for every kernel, and runs it.
+
+    Args:
+        found: what is decided.
+        costs: what was measured; None: nothing is measured any more.
+        seconds: that measuring may go on for, of all kernels together.
+    """
+
+    def __init__(self, found: Convolutions, costs: Costs | None, seconds: float) -> None:
+        self.found, self._costs, self._left = found, costs, seconds
+        self._lock = threading.RLock()
+        self._waiting = 0
+        self._noted: dict[Key, None] = {}
+        self._own: dict[Key, float] = {}
+        self._network = Network(found.workspace, self._of_network) if found.shared else None
+
+    def __call__(
+        self,
+        problem: Problem,
+        operands: tuple[Tensor, Tensor],
+        bias: Tensor | None,
+        strides: Strides,
+    ) -> Tensor | None:
+        """Compute a kernel, or leave it to torch."""
+        chosen = self._chosen((problem, len(operands[0])))
+        if chosen is None or not divided(chosen):
+            return None
+        first, size = operands[0], len(operands[0])
+        own = prod(problem.result(size)) * first.element_size()
+        with within_kernel(first.device, own + chosen.workspace):
+            return run(problem, chosen, operands, strides(), bias)
+
+    @property
+    def most(self) -> int:
+        """The most bytes of workspace that a kernel may take, whatever comes."""
+        return self.found.workspace if self._costs is not None else self.used(self.found.chosen)
+
+    def used(self, keys: Iterable[Key]) -> int:
+        """Return the most bytes of workspace that any of some kernels takes, as was chosen."""
+        every = [self.found.chosen[key] for key in keys if key in self.found.chosen]
+        return max((c.workspace for one in every for c in one.configurations), default=0)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure nothing in the body: kernels that are not known yet are torch's own, and noted.
+
+        Those of a network that shares its workspace are divided when it has been heard, as ever.
+        """
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def choose(self, keys: Iterable[Key] | None = None) -> None:
+        """Measure and choose what is not known yet, each in its share of the seconds that are left.
+
+        Args:
+            keys: kernels. Default None: those that were noted.
+        """
+        with self._lock:
+            if self._network is not None or self._costs is None:
+                return
+            noted = list(self._noted)
+            todo = [key for key in (noted if keys is None else keys) if not self._known(key)]
+            for place, key in enumerate(todo):
+                self._choose(key, self._left / (len(todo) - place))
+            self.forget(todo if keys is not None else noted)
+
+    def forget(self, keys: Iterable[Key] | None = None) -> None:
+        """Forget that kernels were noted; all of them by default."""
+        with self._lock:
+            for key in list(self._noted) if keys is None else keys:
+                self._noted.pop(key, None)
+
+    def _known(self, key: Key) -> bool:
+        return key in self.found.chosen
+
+    def _chosen(self, key: Key) -> Configuration | None:
+        known = self.found.chosen.get(key) if self._network is None else None
+        if known is not None:
+            return known.configurations[0]
+        with self._lock:
+            if self._network is not None:
+                return self._of_pass(self._network, key)
+            if not self._known(key):
+                if self._costs is None:
+                    return None
+                if self._waiting:
+                    self._noted[key] = None
+                    return None
+                self._choose(key, SHARE * self._left)
+            return self.found.chosen[key].configurations[0]
+
+    def _of_pass(self, network: Network, key: Key) -> Configuration | None:
+        before = network.shares
+        found = network.next(key)
+        if network.shares is not before:
+            for one, shares in network.shares.items():
+                self.found.chosen[one] = Chosen(tuple(shares), self._own[one])
+        return found
+
+    def _choose(self, key: Key, seconds: float) -> None:
+        own, *faster = self._front(key, seconds)
+        best = faster[-1] if faster else own
+        if CLEAR * self._own[key] < best.seconds and best is not own:
+            assert self._costs is not None
+            with torch.no_grad(), untouched():
+                ratio = self._costs.duel(key[0], best)
+            best = best if ratio <= GAIN else own
+        self.found.chosen[key] = Chosen((best,), self._own[key])
+
+    def _of_network(self, keys: Iterable[Key]) -> dict[Key, list[Configuration]]:
+        """Return the fronts of the kernels of a network."""
+        every = list(keys)
+        return {
+            key: self._front(key, self._left / (len(every) - place))
+            for place, key in enumerate(every)
+        }
+
+    def _front(self, key: Key, seconds: float) -> list[Configuration]:
+        """Return what a kernel may be: torch's own, and what is clearly faster."""
+        assert self._costs is not None
+        problem, size = key
+        limit, begin = self.found.workspace, perf_counter()
+        with torch.no_grad(), untouched():
+            parts = self._costs.parts(problem, size, self.found.policy, limit, seconds)
+        self._left = max(0.0, self._left - (perf_counter() - begin))
+        own = own_of(parts, size)
+        self._own[key] = own.seconds
+        return worthwhile(parts, size, limit)
+
+
+def own_of(parts: Iterable[Part], size: int) -> Part:
+    """Return torch's kernel on all samples, of what was measured."""
+    return next(part for part in parts if part.algorithm == NATIVE and part.size == size)
+
+
+def worthwhile(parts: list[Part], size: int, limit: int) -> list[Configuration]:
+    """Return torch's own kernel, and the front of what is clearly faster.
+
+    Args:
+        parts: all that was measured.
+        size: N, the samples of the mini-batch.
+        limit: bytes of workspace.
+    """
+    own = own_of(parts, size)
+    faster = [c for c in front(parts, size, limit) if c.seconds <= GAIN * own.seconds]
+    return [Configuration((own,)), *(c for c in faster if c.workspace > 0)]
+
+
+def divided(configuration: Configuration) -> bool:
+    """Say whether a kernel is not just torch's own on all samples."""
+    return len(configuration.parts) > 1 or configuration.parts[0].algorithm != NATIVE

@@ -1,0 +1,95 @@
+"""The convolutions of an engine's steps: what computes them, and when it is chosen.
+
+Within a budget nothing is measured inside a step. Kernels are chosen before it, for the sizes that
+its micro-batches will have; and what only the step itself has shown, before the next one.
+
+    foresee ── heard on fakes ──> chosen ──> step (what is new is torch's own, and noted) ──> chosen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, astuple
+
+from anybatch._divisions import Division, Divisions
+from anybatch.conv.chooser import Chooser, Chosen, Convolutions
+from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.intercept import inside, intercepted, stay
+from anybatch.conv.network import Key
+from anybatch.conv.problem import Problem
+
+
+class Engaged:
+    """What computes the convolutions of an engine.
+
+    Args:
+        device: type of device.
+        own: the engine's own; None (default) is whatever a person has entered, if anything.
+    """
+
+    def __init__(self, device: str, own: Chooser | None = None) -> None:
+        self._device, self._own = device, own
+        if own is not None:
+            stay(device)
+
+    @property
+    def chooser(self) -> Chooser | None:
+        """What chooses now; None where convolutions are torch's."""
+        found = self._own or inside(self._device)
+        return found if isinstance(found, Chooser) else None
+
+    @contextmanager
+    def step(self, *, waits: bool) -> Iterator[None]:
+        """Compute the convolutions of a step in the body.
+
+        Args:
+            waits: it has a budget, so nothing is measured inside.
+        """
+        chooser = self.chooser
+        if chooser is None:
+            yield
+            return
+        chooser.choose()
+        own = nullcontext() if self._own is None else intercepted(self._device, self._own)
+        with own, chooser.waiting() if waits else nullcontext():
+            yield
+
+    @property
+    def count(self) -> int:
+        """How many kernels have been chosen so far."""
+        return 0 if self.chooser is None else len(self.chooser.found.chosen)
+
+    def record(self, keys: Iterable[Key] | None = None) -> Divisions | None:
+        """Return how kernels are divided; None where convolutions are torch's.
+
+        Args:
+            keys: which. Default None, or none: all that were chosen.
+        """
+        chooser = self.chooser
+        if chooser is None or chooser.found.shared:
+            return None
+        every = chooser.found.chosen
+        wanted = set(keys or ())
+        chosen = {key: one for key, one in every.items() if not wanted or key in wanted}
+        kernels = tuple(_division(key, one) for key, one in chosen.items())
+        return Divisions(
+            chooser.found.workspace, chooser.found.policy, chooser.used(chosen), kernels
+        )
+
+
+def obeying(divisions: Divisions) -> Chooser:
+    """Return what computes kernels as a plan has it, and leaves all others to torch."""
+    found = Convolutions(divisions.workspace, divisions.policy)
+    for one in divisions.kernels:
+        parts = tuple(Part(*part) for part in one.parts)
+        key = Problem(**dict(one.kernel)), one.samples
+        found.chosen[key] = Chosen((Configuration(parts),), one.seconds)
+    return Chooser(found, None, 0.0)
+
+
+def _division(key: Key, chosen: Chosen) -> Division:
+    problem, size = key
+    (configuration,) = chosen.configurations
+    parts = tuple(astuple(part) for part in configuration.parts)
+    return Division(tuple(asdict(problem).items()), size, parts, chosen.seconds)

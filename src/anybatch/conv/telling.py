@@ -1,0 +1,60 @@
+"""What is being measured, said on a terminal while it takes long.
+
+The first pass of a network through `anybatch.convolutions` may take minutes in which nothing seems
+to happen. So after a while one line says which kernel and algorithm are at work, and goes away when
+measuring is over. Where there is no terminal nothing is said.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from rich.console import Console
+
+from anybatch.conv.problem import Problem
+
+PATIENCE = 2.0
+"""Seconds of measuring after which something is said."""
+
+PAUSE = 1.0
+"""Seconds without a measurement after which a new wait begins."""
+
+
+class Telling:
+    """Says what is measured: call it before each measurement.
+
+    Args:
+        on: say anything at all.
+        console: where. Default None: the error stream.
+    """
+
+    def __init__(self, *, on: bool = True, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._on = on and self._console.is_terminal
+        self._begin = self._last = 0.0
+        self._count = 0
+        self._shown = False
+
+    def __call__(self, problem: Problem, size: int, algorithm: str) -> None:
+        """Take in what is measured next."""
+        if not self._on:
+            return
+        now = perf_counter()
+        if now - self._last > PAUSE:
+            self._begin = now
+        self._last, self._count = now, self._count + 1
+        if now - self._begin > PATIENCE:
+            self._show(f"measuring convolutions, {self._count}: {problem}, {algorithm}@{size}")
+
+    def over(self) -> None:
+        """Take the line away: nothing is measured for now."""
+        if self._shown:
+            self._console.file.write("\r" + " " * (self._console.width - 1) + "\r")
+            self._console.file.flush()
+            self._shown = False
+
+    def _show(self, text: str) -> None:
+        self._shown = True
+        width = self._console.width - 1
+        self._console.file.write(f"\r{text[:width]:<{width}}")
+        self._console.file.flush()

@@ -1,0 +1,80 @@
+"""Kernels are measured before anybody waits for them, in one process or in several.
+
+    kernels ──> process 0   forward 3x64x64 ...   ──┐
+            └─> process 1   filter 64x32x32 ...   ──┴──> one file
+
+Processes share what they measure through the file. On a CPU they also share its memory's speed, so
+what one measures while others run may be slower than it is alone: one process is the default, and
+`benchmarks/ucudnn/parallel` says how far several are off.
+
+Source: u-cuDNN, section III-D: micro-configurations are benchmarked in parallel on all GPUs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from anybatch.conv.costs import Costs
+from anybatch.conv.divide import Part
+from anybatch.conv.network import Key
+
+
+@dataclass(frozen=True)
+class Warming:
+    """What is measured, and how.
+
+    Attributes:
+        path: of the file.
+        policy: which micro-batches.
+        limit: bytes of workspace.
+        seconds: for all kernels together, in every process.
+        processes: that measure at a time.
+    """
+
+    path: Path
+    policy: str
+    limit: int
+    seconds: float
+    processes: int = 1
+
+
+def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
+    """Measure kernels, and yield each with what is known of it; what the file has is not run again.
+
+    Args:
+        keys: kernels and their samples.
+        how: they are measured.
+    """
+    if how.processes == 1:
+        begin = perf_counter()
+        for place, key in enumerate(keys):
+            left = max(0.0, how.seconds - (perf_counter() - begin))
+            yield key, _measured(key, how, left / (len(keys) - place))
+        return
+    share = how.seconds * how.processes / max(len(keys), 1)
+    threads = torch.get_num_threads()
+    with ProcessPoolExecutor(
+        how.processes,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(threads,),
+    ) as pool:
+        try:
+            asked = {pool.submit(_measured, key, how, share): key for key in keys}
+            for done in as_completed(asked):
+                yield asked[done], done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _measured(key: Key, how: Warming, seconds: float) -> list[Part]:
+    with torch.no_grad():
+        return Costs(how.path).parts(*key, how.policy, how.limit, seconds)
