@@ -20,16 +20,19 @@ def in_both_modes(module: str, *words: str) -> dict[str, Any]:
     Raises:
         CalledProcessError: it has failed.
     """
-    return {
-        mode: _in_mode(mode, [sys.executable, "-m", module, "--here", *words]) for mode in MALLOC
-    }
+    return {mode: in_mode(mode, module, *words) for mode in MALLOC}
 
 
-def _in_mode(mode: str, command: list[str]) -> Any:
+def in_mode(mode: str, module: str, *words: str) -> Any:
+    """Return what ``python -m module --here`` with these words has printed in one mode.
+
+    Raises:
+        CalledProcessError: it has failed.
+    """
     console.print(f"malloc mode {mode}")
     other = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", module, "--here", *words],
         env={**other, **MALLOC[mode], "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         check=True,

@@ -43,6 +43,10 @@ from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
 from benchmarks.results import HERE, read
 from benchmarks.ucudnn.kernels import rows as conv_rows
+from benchmarks.ucudnn.networks import rows as conv_networks
+from benchmarks.ucudnn.paper import rows as conv_paper
+from benchmarks.ucudnn.parallel import rows as conv_parallel
+from benchmarks.ucudnn.training import rows as conv_training
 
 TRAINED = ("demo", "cifar", "membrane")
 
@@ -92,6 +96,13 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "states": ("outofcore/states", states_rows.states),
     "conv_kernels": ("ucudnn/kernels", conv_rows.conv_kernels),
     "conv_step": ("ucudnn/kernels", conv_rows.conv_step),
+    "conv_paper": ("ucudnn/paper", conv_paper.conv_paper),
+    **{write.__name__: ("ucudnn/paper", write) for write in conv_paper.MORE},
+    "conv_networks": ("ucudnn/networks", conv_networks.conv_networks),
+    "conv_networks_summary": ("ucudnn/networks", conv_networks.conv_networks_summary),
+    "conv_parallel": ("ucudnn/parallel", conv_parallel.conv_parallel),
+    "conv_training": ("ucudnn/training", conv_training.conv_training),
+    "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -130,6 +141,10 @@ TITLES = {
     "table1": "Out of core: Table 1 on a device",
     "states": "Out of core: a training whose states are larger than its memory",
     "conv_kernels": "u-cuDNN: convolutions with large or long windows, on a CPU",
+    "conv_paper": "u-cuDNN: the paper's tables and figures",
+    "conv_networks": "u-cuDNN: whole steps of networks, within 64 MiB for each kernel",
+    "conv_parallel": "u-cuDNN: several processes that measure at a time",
+    "conv_training": "u-cuDNN: whole trainings with large and long windows",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -147,6 +162,8 @@ MORE = {
     "limits": ("limits_cgroup",),
     "narrow": ("narrow_floors",),
     "conv_kernels": ("conv_step",),
+    "conv_paper": tuple(write.__name__ for write in conv_paper.MORE),
+    "conv_training": ("conv_training_same",),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {
@@ -157,6 +174,14 @@ PICTURES = {
         ("figure_5.png", "memory by batch, without a schedule and with one"),
         ("windows.png", "speed of every window of the paper's policy"),
     ),
+    "conv_paper": (
+        ("figure_1.png", "the best algorithm's workspace, and one byte less"),
+        ("figure_9.png", "AlexNet's conv2 within 64 MiB, by policy"),
+        ("figure_10.png", "networks at three workspaces, by policy"),
+        ("figure_12.png", "memory of every layer, undivided and divided"),
+        ("figure_13.png", "WD beside WR at equal totals"),
+        ("figure_14.png", "shares of a total"),
+    ),
 }
 """Pictures of a table and what they show; those that are there stand below it."""
 OPTIONS = {
@@ -166,6 +191,7 @@ OPTIONS = {
     "mbs/membrane": " --data DIR",
     "outofcore/table1": " --device cuda --cap 16GiB",
     "agbn/learns": " --images DIR",
+    "ucudnn/training": " --images DIR",
     "agbn/accuracy": " --images DIR",
     "agbn/adaptive_speed": " --images DIR",
 }

@@ -1,0 +1,1 @@
+"""Whole training steps of networks, torch's beside those inside `anybatch.convolutions`."""

@@ -1,0 +1,1 @@
+"""The tables and figures of the u-cuDNN paper, chosen from parts that were measured."""
