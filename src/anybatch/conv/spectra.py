@@ -8,7 +8,7 @@ Where it has several, there is a product of matrices for each frequency, and a l
 these when each lies in one piece. So what is transformed is laid out in an order of which the
 transpose is that:
 
-    together    [groups, N, *tiles, channels of a group, *frequencies]   as a transform returns it
+    together    [groups, N, *tiles, channels of a group, *places]        as it is transformed
                 [frequencies, groups, N x tiles, channels of a group]    transposed as one matrix
 
 A transpose of one matrix is several times as fast as a permutation of many
@@ -84,8 +84,8 @@ def spectra(problem: Problem, product: Tensor, shape: Sizes) -> Tensor:
     """Return what `matrices` was before it, of a product: so many [..., *frequencies]."""
     if apart(problem):
         return product.view(shape)
-    frequencies = prod(shape[-len(problem.image) :])
-    return product.view(frequencies, -1).t().contiguous().view(shape)
+    count = prod(shape[-len(problem.image) :])
+    return product.view(count, -1).t().contiguous().view(shape)
 
 
 def times(problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
