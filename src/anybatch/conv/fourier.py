@@ -41,6 +41,10 @@ Circles = tuple[Circle, ...]
 HALVES = (torch.float16, torch.bfloat16)
 """Types of which sums are kept in float32."""
 
+CLEARLY = 0.7
+"""Of what fast transforms take, below which filters are transformed by products of matrices, which
+need more workspace; on the way back they need less."""
+
 
 class Fourier:
     """Kernels as products of spectra; sums are of float32 where operands are of half precision.
@@ -59,8 +63,8 @@ class Fourier:
         wide = spectra.filters(problem, _apart(_exact(w), problem.dilation))
         turned = wide.flip(_dims(problem)) if problem.kernel == "forward" else wide
         circles = self._circles(problem)
-        if not _staged(problem, circles):
-            return spectra.matrices(problem, _spectrum(turned, circles))
+        if not _staged(problem, circles, CLEARLY):
+            return spectra.matrices(problem, turned, _lengths(circles))
         found = staged.spectrum(turned, circles)
         return found.view(len(found) * problem.groups, *turned.shape[1:3])
 
@@ -84,7 +88,7 @@ class Fourier:
         """Add the spectra of the filters' gradients for some samples."""
         circles = self._circles(problem)
         outputs = _turned(problem, _apart(_exact(dy), problem.stride), circles)
-        outputs = spectra.matrices(problem, _spectrum(outputs, circles))
+        outputs = spectra.matrices(problem, outputs, _lengths(circles))
         return spectra.summed(problem, total, outputs, _tiles(problem, _exact(x), circles))
 
     def finish(self, problem: Problem, total: Tensor) -> Tensor:
@@ -92,17 +96,17 @@ class Fourier:
         circles = self._circles(problem)
         rows = zip(circles, problem.window, problem.dilation, strict=True)
         ends = [slice(c.first, c.first + (k - 1) * d + 1, d) for c, k, d in rows]
-        if _staged(problem, circles):
+        if _staged(problem, circles, 1.0):
             columns = total.view(-1, prod(problem.weight[:2]))
             return staged.places(columns, circles, ends).view(problem.weight)
         shape = (*problem.weight[:2], *_frequencies(circles))
         return _back(spectra.spectra(problem, total, shape), circles, ends)
 
 
-def _staged(problem: Problem, circles: Circles) -> bool:
-    """Say whether filters are transformed by products of matrices."""
-    lengths = [circle.length for circle in circles]
-    pays = rough.staged(lengths, problem.spans) < rough.fast(lengths)
+def _staged(problem: Problem, circles: Circles, share: float) -> bool:
+    """Say whether filters are transformed by products of matrices, which take less than a share."""
+    lengths = _lengths(circles)
+    pays = rough.staged(lengths, problem.spans) < share * rough.fast(lengths)
     return pays and not spectra.apart(problem)
 
 
@@ -115,15 +119,12 @@ def _dims(problem: Problem) -> list[int]:
     return list(range(-len(problem.image), 0))
 
 
+def _lengths(circles: Circles) -> Sizes:
+    return tuple(circle.length for circle in circles)
+
+
 def _frequencies(circles: Circles) -> Sizes:
-    return rough.frequencies([circle.length for circle in circles])
-
-
-def _spectrum(tensor: Tensor, circles: Circles) -> Tensor:
-    """Return the spectra of tensors that begin where their circles do."""
-    dims = list(range(-len(circles), 0))
-    found: Tensor = torch.fft.rfftn(tensor, s=[c.length for c in circles], dim=dims)
-    return found
+    return rough.frequencies(_lengths(circles))
 
 
 def _tiles(problem: Problem, image: Tensor, circles: Circles) -> Tensor:
@@ -132,7 +133,7 @@ def _tiles(problem: Problem, image: Tensor, circles: Circles) -> Tensor:
     for at, circle in enumerate(circles):
         tiles = tiles.unfold(2 + at, circle.length, circle.step)
     tiles = spectra.images(problem, tiles)
-    return spectra.matrices(problem, _spectrum(tiles, circles))
+    return spectra.matrices(problem, tiles, _lengths(circles))
 
 
 def _padded(image: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:

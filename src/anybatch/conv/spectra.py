@@ -8,10 +8,10 @@ Where it has several, there is a product of matrices for each frequency, and a l
 these when each lies in one piece. So what is transformed is laid out in an order of which the
 transpose is that:
 
-    together    [groups, N, *tiles, channels of a group, *frequencies]   as a transform returns it
+    together    [groups, N, *tiles, channels of a group, *places]        as it is transformed
                 [frequencies, groups, N x tiles, channels of a group]    transposed as one matrix
 
-A transpose of one matrix goes by blocks, which is several times as fast as a permutation of many
+A transpose of one matrix is several times as fast as a permutation of many
 dimensions where these are powers of two.
 
 Source: Mathieu, Henaff and LeCun (2014), section 3, "transpose, then a product of matrices".
@@ -19,12 +19,20 @@ Source: Mathieu, Henaff and LeCun (2014), section 3, "transpose, then a product 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
 from anybatch.conv.problem import Problem, Sizes
+from anybatch.conv.rough import frequencies
+
+BLOCK = 1 << 19
+"""Bytes of spectra that are transformed and transposed at a time."""
+
+ROWS = 32
+"""The fewest of them."""
 
 
 def apart(problem: Problem) -> bool:
@@ -51,22 +59,33 @@ def filters(problem: Problem, w: Tensor) -> Tensor:
     return grouped.transpose(1, 2).contiguous() if problem.kernel == "forward" else grouped
 
 
-def matrices(problem: Problem, spectrum: Tensor) -> Tensor:
-    """Return spectra as they are multiplied, of what `images` or `filters` has laid out."""
+def matrices(problem: Problem, laid: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the spectra, as they are multiplied, of what `images` or `filters` has laid out.
+
+    Some rows at a time are transformed and transposed, so that they stay in the processor's cache
+    and there is no second copy of all of them.
+    """
+    dims = list(range(-len(lengths), 0))
     if apart(problem):
-        return spectrum
-    dims = len(problem.image)
-    frequencies, columns = prod(spectrum.shape[-dims:]), spectrum.shape[-dims - 1]
-    first = spectrum.reshape(-1, frequencies).t().contiguous()
-    return first.view(frequencies * problem.groups, -1, columns)
+        found: Tensor = torch.fft.rfftn(laid, s=list(lengths), dim=dims)
+        return found
+    columns, count = laid.shape[-len(lengths) - 1], prod(frequencies(lengths))
+    rows = laid.reshape(-1, *laid.shape[-len(lengths) :])
+    kind = rows.dtype.to_complex()
+    first = torch.empty((count, len(rows)), dtype=kind, device=rows.device)
+    block = max(ROWS, BLOCK // (count * kind.itemsize))
+    for begin in range(0, len(rows), block):
+        some = torch.fft.rfftn(rows[begin : begin + block], s=list(lengths), dim=dims)
+        first[:, begin : begin + block] = some.reshape(len(some), -1).t()
+    return first.view(count * problem.groups, -1, columns)
 
 
 def spectra(problem: Problem, product: Tensor, shape: Sizes) -> Tensor:
     """Return what `matrices` was before it, of a product: so many [..., *frequencies]."""
     if apart(problem):
         return product.view(shape)
-    frequencies = prod(shape[-len(problem.image) :])
-    return product.view(frequencies, -1).t().contiguous().view(shape)
+    count = prod(shape[-len(problem.image) :])
+    return product.view(count, -1).t().contiguous().view(shape)
 
 
 def times(problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
