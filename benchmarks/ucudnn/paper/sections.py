@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from anybatch._convolutions import Policy
+from anybatch.conv.chooser import divided
 from anybatch.conv.divide import Configuration
 from anybatch.conv.problem import Problem
 from benchmarks.ucudnn.paper.choices import (
@@ -21,7 +22,6 @@ from benchmarks.ucudnn.paper.choices import (
     Kernel,
     all_within,
     bytes_of,
-    divided,
     each_within,
     seconds_of,
 )
