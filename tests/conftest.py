@@ -73,10 +73,13 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep what a test measures out of the user's cache folder, and out of other tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "none"))
-    monkeypatch.setattr(
-        "platformdirs.user_cache_path", lambda name: tmp_path_factory.mktemp("cache") / name
-    )
+    found: list[Path] = []
+
+    def folder(name: str) -> Path:
+        found[:] = found or [tmp_path_factory.mktemp("cache")]  # made where it is asked for
+        return found[0] / name
+
+    monkeypatch.setattr("platformdirs.user_cache_path", folder)
 
 
 @pytest.fixture

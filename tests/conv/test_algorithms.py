@@ -11,10 +11,11 @@ import torch
 from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
 
 from anybatch.conv.algorithms import ALGORITHMS, candidates, computed, native
-from anybatch.conv.circles import good_length, options, rate, tiled, whole
+from anybatch.conv.circles import good_length, options, tiled, whole
 from anybatch.conv.costs import held
 from anybatch.conv.fourier import Fourier
 from anybatch.conv.problem import KERNELS, Problem
+from anybatch.conv.rough import rate
 
 
 def check(one: Problem, size: int) -> None:

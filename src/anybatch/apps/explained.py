@@ -73,11 +73,11 @@ class Explained:
                 "--workspace was given. Add one."
             )
         try:
+            whole = None if total is None else parse_bytes(total, "workspace-total")
             if convolutions and workspace is None:
-                workspace = total or _default(memory)
+                workspace = whole or _default(memory)
             if workspace is not None:
                 parse_bytes(workspace, "workspace")
-            whole = None if total is None else parse_bytes(total, "workspace-total")
         except ValueError as error:
             raise SettingsError(f"{error}.") from error
         return cls(workspace, whole, cache, convolutions, not json)

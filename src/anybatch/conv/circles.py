@@ -27,6 +27,7 @@ from itertools import product
 from math import prod
 
 from anybatch.conv.problem import Problem, Sizes
+from anybatch.conv.rough import COMPLEX, FLOPS, WRITTEN, fast, frequencies, odds, rate, staged
 
 WORTH = 1.5
 """Times what one circle takes, by the model, beyond which tiles are not considered."""
@@ -87,31 +88,8 @@ def good_length(least: int) -> int:
         >>> good_length(71), good_length(4351)
         (72, 4480)
     """
-    lengths = (n for n in range(least + least % 2, 2 * least + 2, 2) if n and _odds(n) is not None)
+    lengths = (n for n in range(least + least % 2, 2 * least + 2, 2) if n and odds(n) is not None)
     return min(lengths, key=lambda n: n * (1.0 + rate(n)))
-
-
-def rate(length: int) -> float:
-    """Return about how many nanoseconds a place takes in a transform along one direction.
-
-    Twos are cheap, and threes, fives and sevens cost alike (oneMKL, one thread, 8 to 10 000
-    places: within a third of what was measured).
-    """
-    odds = _odds(length)
-    assert odds is not None, length
-    twos = (length & -length).bit_length() - 1
-    return 0.5 + 0.07 * twos + 0.3 * odds
-
-
-def _odds(number: int) -> int | None:
-    """Return how many factors are 3, 5 or 7; None where there are others above 2."""
-    number >>= (number & -number).bit_length() - 1
-    found = 0
-    for prime in (3, 5, 7):
-        while number % prime == 0:
-            number //= prime
-            found += 1
-    return found if number == 1 else None
 
 
 def _whole(problem: Problem, at: int) -> Circle:
@@ -151,13 +129,16 @@ def _places(circles: Sequence[Circle]) -> int:
 
 def _takes(problem: Problem, circles: Sequence[Circle]) -> float:
     """Return about how many nanoseconds a sample takes."""
-    places, tiles = _places(circles), prod(circle.count for circle in circles)
-    each = places * (1.0 + sum(rate(circle.length) for circle in circles))
+    lengths, tiles = [c.length for c in circles], prod(c.count for c in circles)
     filters = problem.filters * problem.channels // problem.groups
-    images = (problem.channels + problem.filters) * tiles + filters / SAMPLES
-    products = filters * tiles * places / 2
+    images, once = fast(lengths), min(fast(lengths), staged(lengths, problem.spans))
+    products = filters * tiles * prod(frequencies(lengths))
     dense = problem.channels > problem.groups
-    return images * each + products * (8 / 60 if dense else 1.0)
+    return (
+        (problem.channels + problem.filters) * tiles * images
+        + filters * once / SAMPLES
+        + products * (COMPLEX / FLOPS if dense else WRITTEN)
+    )
 
 
 def cuts(size: Sizes, circles: Sequence[Circle]) -> list[tuple[int, int]]:

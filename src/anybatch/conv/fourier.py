@@ -25,13 +25,14 @@ which u-cuDNN's FFT algorithms go back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.conv import spectra
+from anybatch.conv import rough, spectra, staged
 from anybatch.conv.circles import Circle, cuts
 from anybatch.conv.problem import Problem, Sizes
 
@@ -54,34 +55,55 @@ class Fourier:
         self._circles = circles
 
     def shared(self, problem: Problem, w: Tensor) -> Tensor:
-        """Return the spectra of the filters: [groups x frequencies, ...]."""
-        wide = _apart(_exact(w), problem.dilation)
+        """Return the spectra of the filters."""
+        wide = spectra.filters(problem, _apart(_exact(w), problem.dilation))
         turned = wide.flip(_dims(problem)) if problem.kernel == "forward" else wide
-        return spectra.filters(problem, _spectrum(turned, self._circles(problem)))
+        circles = self._circles(problem)
+        if not _staged(problem, circles):
+            return spectra.matrices(problem, _spectrum(turned, circles))
+        found = staged.spectrum(turned, circles)
+        return found.view(len(found) * problem.groups, *turned.shape[1:3])
 
     def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
         """Return what a forward or the gradient of the input is for some samples."""
         circles = self._circles(problem)
         forward = problem.kernel == "forward"
         image = _exact(one) if forward else _apart(_exact(one), problem.stride)
-        product = spectra.times(problem, _tiles(image, circles), shared)
+        product = spectra.times(problem, _tiles(problem, image, circles), shared)
+        tiles = [circle.count for circle in circles]
+        per = (problem.filters if forward else problem.channels) // problem.groups
+        shape = (problem.groups, len(one), *tiles, per)
+        if spectra.apart(problem):
+            shape = (len(one), problem.groups, per, *tiles)
+        product = spectra.spectra(problem, product, (*shape, *_frequencies(circles)))
         sizes = problem.outputs if forward else problem.image
-        return _result(product, circles, sizes, problem.stride if forward else None)
+        ones = (1,) * len(circles)
+        return _result(problem, product, circles, sizes, problem.stride if forward else ones)
 
     def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
         """Add the spectra of the filters' gradients for some samples."""
         circles = self._circles(problem)
-        outputs = _turned(_apart(_exact(dy), problem.stride), circles)
-        return spectra.summed(
-            problem, total, _spectrum(outputs, circles), _tiles(_exact(x), circles)
-        )
+        outputs = _turned(problem, _apart(_exact(dy), problem.stride), circles)
+        outputs = spectra.matrices(problem, _spectrum(outputs, circles))
+        return spectra.summed(problem, total, outputs, _tiles(problem, _exact(x), circles))
 
     def finish(self, problem: Problem, total: Tensor) -> Tensor:
         """Return the gradients of which these are the spectra."""
         circles = self._circles(problem)
-        product = spectra.gradients(problem, total, _frequencies(circles))
-        alone = tuple(Circle(c.length, 1, c.length, 0, c.first, c.span) for c in circles)
-        return _result(product, alone, problem.window, problem.dilation)
+        rows = zip(circles, problem.window, problem.dilation, strict=True)
+        ends = [slice(c.first, c.first + (k - 1) * d + 1, d) for c, k, d in rows]
+        if _staged(problem, circles):
+            columns = total.view(-1, prod(problem.weight[:2]))
+            return staged.places(columns, circles, ends).view(problem.weight)
+        shape = (*problem.weight[:2], *_frequencies(circles))
+        return _back(spectra.spectra(problem, total, shape), circles, ends)
+
+
+def _staged(problem: Problem, circles: Circles) -> bool:
+    """Say whether filters are transformed by products of matrices."""
+    lengths = [circle.length for circle in circles]
+    pays = rough.staged(lengths, problem.spans) < rough.fast(lengths)
+    return pays and not spectra.apart(problem)
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -94,8 +116,7 @@ def _dims(problem: Problem) -> list[int]:
 
 
 def _frequencies(circles: Circles) -> Sizes:
-    *others, last = (circle.length for circle in circles)
-    return (*others, last // 2 + 1)
+    return rough.frequencies([circle.length for circle in circles])
 
 
 def _spectrum(tensor: Tensor, circles: Circles) -> Tensor:
@@ -105,26 +126,30 @@ def _spectrum(tensor: Tensor, circles: Circles) -> Tensor:
     return found
 
 
-def _tiles(image: Tensor, circles: Circles) -> Tensor:
-    """Return the spectra of all tiles: [N, channels, *tiles, *frequencies]."""
-    ends = cuts(tuple(image.shape[2:]), circles)
-    padded = F.pad(image, [end for pair in reversed(ends) for end in pair])
+def _tiles(problem: Problem, image: Tensor, circles: Circles) -> Tensor:
+    """Return the spectra of all tiles."""
+    tiles = _padded(image, cuts(tuple(image.shape[2:]), circles))
     for at, circle in enumerate(circles):
-        padded = padded.unfold(2 + at, circle.length, circle.step)
-    padded = padded.contiguous()  # a transform would copy it where no meter sees it
-    return _spectrum(padded, circles)
+        tiles = tiles.unfold(2 + at, circle.length, circle.step)
+    tiles = spectra.images(problem, tiles)
+    return spectra.matrices(problem, _spectrum(tiles, circles))
 
 
-def _turned(outputs: Tensor, circles: Circles) -> Tensor:
+def _padded(image: Tensor, ends: Sequence[tuple[int, int]]) -> Tensor:
+    """Return an image with zeros at both ends of each direction, or with entries left out."""
+    if not any(end for pair in ends for end in pair):
+        return image
+    return F.pad(image, [end for pair in reversed(ends) for end in pair])
+
+
+def _turned(problem: Problem, outputs: Tensor, circles: Circles) -> Tensor:
     """Return outputs cut into tiles that do not overlap, each turned around."""
-    ends = [
-        (0, circle.count * circle.span - h)
-        for h, circle in zip(outputs.shape[2:], circles, strict=True)
-    ]
-    padded = F.pad(outputs, [end for pair in reversed(ends) for end in pair])
+    rows = zip(outputs.shape[2:], circles, strict=True)
+    ends = [(0, circle.count * circle.span - h) for h, circle in rows]
+    tiles = _padded(outputs, ends)
     for at, circle in enumerate(circles):
-        padded = padded.unfold(2 + at, circle.span, circle.span)
-    return padded.flip(list(range(-len(circles), 0)))
+        tiles = tiles.unfold(2 + at, circle.span, circle.span)
+    return spectra.images(problem, tiles.flip(_dims(problem)))
 
 
 def _apart(tensor: Tensor, steps: Sizes) -> Tensor:
@@ -139,45 +164,48 @@ def _apart(tensor: Tensor, steps: Sizes) -> Tensor:
     return wide
 
 
+def _back(product: Tensor, circles: Circles, places: Sequence[slice]) -> Tensor:
+    """Return some places of all circles, of spectra [..., *frequencies]."""
+    dims = len(circles)
+    for at, (circle, wanted) in enumerate(zip(circles, places, strict=True)):
+        if at < dims - 1:
+            product = torch.fft.ifft(product, dim=at - dims)
+        else:
+            product = product.contiguous()  # a transform would copy it where no meter sees it
+            product = torch.fft.irfft(product, n=circle.length, dim=-1)
+        inner: Any = (..., wanted, *[slice(None)] * (dims - at - 1))
+        product = product[inner]
+    return product
+
+
 def _result(
-    product: Tensor, circles: Circles, sizes: Sequence[int], steps: Sequence[int] | None
+    problem: Problem, product: Tensor, circles: Circles, sizes: Sizes, steps: Sizes
 ) -> Tensor:
-    """Return what is wanted of the places of all circles, tile after tile.
+    """Return a result [N, channels, *sizes] of the spectra of all its tiles.
 
     Args:
-        product: spectra, [rows, channels, *tiles, *frequencies].
+        problem: the kernel.
+        product: as `spectra.spectra` returns it.
         circles: of all directions.
-        sizes: of the result.
-        steps: between entries that are wanted. Default None: 1.
+        sizes: of the result in space.
+        steps: between entries that are wanted.
     """
     dims = len(circles)
-    steps = steps or [1] * dims
-    for at, (circle, size, step) in enumerate(zip(circles, sizes, steps, strict=True)):
-        dim = at - dims
-        if at < dims - 1:
-            product = torch.fft.ifft(product, dim=dim)
-        else:
-            product = product.contiguous()
-            product = torch.fft.irfft(product, n=circle.length, dim=dim)
-        places = slice(circle.first, circle.first + circle.step)
-        if circle.count == 1:
-            places = slice(circle.first, circle.first + (size - 1) * step + 1, step)
-        inner: Any = (..., places, *[slice(None)] * (dims - at - 1))
-        product = product[inner]
-    return _joined(product, circles, sizes, steps)
-
-
-def _joined(tiles: Tensor, circles: Circles, sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Return tiles [rows, channels, *tiles, *places] beside each other."""
-    dims = len(circles)
-    rows, channels = tiles.shape[:2]
-    order = [axis for at in range(dims) for axis in (2 + at, 2 + dims + at)]
-    beside = tiles.permute(0, 1, *order)
-    lengths = [tiles.shape[2 + at] * tiles.shape[2 + dims + at] for at in range(dims)]
-    whole = beside.reshape(rows, channels, *lengths)
-    places = [
-        slice(None) if circle.count == 1 else slice(0, (size - 1) * step + 1, step)
-        for circle, size, step in zip(circles, sizes, steps, strict=True)
+    rows = list(zip(circles, sizes, steps, strict=True))
+    ends = [(o - 1) * s + 1 for _, o, s in rows]
+    alone = [circle.count == 1 for circle in circles]
+    inside = [
+        slice(c.first, c.first + end, s) if one else slice(c.first, c.first + c.step)
+        for (c, _, s), end, one in zip(rows, ends, alone, strict=True)
     ]
-    inner: Any = (..., *places)
-    return whole[inner]
+    found = _back(product, circles, inside)
+    if not spectra.apart(problem):
+        found = found.permute(1, 0, 2 + dims, *range(2, 2 + dims), *range(3 + dims, 3 + 2 * dims))
+    beside = [axis for at in range(dims) for axis in (3 + at, 3 + dims + at)]
+    lengths = [found.shape[3 + at] * found.shape[3 + dims + at] for at in range(dims)]
+    whole = found.permute(0, 1, 2, *beside).reshape(len(found), -1, *lengths)
+    last: Any = tuple(
+        slice(None) if one else slice(0, end, s)
+        for (_, _, s), end, one in zip(rows, ends, alone, strict=True)
+    )
+    return whole[(..., *last)]

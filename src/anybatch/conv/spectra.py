@@ -1,122 +1,120 @@
 """Products of spectra, and the order in memory in which they are fast.
 
-Where every output channel has one input channel, spectra are multiplied as they are. Where it has
-several, there is a product of matrices for each frequency, and a library takes those one after
-another when each lies in one piece:
+Where every channel of an output has one channel of the input, spectra are multiplied as they are:
 
-    spectra of images   [N, channels, *tiles, *frequencies]     as a transform returns them
-    matrices            [groups x frequencies, N x tiles, channels of a group]
+    apart       [N, channels, *tiles, *frequencies]
+
+Where it has several, there is a product of matrices for each frequency, and a library is fast at
+these when each lies in one piece. So what is transformed is laid out in an order of which the
+transpose is that:
+
+    together    [groups, N, *tiles, channels of a group, *frequencies]   as a transform returns it
+                [frequencies, groups, N x tiles, channels of a group]    transposed as one matrix
+
+A transpose of one matrix goes by blocks, which is several times as fast as a permutation of many
+dimensions where these are powers of two.
 
 Source: Mathieu, Henaff and LeCun (2014), section 3, "transpose, then a product of matrices".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
-from anybatch.conv.problem import Problem
+from anybatch.conv.problem import Problem, Sizes
 
 
-def filters(problem: Problem, spectrum: Tensor) -> Tensor:
-    """Return the spectra of filters as `times` wants them.
+def apart(problem: Problem) -> bool:
+    """Say whether spectra are multiplied as they are."""
+    one = problem.channels == problem.groups
+    return one and (problem.kernel != "data" or problem.filters == problem.groups)
 
-    Args:
-        problem: the kernel.
-        spectrum: [F, C / groups, *frequencies].
-    """
-    if _alone(problem):
+
+def images(problem: Problem, tiles: Tensor) -> Tensor:
+    """Return tiles [N, channels, *tiles, *places] in the order of their products."""
+    if apart(problem):
+        return tiles.contiguous()
+    dims = len(problem.image)
+    grouped = _grouped(problem, tiles)
+    order = 1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims)
+    return grouped.permute(order).contiguous()
+
+
+def filters(problem: Problem, w: Tensor) -> Tensor:
+    """Return filters [F, C / groups, *places] in the order of their products."""
+    if apart(problem):
+        return w
+    grouped = w.reshape(problem.groups, -1, *w.shape[1:])
+    return grouped.transpose(1, 2).contiguous() if problem.kernel == "forward" else grouped
+
+
+def matrices(problem: Problem, spectrum: Tensor) -> Tensor:
+    """Return spectra as they are multiplied, of what `images` or `filters` has laid out."""
+    if apart(problem):
         return spectrum
-    per = problem.filters // problem.groups
-    apart = spectrum.reshape(problem.groups, per, spectrum.shape[1], -1)
-    order = (0, 3, 2, 1) if problem.kernel == "forward" else (0, 3, 1, 2)
-    return apart.permute(order).flatten(0, 1).contiguous()
+    dims = len(problem.image)
+    frequencies, columns = prod(spectrum.shape[-dims:]), spectrum.shape[-dims - 1]
+    first = spectrum.reshape(-1, frequencies).t().contiguous()
+    return first.view(frequencies * problem.groups, -1, columns)
 
 
-def times(problem: Problem, images: Tensor, shared: Tensor) -> Tensor:
-    """Return the spectra of what all filters make of images; those may be written over.
+def spectra(problem: Problem, product: Tensor, shape: Sizes) -> Tensor:
+    """Return what `matrices` was before it, of a product: so many [..., *frequencies]."""
+    if apart(problem):
+        return product.view(shape)
+    frequencies = prod(shape[-len(problem.image) :])
+    return product.view(frequencies, -1).t().contiguous().view(shape)
+
+
+def times(problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
+    """Return the product of images, which may be written over, and all filters.
 
     Args:
         problem: a forward, or a gradient of the input.
-        images: [N, channels, *tiles, *frequencies].
-        shared: as `filters` returns it.
+        one: images.
+        shared: filters.
 
     Returns:
-        [N, channels of the result, *tiles, *frequencies].
+        Matrices; or [N, groups, filters of one, *tiles, *frequencies].
     """
-    size, groups, forward = len(images), problem.groups, problem.kernel == "forward"
-    channels = problem.filters if forward else problem.channels
-    shape = (size, channels, *images.shape[2:])
-    if _alone(problem):
-        tiles, dims = [1] * len(problem.image), images.shape[2 + len(problem.image) :]
-        if problem.channels == problem.filters:
-            return images.mul_(shared.reshape(channels, *tiles, *dims))
-        found = images.unsqueeze(2) * shared.reshape(groups, -1, *tiles, *dims)
-        return found.view(shape)
-    rows = _matrices(problem, images)
-    product = torch.bmm(rows, shared)
-    return _images(product, groups, shape)
+    if not apart(problem):
+        return torch.bmm(one, shared)
+    ones = [1] * len(problem.image)
+    per = problem.filters // problem.groups
+    windows = shared.reshape(problem.groups, per, *ones, *shared.shape[2:])
+    grouped = one.unsqueeze(2)
+    return grouped.mul_(windows) if per == 1 else grouped * windows
 
 
-def summed(problem: Problem, total: Tensor | None, outputs: Tensor, images: Tensor) -> Tensor:
-    """Add the spectra of the filters' gradients, over all samples and tiles, to those before.
+def summed(problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+    """Add the product of outputs and images, over all samples and tiles, to those before.
 
     Args:
         problem: a gradient of the filters.
-        total: those of other samples. Default None: there are none.
-        outputs: [N, F, *tiles, *frequencies].
-        images: [N, C, *tiles, *frequencies].
+        total: of other samples. Default None: there are none.
+        dy: outputs.
+        x: images.
+
+    Returns:
+        Matrices; or [groups, filters of one, *frequencies].
     """
+    if not apart(problem):
+        rows = dy.mT
+        return torch.bmm(rows, x) if total is None else total.baddbmm_(rows, x)
     dims = len(problem.image)
-    if problem.channels == problem.groups:
-        per = problem.filters // problem.groups
-        places = outputs.shape[2 + dims :]
-        ys = outputs.reshape(len(outputs), problem.groups, per, -1, *places)
-        xs = images.reshape(len(images), problem.groups, 1, -1, *places)
-        for number in range(len(ys)):
-            for tile in range(ys.shape[3]):
-                y, x = ys[number, :, :, tile], xs[number, :, :, tile]
-                total = y * x if total is None else total.addcmul_(y, x)
-        assert total is not None
-        return total
-    ys, xs = _matrices(problem, outputs).mT, _matrices(problem, images)
-    return torch.bmm(ys, xs) if total is None else total.baddbmm_(ys, xs)
+    ys = _grouped(problem, dy).flatten(3, 2 + dims)
+    xs = x.unsqueeze(2).flatten(3, 2 + dims)
+    for number in range(len(ys)):
+        for tile in range(ys.shape[3]):
+            y, image = ys[number, :, :, tile], xs[number, :, :, tile]
+            total = y * image if total is None else total.addcmul_(y, image)
+    assert total is not None
+    return total
 
 
-def gradients(problem: Problem, total: Tensor, frequencies: Sequence[int]) -> Tensor:
-    """Return the spectra of gradients as those of filters: [F, C / groups, *tiles, *frequencies].
-
-    There is one tile in each direction.
-    """
-    ones = [1] * len(problem.image)
-    per = problem.channels // problem.groups
-    if problem.channels == problem.groups:
-        return total.reshape(problem.filters, per, *ones, *frequencies)
-    apart = total.view(problem.groups, prod(frequencies), -1, per).permute(0, 2, 3, 1)
-    return apart.reshape(problem.filters, per, *ones, *frequencies)
-
-
-def _alone(problem: Problem) -> bool:
-    """Say whether every channel of the result has one channel that it comes from."""
-    one = problem.channels == problem.groups
-    return one if problem.kernel == "forward" else one and problem.filters == problem.groups
-
-
-def _matrices(problem: Problem, images: Tensor) -> Tensor:
-    """Return [groups x frequencies, N x tiles, channels of a group], in one piece."""
-    dims, groups = len(problem.image), problem.groups
-    size, channels = images.shape[:2]
-    tiles = prod(images.shape[2 : 2 + dims])
-    apart = images.reshape(size, groups, channels // groups, tiles, -1)
-    return apart.permute(1, 4, 0, 3, 2).reshape(-1, size * tiles, channels // groups)
-
-
-def _images(product: Tensor, groups: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the spectra of images [N, channels, *tiles, *frequencies] of such matrices."""
-    size, channels = shape[:2]
-    tiles = product.shape[1] // size
-    apart = product.view(groups, -1, size, tiles, channels // groups)
-    return apart.permute(2, 0, 4, 3, 1).reshape(shape)
+def _grouped(problem: Problem, images: Tensor) -> Tensor:
+    """Return [N, groups, channels of one, ...]."""
+    return images.reshape(len(images), problem.groups, -1, *images.shape[2:])

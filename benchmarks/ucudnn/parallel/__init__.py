@@ -1,0 +1,1 @@
+"""Convolutions measured by several processes at a time, beside one process alone."""

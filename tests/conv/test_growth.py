@@ -1,0 +1,61 @@
+"""The workspace as the system sees it: how far a process grows while a kernel is computed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MIB = 1 << 20
+
+CHILD = """
+import json, resource, sys
+import torch
+from anybatch.conv.algorithms import native
+from anybatch.conv.costs import held
+from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.execute import run
+from anybatch.conv.problem import Problem
+
+def resident(name):
+    with open("/proc/self/status") as status:
+        (line,) = [line for line in status if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+kernel, name, size = sys.argv[1], sys.argv[2], 16
+one = Problem(kernel, 32, 32, (96, 96), (15, 15), (1, 1), (7, 7), (1, 1), 32)
+best = Configuration((Part(8, name, 1.0, held(one, 8, name)),) * 2)
+operands = tuple(torch.randn(shape) for shape in one.operands(size))
+few = tuple(t[:1] if t.shape != one.weight else t for t in operands)
+strides = native(one, *few).stride()
+before = resident("VmRSS")
+with open("/proc/self/clear_refs", "w") as clear:
+    clear.write("5")
+result = run(one, best, operands, torch.empty(one.result(size)).stride())
+grown = resident("VmHWM") - before
+print(json.dumps([best.workspace, result.nbytes, grown]))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak"
+)
+@pytest.mark.parametrize("kernel", ["forward", "data", "filter"])
+@pytest.mark.parametrize("name", ["fft", "overlap_save"])
+def test_a_process_grows_by_the_result_and_the_workspace(kernel: str, name: str) -> None:
+    environment = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PATH": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", CHILD, kernel, name],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    workspace, result, grown = json.loads(ended.stdout)
+    assert workspace > 10 * MIB
+    assert 0.5 * workspace < grown <= workspace + result + 12 * MIB
