@@ -2,18 +2,16 @@
 
 Two samples pass through the network while torch's own kernels run: a kernel is the same for any
 number of samples. What is computed several times, such as the blocks of a stage, is one kernel with
-a count. Layers have their names from the order of their forwards.
+a count. Layers have numbers in the order in which the network has them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from anybatch.conv.intercept import intercepted
+from anybatch.conv.heard import CONVOLUTIONS, Hearing
 from anybatch.conv.problem import KERNELS, Problem
 from benchmarks.ucudnn.models import Network
 
@@ -41,19 +39,18 @@ def listen(network: Network, device: str = "cpu") -> list[Heard]:
     A layer whose input needs no gradient has no kernel for it, as in training.
     """
     model, x = network.make(), torch.randn(SAMPLES, *network.image, requires_grad=network.inner)
-    heard = list[Problem]()
-
-    def note(problem: Problem, *_: Any) -> None:
-        heard.append(problem)
-
-    with intercepted("cpu", note):
+    with Hearing(model) as hearing:
         model(x).sum().backward()
-    counts, names = Counter(heard), dict[Problem, str]()
-    for at, problem in enumerate((p for p in heard if p.kernel == "forward"), 1):
-        names.setdefault(problem, f"conv{at}")
+    order = [name for name, module in model.named_modules() if isinstance(module, CONVOLUTIONS)]
+    counts = {problem: count for (problem, _), count in hearing.keys.items()}
+    firsts = {
+        min(order.index(name) for name in hearing.layers(problem)): problem
+        for problem in counts
+        if problem.kernel == "forward"
+    }
     return [
-        Heard(name, replace(problem, device=device), counts[problem])
-        for first, name in names.items()
+        Heard(f"conv{at + 1}", replace(problem, device=device), counts[problem])
+        for at, first in sorted(firsts.items())
         for problem in (replace(first, kernel=kernel) for kernel in KERNELS)
-        if counts[problem]
+        if problem in counts
     ]

@@ -27,7 +27,7 @@ from PIL import Image
 from torch import nn
 
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Part, sizes
+from anybatch.conv.divide import Configuration, Part, sizes
 from anybatch.conv.problem import KERNELS, Problem
 
 SECOND = Problem("forward", 64, 192, (27, 27), (5, 5), (1, 1), (2, 2), (1, 1))
@@ -72,7 +72,17 @@ def test_the_networks_have_the_published_numbers_of_parameters() -> None:
 class Known(Costs):
     """Two algorithms: torch's at 4 seconds a sample, and one of 1 that needs 10 bytes of each."""
 
-    def parts(self, problem: Problem, size: int, policy: str, limit: int) -> list[Part]:
+    def duel(self, problem: Problem, configuration: Configuration) -> float:
+        return 0.9
+
+    def parts(
+        self,
+        problem: Problem,
+        size: int,
+        policy: str,
+        limit: int,
+        seconds: float | None = None,
+    ) -> list[Part]:
         own = [Part(n, "native", 4.0 * n, 0 if n == size else n) for n in sizes(policy, size)]
         return own + [Part(n, "fft", 1.0 * n + 1, 10 * n) for n in sizes(policy, size)]
 
@@ -95,14 +105,23 @@ def test_a_policy_chooses_from_its_own_parts_within_the_workspace() -> None:
     assert str(one.within(POWERS, 39)) == "fft@2 x 3"
 
 
-def test_what_is_hardly_faster_is_left_to_torch() -> None:
-    class Noisy(Costs):
-        def parts(self, problem: Problem, size: int, policy: str, limit: int) -> list[Part]:
-            return [Part(size, "native", 1.0, 0), Part(size, "im2col", 0.96, 5)]
+@pytest.mark.parametrize(("share", "ratio", "kept"), [(0.96, 0.1, 0), (0.8, 0.9, 1), (0.8, 1.0, 0)])
+def test_what_is_hardly_faster_or_loses_a_duel_is_left_to_torch(
+    share: float, ratio: float, kept: int
+) -> None:
+    class Noisy(Known):
+        def duel(self, problem: Problem, configuration: Configuration) -> float:
+            assert str(configuration) == "im2col@6"
+            return ratio
+
+        def parts(self, problem: Problem, size: int, *given: object) -> list[Part]:
+            return [Part(size, "native", 1.0, 0), Part(size, "im2col", share, 5)]
 
     found = [Kernel(Heard("conv1", SECOND, 1))]
     look(Noisy(), found, 6, POWERS, 1000)
-    assert [str(c) for c in found[0].fronts[POWERS]] == ["native@6"]
+    names = ["native@6", "im2col@6"][: 1 + kept]
+    assert [str(c) for c in found[0].fronts[POWERS]] == names
+    assert [str(c) for c in found[0].fronts[UNDIVIDED]] == names
 
 
 def test_wd_is_the_fastest_of_all_choices_within_the_total_and_counts_every_layer() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv.algorithms import NATIVE
+from anybatch.conv.chooser import divided
 from benchmarks.environment import environment
 from benchmarks.modes import in_both_modes
 from benchmarks.results import console, write
@@ -96,7 +96,7 @@ def compared(step: Step, cache: Path, rounds: int) -> Found:
         "choosing": choosing,
         "error": (gap / whole) ** 0.5,
         "kernels": len(found.chosen),
-        "divided": sum(str(c) != f"{NATIVE}@{c.size}" for c in found.configurations),
+        "divided": sum(map(divided, found.configurations)),
     }
 
 

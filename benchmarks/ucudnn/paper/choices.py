@@ -5,8 +5,9 @@ Every policy reads the same measurements, so what is compared are choices alone:
     undivided   parts of all samples      powerOfTwo   1, 2, 4, ... and all      all   every number
     WR   each kernel within a workspace of its own      WD   all kernels within one total
 
-A choice other than torch's kernel counts where it takes at most 0.95 of that, as in the library:
-the least of many noisy figures is always a little less.
+As in the library, a choice other than torch's kernel counts where it takes at most 0.95 of that:
+the least of many noisy figures is always a little less. And where the best is not twice as fast, it
+must win a duel, run in turns with torch's, or nothing that is not twice as fast is chosen.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from statistics import median
 from time import perf_counter
 
 from anybatch._convolutions import Policy
-from anybatch.conv.chooser import worthwhile
+from anybatch.conv.chooser import CLEAR, GAIN, worthwhile
 from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration
+from anybatch.conv.problem import Problem
 from anybatch.conv.share import share
 from benchmarks.ucudnn.listen import Heard
 
@@ -72,12 +74,25 @@ def look(costs: Costs, kernels: Sequence[Kernel], size: int, policy: str, limit:
         start = perf_counter()
         parts = costs.parts(kernel.heard.problem, size, policy, limit)
         measured = perf_counter()
-        kernel.fronts[policy] = worthwhile(parts, size, limit)
-        measuring, solving = measuring + measured - start, solving + perf_counter() - measured
-        whole = [part for part in parts if part.size == size]
-        kernel.fronts.setdefault(UNDIVIDED, worthwhile(whole, size, limit))
-        count += len(parts)
+        found = worthwhile(parts, size, limit)
+        solved = perf_counter()
+        problem = kernel.heard.problem
+        kernel.fronts[policy] = certain(costs, problem, found)
+        dueled = perf_counter()
+        whole = worthwhile([part for part in parts if part.size == size], size, limit)
+        kernel.fronts.setdefault(UNDIVIDED, certain(costs, problem, whole))
+        measuring, solving = measuring + measured - start, solving + solved - measured
+        measuring, count = measuring + dueled - solved, count + len(parts)
     return Took(measuring, solving, count)
+
+
+def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[Configuration]:
+    """Return a front without what is in doubt, where the best of it has lost a duel."""
+    own, best = found[0], found[-1]
+    clear = CLEAR * own.seconds
+    if best is own or best.seconds <= clear or costs.duel(problem, best) <= GAIN:
+        return found
+    return [own, *(c for c in found[1:] if c.seconds <= clear)]
 
 
 def each_within(kernels: Sequence[Kernel], policy: str, workspace: int) -> list[Configuration]:

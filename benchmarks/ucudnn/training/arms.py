@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv.algorithms import NATIVE
+from anybatch.conv.chooser import divided
 from benchmarks.agbn.learns.arms import MEASURES, Weights, apart
 from benchmarks.mbs.real_limit.compare import DOUBLE
 from benchmarks.ucudnn.training.tasks import Task
@@ -78,7 +78,7 @@ def train(task: Task, arm: Arm, seed: int, cache: Path, device: str) -> Found:
                 found[name].append(figure)
     found["wall"] = perf_counter() - start
     found |= {"first": taken[0], "step": median(taken)}
-    return found | {"divided": divided(convolutions)}
+    return found | {"divided": not_torchs(convolutions)}
 
 
 def tested(model: nn.Module, task: Task, device: str) -> tuple[float, float]:
@@ -95,11 +95,11 @@ def tested(model: nn.Module, task: Task, device: str) -> tuple[float, float]:
     return loss / len(task.tests[1]), right / len(task.tests[1])
 
 
-def divided(convolutions: anybatch.Convolutions | None) -> int:
+def not_torchs(convolutions: anybatch.Convolutions | None) -> int:
     """Return how many kernels are not torch's own on all samples."""
     if convolutions is None:
         return 0
-    return sum(str(c) != f"{NATIVE}@{c.size}" for c in convolutions.configurations)
+    return sum(map(divided, convolutions.configurations))
 
 
 def first_steps(
@@ -118,7 +118,7 @@ def first_steps(
                 if done == steps:
                     state = model.state_dict().items()
                     found = {k: v.clone() for k, v in state if v.is_floating_point()}
-                    return found, divided(convolutions)
+                    return found, not_torchs(convolutions)
     raise AssertionError("an epoch has steps")
 
 
