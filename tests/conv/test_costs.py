@@ -199,3 +199,10 @@ def test_a_duel_is_of_real_runs() -> None:
     one = problem("filter", 2, "padded")
     ratio = costs.duel(one, Configuration((Part(2, "native", 1.0, 0),) * 4))
     assert 0 < ratio < 1000
+
+
+def test_measuring_moves_nobodys_dice() -> None:
+    one, before = problem("forward", 1, "plain"), torch.get_rng_state()
+    parts = Costs().parts(one, 2, "powerOfTwo", LOTS)
+    costs.duel(one, Configuration((parts[0],)))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -18,10 +18,9 @@ from statistics import median
 from time import perf_counter
 
 from anybatch._convolutions import Policy
-from anybatch.conv.chooser import CLEAR, GAIN, worthwhile
+from anybatch.conv.chooser import certain, worthwhile
 from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration
-from anybatch.conv.problem import Problem
 from anybatch.conv.share import share
 from benchmarks.ucudnn.listen import Heard
 
@@ -84,15 +83,6 @@ def look(costs: Costs, kernels: Sequence[Kernel], size: int, policy: str, limit:
         measuring, solving = measuring + measured - start, solving + solved - measured
         measuring, count = measuring + dueled - solved, count + len(parts)
     return Took(measuring, solving, count)
-
-
-def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[Configuration]:
-    """Return a front without what is in doubt, where the best of it has lost a duel."""
-    own, best = found[0], found[-1]
-    clear = CLEAR * own.seconds
-    if best is own or best.seconds <= clear or costs.duel(problem, best) <= GAIN:
-        return found
-    return [own, *(c for c in found[1:] if c.seconds <= clear)]
 
 
 def each_within(kernels: Sequence[Kernel], policy: str, workspace: int) -> list[Configuration]:

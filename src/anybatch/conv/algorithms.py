@@ -30,6 +30,9 @@ from anybatch.conv.problem import Problem
 NATIVE = "native"
 """What is run where nothing else is chosen."""
 
+LARGE = 128
+"""Places of a window above which its columns are not tried: they are that much memory."""
+
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Dimensions of a tensor -> its layout with channels last; torch has none for one direction."""
 
@@ -199,7 +202,7 @@ def computed(way: Algorithm, problem: Problem, one: Tensor, other: Tensor) -> Te
 
 def candidates(problem: Problem) -> list[str]:
     """Return the names of the algorithms that can compute a kernel, `NATIVE` first."""
-    found = [NATIVE, "im2col"]
+    found = [NATIVE, "im2col"] if prod(problem.window) <= LARGE else [NATIVE]
     if problem.layout == "contiguous" and len(problem.image) + 2 in LAYOUTS:
         found.append("channels_last")
     known = ("float16", "bfloat16", "float32", "float64")

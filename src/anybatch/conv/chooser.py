@@ -200,14 +200,7 @@ class Chooser:
         return found
 
     def _choose(self, key: Key, seconds: float) -> None:
-        own, *faster = self._front(key, seconds)
-        best = faster[-1] if faster else own
-        if CLEAR * self._own[key] < best.seconds and best is not own:
-            assert self._costs is not None
-            with torch.no_grad(), untouched():
-                ratio = self._costs.duel(key[0], best)
-            best = best if ratio <= GAIN else own
-        self.found.chosen[key] = Chosen((best,), self._own[key])
+        self.found.chosen[key] = Chosen((self._front(key, seconds)[-1],), self._own[key])
 
     def _of_network(self, keys: Iterable[Key]) -> dict[Key, list[Configuration]]:
         """Return the fronts of the kernels of a network."""
@@ -224,10 +217,10 @@ class Chooser:
         limit, begin = self.found.workspace, perf_counter()
         with torch.no_grad(), untouched():
             parts = self._costs.parts(problem, size, self.found.policy, limit, seconds)
+            self._own[key] = own_of(parts, size).seconds
+            found = certain(self._costs, problem, worthwhile(parts, size, limit))
         self._left = max(0.0, self._left - (perf_counter() - begin))
-        own = own_of(parts, size)
-        self._own[key] = own.seconds
-        return worthwhile(parts, size, limit)
+        return found
 
 
 def own_of(parts: Iterable[Part], size: int) -> Part:
@@ -246,6 +239,21 @@ def worthwhile(parts: list[Part], size: int, limit: int) -> list[Configuration]:
     own = own_of(parts, size)
     faster = [c for c in front(parts, size, limit) if c.seconds <= GAIN * own.seconds]
     return [Configuration((own,)), *(c for c in faster if c.workspace > 0)]
+
+
+def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[Configuration]:
+    """Return a front without what is in doubt, where the best of it has lost a duel.
+
+    Args:
+        costs: fights duels, and remembers them.
+        problem: the kernel.
+        found: torch's own, and the front of what is faster.
+    """
+    own, best = found[0], found[-1]
+    clear = CLEAR * own.seconds
+    if best is own or best.seconds <= clear or costs.duel(problem, best) <= GAIN:
+        return found
+    return [own, *(c for c in found[1:] if c.seconds <= clear)]
 
 
 def divided(configuration: Configuration) -> bool:

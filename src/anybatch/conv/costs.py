@@ -55,6 +55,10 @@ HOPELESS = 4.0
 """Times what the best known takes for a sample, beyond which more samples are not tried."""
 
 
+ALGORITHMS_ARE = 2
+"""Raised whenever an algorithm takes other seconds or workspace than before."""
+
+
 class Tell(Protocol):
     """Is told what is measured."""
 
@@ -321,13 +325,14 @@ def machine(device: str) -> str:
     """Return what times depend on beside the kernel."""
     processor = platform.processor() or platform.machine()
     named = torch.cuda.get_device_name() if device == "cuda" else processor
-    return json.dumps([torch.__version__, device, named, torch.get_num_threads()])
+    return json.dumps([torch.__version__, device, named, torch.get_num_threads(), ALGORITHMS_ARE])
 
 
 def _made(
     problem: Problem, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    found = torch.randn(shape, device=device).to(dtype)
+    dice = torch.Generator(device).manual_seed(0)  # not the person's, which a step may draw from
+    found = torch.randn(shape, device=device, generator=dice).to(dtype)
     if problem.layout == "channels_last" and shape != problem.weight and len(shape) in LAYOUTS:
         return found.contiguous(memory_format=LAYOUTS[len(shape)])
     return found
