@@ -46,6 +46,7 @@ from benchmarks.ucudnn.kernels import rows as conv_rows
 from benchmarks.ucudnn.networks import rows as conv_networks
 from benchmarks.ucudnn.paper import rows as conv_paper
 from benchmarks.ucudnn.parallel import rows as conv_parallel
+from benchmarks.ucudnn.solver import rows as conv_solver
 from benchmarks.ucudnn.training import rows as conv_training
 
 TRAINED = ("demo", "cifar", "membrane")
@@ -101,6 +102,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_networks": ("ucudnn/networks", conv_networks.conv_networks),
     "conv_networks_summary": ("ucudnn/networks", conv_networks.conv_networks_summary),
     "conv_parallel": ("ucudnn/parallel", conv_parallel.conv_parallel),
+    "conv_solver": ("ucudnn/solver", conv_solver.conv_solver),
     "conv_training": ("ucudnn/training", conv_training.conv_training),
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
     "schedules": ("outofcore/schedules", outofcore.schedules),
@@ -144,6 +146,7 @@ TITLES = {
     "conv_paper": "u-cuDNN: the paper's tables and figures",
     "conv_networks": "u-cuDNN: whole steps of networks, within 64 MiB for each kernel",
     "conv_parallel": "u-cuDNN: several processes that measure at a time",
+    "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tests.conv.problems import KINDS, distance, problem
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch.conv import costs
 from anybatch.conv.problem import Problem
+from anybatch.conv.telling import Telling
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -288,3 +291,70 @@ def test_what_is_unusual_goes_to_torch() -> None:
         F.conv_transpose1d(torch.randn(2, 3, 5), torch.randn(3, 2, 3))
         F.conv1d(torch.randn(0, 3, 5), torch.randn(4, 3, 3))
     assert not found.chosen
+
+
+@pytest.mark.usefixtures("divided")
+def test_without_a_folder_for_it_nothing_is_kept_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "anybatch").write_text("a file where the folder should be")
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
+    x, w = torch.randn(3, 2, 9), torch.randn(4, 2, 3)
+    with pytest.warns(UserWarning, match="forgotten with this process"), anybatch.convolutions():
+        F.conv1d(x, w)
+    with (
+        pytest.raises(anybatch.StoreError, match="name another one, or give cache=False"),
+        anybatch.convolutions(cache=tmp_path / "anybatch" / "costs.sqlite"),
+    ):
+        pass
+    with anybatch.convolutions(cache=False) as found:
+        F.conv1d(x, w)
+    assert found.chosen
+
+
+@pytest.mark.usefixtures("divided")
+def test_a_file_that_breaks_is_left_and_work_goes_on(tmp_path: Path) -> None:
+    cache = tmp_path / "costs.sqlite"
+    x, w = torch.randn(3, 2, 9), torch.randn(4, 2, 3)
+    with anybatch.convolutions(cache=cache) as found:
+        cache.write_bytes(b"no data base" * 1000)
+        with pytest.warns(UserWarning, match="is not kept in .* from here on"):
+            F.conv1d(x, w)
+        F.conv1d(x[:2], w)
+    assert len(found.chosen) == 2
+
+
+def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        asked.append(name)
+        return 1.0 if name == "native" else 0.5, 100, 0.0
+
+    monkeypatch.setattr(costs, "measure", made)
+    x, w = torch.randn(4, 2, 9), torch.randn(4, 2, 3)
+    with anybatch.convolutions(seconds=0.0, cache=False) as found:
+        F.conv1d(x, w)
+        F.conv1d(x, w[:2])
+    assert asked == ["native", "native"]
+    assert [str(c) for c in found.configurations] == ["native@4", "native@4"]
+
+
+def test_what_takes_long_is_told_on_a_terminal() -> None:
+    shown = io.StringIO()
+    telling = Telling(console=Console(file=shown, force_terminal=True, width=60))
+    one = problem("forward", 2, "plain")
+    telling(one, 4, "fft")
+    assert not shown.getvalue()
+    telling._begin -= 10.0
+    telling(one, 8, "fft")
+    assert shown.getvalue().startswith("\rmeasuring convolutions, 2: forward")
+    assert len(shown.getvalue()) == 60
+    telling.over()
+    assert shown.getvalue().endswith("\r" + " " * 59 + "\r")
+    silent = io.StringIO()
+    quiet = Telling(console=Console(file=silent, width=60))
+    quiet._begin -= 10.0
+    quiet(one, 8, "fft")
+    quiet.over()
+    assert not silent.getvalue()

@@ -13,18 +13,21 @@ Source: Oyama, Ben-Nun, Hoefler and Matsuoka, u-cuDNN (2018).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
 import platformdirs
+import torch
 
 from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs
 from anybatch.conv.intercept import intercepted
 from anybatch.conv.telling import Telling
+from anybatch.errors import StoreError
 from anybatch.units import parse_bytes
 
 Policy = Literal["powerOfTwo", "all", "undivided"]
@@ -68,8 +71,8 @@ def convolutions(
         policy: which micro-batches are measured: powers of two (default), "all", or only the whole
             mini-batch ("undivided").
         cache: keep what was measured in a file, for other processes: True (default) is
-            "convolutions.sqlite" in the user's cache folder; or name one. False forgets it with the
-            context.
+            "convolutions.sqlite" in the user's cache folder, if that can be written; or name one.
+            False forgets it with the context.
         seconds: that measuring may go on for, of all kernels together; what is left out then is
             torch's. Default 300.
         progress: say what is measured on the error stream, if that is a terminal and it takes long.
@@ -99,7 +102,9 @@ def convolutions(
     chooser = chooser_of(
         given, policy=policy, cache=cache, seconds=seconds, progress=progress, shared=shared
     )
-    with intercepted("cpu", chooser):
+    with ExitStack() as stack:
+        for device in devices():
+            stack.enter_context(intercepted(device, chooser))
         yield chooser.found
 
 
@@ -120,9 +125,20 @@ def chooser_of(
     """
     if policy not in POLICIES:
         raise ValueError(f'policy must be "powerOfTwo", "all" or "undivided", and it is {policy!r}')
-    found = Convolutions(workspace, policy, shared)
-    costs = Costs(cache_file(cache), seconds=seconds, tell=Telling(on=progress))
+    found, tell = Convolutions(workspace, policy, shared), Telling(on=progress)
+    try:
+        costs = Costs(cache_file(cache), seconds=seconds, tell=tell)
+    except StoreError as error:
+        if cache is not True:
+            raise
+        warnings.warn(f"{error}. It is forgotten with this process now", stacklevel=3)
+        costs = Costs(seconds=seconds, tell=tell)
     return Chooser(found, costs, seconds)
+
+
+def devices() -> list[str]:
+    """Return the types of devices whose convolutions are computed here."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def cache_file(cache: Cache) -> Path | None:

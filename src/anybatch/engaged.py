@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch._convolutions import chooser_of
+from anybatch._convolutions import chooser_of, devices
 from anybatch._plan import Plan
 from anybatch.conv.engaged import Engaged, obeying
 from anybatch.errors import NotYetError
@@ -30,9 +30,9 @@ def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
     if workspace is None:
         return Engaged(device.type)
     given = parse_bytes(workspace, "workspace")
-    if device.type != "cpu":
+    if device.type not in devices():
         raise NotYetError(
-            f"convolutions are divided on the CPU today, and the model is on {device}: leave "
-            "workspace out"
+            f"convolutions are divided on {' and '.join(devices())} here, and the model is on "
+            f"{device}: leave workspace out"
         )
     return Engaged(device.type, chooser_of(given))

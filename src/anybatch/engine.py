@@ -89,7 +89,7 @@ class Engine:
             with the random state of rank 0, and leaves all of them with that of the whole batch.
         plan: a plan made before, which is obeyed; `memory`, `micro_batch` and `workspace` are its.
         workspace: bytes, or a text such as "64MiB", that one convolution may allocate beside its
-            operands and its result, so that it is computed by a faster algorithm; on the CPU, as
+            operands and its result, so that it is computed by a faster algorithm, as
             `anybatch.convolutions` does it. With `memory` it is counted, and kernels are measured
             between steps, never inside. Default None: convolutions are as they are, torch's or
             those of a context.
@@ -98,7 +98,7 @@ class Engine:
         LossError: `loss_fn` is None.
         ValueError: `memory`, `micro_batch`, `batchnorm`, `rng` or `workspace` is not one of what is
             said above, or `plan` comes with one that it decides.
-        NotYetError: `workspace` for a model that is not on the CPU.
+        NotYetError: `workspace` for a model that is neither on the CPU nor on CUDA.
 
     Example:
         >>> engine = anybatch.Engine(model, nn.CrossEntropyLoss(), memory="6GiB")

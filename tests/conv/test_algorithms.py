@@ -12,8 +12,8 @@ from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem
 
 from anybatch.conv.algorithms import ALGORITHMS, candidates, computed, native
 from anybatch.conv.circles import good_length, options, tiled, whole
-from anybatch.conv.costs import held
 from anybatch.conv.fourier import Fourier
+from anybatch.conv.measuring import held
 from anybatch.conv.problem import KERNELS, Problem
 from anybatch.conv.rough import rate
 

@@ -17,10 +17,11 @@ from tests.conv.problems import KINDS, bound, distance, drawn, operands, problem
 from anybatch.conv import costs
 from anybatch.conv.algorithms import candidates, native
 from anybatch.conv.chooser import Chooser, Convolutions
-from anybatch.conv.costs import Costs, held, measure
+from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration, Part, front
 from anybatch.conv.execute import run
 from anybatch.conv.fourier import Fourier
+from anybatch.conv.measuring import allocated, duel, held, machine, measure
 from anybatch.conv.problem import KERNELS, Problem
 from anybatch.meter import Meter
 
@@ -197,12 +198,29 @@ def test_a_duel_is_fought_once_and_decides_a_small_gain(
 
 def test_a_duel_is_of_real_runs() -> None:
     one = problem("filter", 2, "padded")
-    ratio = costs.duel(one, Configuration((Part(2, "native", 1.0, 0),) * 4))
+    ratio = duel(one, Configuration((Part(2, "native", 1.0, 0),) * 4))
     assert 0 < ratio < 1000
 
 
 def test_measuring_moves_nobodys_dice() -> None:
     one, before = problem("forward", 1, "plain"), torch.get_rng_state()
     parts = Costs().parts(one, 2, "powerOfTwo", LOTS)
-    costs.duel(one, Configuration((parts[0],)))
+    duel(one, Configuration((parts[0],)))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_on_cuda_the_allocator_tells_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    told = {"memory_allocated": 1000, "max_memory_allocated": 5000, "get_device_name": "a card"}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: asked.append("reset"))
+    with allocated(torch.device("cuda")) as most:
+        assert most() == 4000
+    assert asked == ["reset"]
+    with allocated(CPU) as most:
+        assert most() == 0
+    was = machine("cuda")
+    assert "a card" in was
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert machine("cuda") != was

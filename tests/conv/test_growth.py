@@ -15,9 +15,9 @@ CHILD = """
 import json, resource, sys
 import torch
 from anybatch.conv.algorithms import native
-from anybatch.conv.costs import held
 from anybatch.conv.divide import Configuration, Part
 from anybatch.conv.execute import run
+from anybatch.conv.measuring import held
 from anybatch.conv.problem import Problem
 
 def resident(name):

@@ -29,6 +29,7 @@ from anybatch.apps.options import (
     CacheOption,
     CropOption,
     DataOption,
+    DeviceOption,
     LossOption,
     MallocOption,
     MicroBatchOption,
@@ -81,6 +82,7 @@ def bench(
     crop: CropOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
+    device: DeviceOption = None,
     malloc: MallocOption = "auto",
     skip_corrupt: SkipOption = False,
 ) -> None:
@@ -94,7 +96,7 @@ def bench(
         team.refuse("bench")
         _refuse(convolutions=convolutions, seconds=seconds, processes=processes)
         console, errors = console_of(), Console(stderr=True)
-        allocated = allocate(context, malloc, "cpu", budgeted=False)
+        allocated = allocate(context, malloc, device, budgeted=False)
         errors.print(allocated, highlight=False, soft_wrap=True)
         settings = Settings(
             data=data,
@@ -110,7 +112,7 @@ def bench(
             crop=crop,
             seed=seed,
             threads=threads,
-            device="cpu",
+            device=device,
             skip_corrupt=skip_corrupt,
         )
         with seeded(seed, threads):

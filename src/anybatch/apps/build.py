@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Loss
+from anybatch._convolutions import devices as divides_on
 from anybatch.apps import allocator
 from anybatch.apps.data import Data, open_data
 from anybatch.apps.devices import find_device
@@ -64,10 +65,10 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     if settings.states not in (None, *takes(device)):
         allowed = " or ".join(takes(device))
         raise SettingsError(f"states must be {allowed} on {device.type}; got {settings.states}.")
-    if settings.workspace is not None and device.type != "cpu":
+    if settings.workspace is not None and device.type not in divides_on():
         raise SettingsError(
-            f"workspace is for convolutions on the CPU today; the device is {device.type}. Leave "
-            "it out."
+            f"workspace is for convolutions on {' and '.join(divides_on())}; the device is "
+            f"{device.type}. Leave it out."
         )
     data = open_data(settings, chosen_image_size(settings))
     recipe = choose(settings, data.task)

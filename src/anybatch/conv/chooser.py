@@ -183,7 +183,7 @@ class Chooser:
             if self._network is not None:
                 return self._of_pass(self._network, key)
             if not self._known(key):
-                if self._costs is None:
+                if self._costs is None or _captured(key[0]):
                     return None
                 if self._waiting:
                     self._noted[key] = None
@@ -221,6 +221,11 @@ class Chooser:
             found = certain(self._costs, problem, worthwhile(parts, size, limit))
         self._left = max(0.0, self._left - (perf_counter() - begin))
         return found
+
+
+def _captured(problem: Problem) -> bool:
+    """Say whether a CUDA graph is being captured, in which nothing can be measured."""
+    return problem.device == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def own_of(parts: Iterable[Part], size: int) -> Part:

@@ -1,0 +1,1 @@
+"""How long it takes to divide a network's workspace."""

@@ -1,0 +1,156 @@
+"""What an algorithm takes: seconds and bytes, of a real run on random numbers.
+
+Of the seconds of a few runs the median counts; long ones are taken as they are. Workspace is what
+the algorithm allocates, as the meter counts it, and its own result, because that is copied to where
+all samples are; of filters the sum so far is there, too. What an algorithm does once for all its
+parts is timed apart, and what it keeps of it is workspace. What a kernel allocates inside itself
+the meter does not see; on CUDA the allocator tells it.
+
+Source: u-cuDNN, section III-D.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from math import prod
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, native
+from anybatch.conv.divide import Configuration
+from anybatch.conv.execute import run
+from anybatch.conv.fourier import HALVES
+from anybatch.conv.problem import Problem
+from anybatch.meter import Meter
+
+RUNS = 3
+"""Runs of which the median counts."""
+
+DUELS = 5
+"""Turns of a duel."""
+
+LONG = 0.2
+"""Seconds after which a first run is taken as it is."""
+
+REVISION = 2
+"""Raised whenever an algorithm takes other seconds or workspace than before."""
+
+
+def held(problem: Problem, size: int, name: str) -> int:
+    """Return the bytes of workspace of one algorithm, as told without computing it.
+
+    On CUDA libraries allocate more, which only a real run shows.
+    """
+    with FakeTensorMode():
+        return _run(problem, size, name)[2]
+
+
+def measure(problem: Problem, size: int, name: str) -> tuple[float, int, float]:
+    """Return seconds, bytes of workspace and seconds of set-up of one algorithm."""
+    device = torch.device(problem.device)
+    work, setup, workspace = _run(problem, size, name)
+    once = _taken(setup, device) if ALGORITHMS[name].once else 0.0
+    return _taken(work, device), workspace, once
+
+
+def duel(problem: Problem, configuration: Configuration) -> float:
+    """Return the median of the ratios of seconds, of a configuration to torch's own kernel."""
+    dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
+    shapes = problem.operands(configuration.size)
+    one, other = (_made(problem, shape, dtype, device) for shape in shapes)
+    strides = native(problem, one, other).stride()
+    ours = partial(run, problem, configuration, (one, other), strides)
+    own = partial(native, problem, one, other)
+    pairs = [(_seconds(own, device), _seconds(ours, device)) for _ in range(DUELS)]
+    return sorted(ours / own for own, ours in pairs)[DUELS // 2]
+
+
+def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Return what it takes."""
+    _finish(device)
+    begin = perf_counter()
+    work()
+    _finish(device)
+    return perf_counter() - begin
+
+
+def _taken(work: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the median of the seconds that it takes."""
+    first = _seconds(work, device)
+    taken = [first] if first > LONG else sorted(_seconds(work, device) for _ in range(RUNS))
+    return taken[len(taken) // 2]
+
+
+def _run(
+    problem: Problem, size: int, name: str
+) -> tuple[Callable[[], Tensor], Callable[[], Tensor], int]:
+    """Run an algorithm on random numbers, as two parts where they are summed.
+
+    Returns:
+        What runs a part again, what runs its set-up, and its workspace.
+    """
+    dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
+    one, other = (_made(problem, shape, dtype, device) for shape in problem.operands(size))
+    way = ALGORITHMS[name]
+    with allocated(device) as most, Meter(device) as meter:
+        if problem.kernel == "filter":
+            total = way.add(problem, way.add(problem, None, one, other), one, other)
+            way.finish(problem, total)
+        else:
+            shared = way.shared(problem, other)
+            way.part(problem, one, shared)
+    if problem.kernel == "filter":
+        summed = 2 * prod(problem.weight) * dtype.itemsize if dtype in HALVES else 0
+        work = partial(way.add, problem, None, one, other)
+        setup = partial(way.finish, problem, total)
+        return work, setup, max(meter.peak, most()) + summed
+    work, setup = partial(way.part, problem, one, shared), partial(way.shared, problem, other)
+    return work, setup, max(meter.peak, most())
+
+
+@contextmanager
+def allocated(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Count what the allocator of a device gives in the body, its libraries' workspace included.
+
+    Yields:
+        What returns the bytes at the peak; 0 on a device whose allocator does not tell.
+    """
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield lambda: int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def machine(device: str) -> str:
+    """Return what times depend on beside the kernel."""
+    named = platform.processor() or platform.machine()
+    found = [torch.__version__, device, torch.get_num_threads(), REVISION]
+    if device == "cuda":
+        named = torch.cuda.get_device_name()
+        cudnn = torch.backends.cudnn
+        found += [cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32]
+    return json.dumps([*found, named])
+
+
+def _made(
+    problem: Problem, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    dice = torch.Generator(device).manual_seed(0)  # not the person's, which a step may draw from
+    found = torch.randn(shape, device=device, generator=dice).to(dtype)
+    if problem.layout == "channels_last" and shape != problem.weight and len(shape) in LAYOUTS:
+        return found.contiguous(memory_format=LAYOUTS[len(shape)])
+    return found
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
