@@ -33,9 +33,9 @@ TIERS = {
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
-    "outofcore.hooked spill states _states conv.spectra conv.staged conv.fourier conv.algorithms "
-    "conv.execute conv.measuring conv.search conv.costs conv.calls conv.heard conv.intercept "
-    "conv.chooser conv.engaged conv.telling conv.warm _convolutions engaged",
+    "outofcore.hooked spill states _states conv.plans conv.spectra conv.staged conv.fourier "
+    "conv.algorithms conv.execute conv.measuring conv.search conv.costs conv.calls conv.heard "
+    "conv.intercept conv.chooser conv.engaged conv.telling conv.warm _convolutions engaged",
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",

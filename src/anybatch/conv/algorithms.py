@@ -5,6 +5,7 @@
     im2col          every window as a column, and one product of matrices
     fft             products of spectra, of whole images (`anybatch.conv.fourier`)
     overlap_save    products of spectra, of tiles that overlap
+    cudnn:0, 1 ...  cuDNN's plans, on CUDA (`anybatch.conv.plans`)
 
 Each computes the same for any samples; which is fastest for how many is measured
 (`anybatch.conv.costs`). Some do a thing once for all parts of a mini-batch.
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 
 from anybatch.conv.circles import Circle, tiled, whole
 from anybatch.conv.fourier import HALVES, Fourier
+from anybatch.conv.plans import PLANS, Planned, available
 from anybatch.conv.problem import Problem
 
 NATIVE = "native"
@@ -190,6 +192,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "im2col": Plain(im2col),
     "fft": Fourier(whole),
     "overlap_save": Fourier(_smaller),
+    **{f"cudnn:{number}": Plain(Planned(number)) for number in range(PLANS)},
 }
 
 
@@ -210,4 +213,6 @@ def candidates(problem: Problem) -> list[str]:
         found.append("fft")
         if tiled(problem) is not None:
             found.append("overlap_save")
+    if problem.device == "cuda" and problem.dtype in known and available():
+        found += [f"cudnn:{number}" for number in range(PLANS)]
     return found

@@ -16,7 +16,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import prod
+from math import inf, prod
 from time import perf_counter
 
 import torch
@@ -27,6 +27,7 @@ from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, native
 from anybatch.conv.divide import Configuration
 from anybatch.conv.execute import run
 from anybatch.conv.fourier import HALVES
+from anybatch.conv.plans import NoPlanError
 from anybatch.conv.problem import Problem
 from anybatch.meter import Meter
 
@@ -53,9 +54,15 @@ def held(problem: Problem, size: int, name: str) -> int:
 
 
 def measure(problem: Problem, size: int, name: str) -> tuple[float, int, float]:
-    """Return seconds, bytes of workspace and seconds of set-up of one algorithm."""
+    """Return seconds, bytes of workspace and seconds of set-up of one algorithm.
+
+    One that there is none of takes for ever.
+    """
     device = torch.device(problem.device)
-    work, setup, workspace = _run(problem, size, name)
+    try:
+        work, setup, workspace = _run(problem, size, name)
+    except NoPlanError:
+        return inf, 0, 0.0
     once = _taken(setup, device) if ALGORITHMS[name].once else 0.0
     return _taken(work, device), workspace, once
 
