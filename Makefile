@@ -39,7 +39,9 @@ gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there i
 	$(BIN)/python -m pytest tests/gpu
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  $(BIN)/python -m benchmarks.mbs.speed.run --device cuda && \
-	  $(BIN)/python -m benchmarks.outofcore.table1.run --device cuda --cap 16GiB; \
+	  $(BIN)/python -m benchmarks.outofcore.table1.run --device cuda --cap 16GiB && \
+	  $(BIN)/python -m benchmarks.ucudnn.paper.run --device cuda --out benchmarks/ucudnn/paper/cuda && \
+	  $(BIN)/python -m benchmarks.ucudnn.networks.run --device cuda --out benchmarks/ucudnn/networks/cuda; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
 
 docs: $(READY)  ## write docs/api.md, docs/benchmarks.md and the tables of README from results files
