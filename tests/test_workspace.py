@@ -249,3 +249,40 @@ def test_kernels_are_heard_with_their_layers_and_sizes() -> None:
     assert kernels_of("aten::mm", ()) == []
     assert sizes_of(100, 32) == [32, 4]
     assert sizes_of(8, 32) == [8]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_network_that_shares_its_workspace_has_all_of_it_counted() -> None:
+    x, y = batch()
+    with anybatch.convolutions(workspace_total="100KiB"):
+        engine = anybatch.Engine(net(), LOSS, memory="700KiB", micro_batch=4)
+        for _ in range(3):
+            engine.model.zero_grad()
+            engine.backward(x, y)
+        assert engine.last is not None
+        assert owners(engine.plan)[WORKSPACE] == 100 * KIB
+        for mine, its in zip(gradients(engine.model), true(x, y), strict=True):
+            assert distance(mine, its) < 1e-5
+
+
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("memory", ["250KiB", "2MiB"])
+def test_lanes_compute_with_a_workspace_too(memory: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv1d(2, 8, 31, padding=15), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 5)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 196, 3))
+    x, y = batch()
+    exact = copy.deepcopy(model).double()
+    LOSS(exact(x.double()), y).backward()
+    engine = anybatch.Engine(model, LOSS, memory=memory, micro_batch=4, workspace="100KiB")
+    for _ in range(2):
+        model.zero_grad()
+        engine.backward(x, y)
+    for mine, its in zip(model.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        if float(its.grad.norm()) > 1e-6:  # a bias before BatchNorm has none
+            assert distance(mine.grad, its.grad) < 1e-4
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.convolutions is not None

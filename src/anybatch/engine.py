@@ -135,7 +135,7 @@ class Engine:
         adaptive = isinstance(norms, Adaptive)
         self._convolutions = engaged(self._given.device, workspace, plan)
         if self._planner is not None:
-            self._planner.convolutions = self._convolutions
+            self._planner.workspaces.engaged = self._convolutions
         self._crew = Crew(model, group, adaptive=adaptive, dice=rng == "batch", sharded=sharded)
         self._runner = Runner(self._given)
         self._arranger = Arranger(self._given, self._runner, self._crew)
@@ -328,8 +328,8 @@ class Engine:
         if now != self._facts and (facts.divided or self._plan is None):
             self._facts, decided = now, decide(facts, memory, left)
             states = None if self._plan is None else self._plan.states
-            planner = self._planner
-            convolutions = self._convolutions.record(None if planner is None else planner.kernels)
+            kernels = None if self._planner is None else self._planner.workspaces.kernels
+            convolutions = self._convolutions.record(kernels)
             self._plan = replace(decided, states=states, convolutions=convolutions)
         if loss.is_cuda:
             peak = torch.cuda.max_memory_allocated()
@@ -395,7 +395,7 @@ class Engine:
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)
-        planner.spill, planner.convolutions = self._spill, self._convolutions
+        planner.spill, planner.workspaces.engaged = self._spill, self._convolutions
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
@@ -405,7 +405,7 @@ class Engine:
                 allowed = self._arranger.allow(planner, kind, batch, modules)
             step = self._runner.step(batch, modules, before, gradients, allowed.micro_batch)
         found = decide(of_foreseen(step, allowed, leaves), allowed.memory, allowed.away)
-        return replace(found, convolutions=self._convolutions.record(planner.kernels))
+        return replace(found, convolutions=self._convolutions.record(planner.workspaces.kernels))
 
 
 BACKWARD = Engine.backward.__code__

@@ -24,18 +24,15 @@ from typing import Any
 
 import torch
 
-from anybatch._plan import Away, Plan
+from anybatch._plan import Plan
 from anybatch.asked import Asked
 from anybatch.budget import default_budget
 from anybatch.case import Case
 from anybatch.choice import even
 from anybatch.contest import InLanes, faster
-from anybatch.conv.engaged import Engaged
-from anybatch.conv.heard import sizes_of
-from anybatch.conv.network import Key
 from anybatch.depict import depict
 from anybatch.errors import BudgetError, NotExactError, NotYetError
-from anybatch.forecast import ASIDE, WORKSPACE, Forecast, total
+from anybatch.forecast import ASIDE, WORKSPACE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.leaving import Leaving
@@ -44,6 +41,7 @@ from anybatch.spill import Spill
 from anybatch.staying import Staying
 from anybatch.step_timeline import StepTimeline
 from anybatch.units import parse_bytes
+from anybatch.workspaces import Workspaces
 
 
 class Planner:
@@ -57,8 +55,7 @@ class Planner:
 
     Attributes:
         spill: where saved tensors may go.
-        convolutions: what computes them.
-        kernels: those of all kinds of batches that were planned, as far as they were heard.
+        workspaces: of convolutions.
         decided: forecasts made, and decisions of a plan that was given: each is worth a
             measurement.
     """
@@ -72,8 +69,7 @@ class Planner:
         settled: Allowed | None = None,
     ) -> None:
         self.spill = Spill()
-        self.convolutions: Engaged | None = None
-        self.kernels: set[Key] = set()
+        self.workspaces = Workspaces()
         self.budget, self.source = budget, "as given"
         self.decided = 0
         self.timed = timed
@@ -121,8 +117,10 @@ class Planner:
         found = self._allowed.get(kind)
         if found is None:
             case = cache(make_case)
-            asked = Asked(kind, case, optimizer, refuse_division, self._ready_lanes(kind, in_lanes))
-            found = self._settle(self._decide(asked), kind)
+            foreseen = partial(self._foreseen.bound, kind)
+            in_lanes = self.workspaces.before(foreseen, in_lanes)
+            found = self._decide(Asked(kind, case, optimizer, refuse_division, in_lanes))
+            found = self._settled_in(found, kind)
             self._allowed[self._foreseen.plain(kind)] = found
         return found
 
@@ -136,7 +134,8 @@ class Planner:
         if allowed is None or foreseen is None or (allowed.away and not allowed.passes):
             return None
         held = dict(allowed.memory.owners).get(WORKSPACE, 0)
-        return depict(_beside(foreseen, kind, held), allowed, kind.size)
+        more = max(0, held - foreseen.constant.get(WORKSPACE, 0))
+        return depict(_beside(foreseen, kind, more), allowed, kind.size)
 
     def learn(self, kind: Kind, peak: int, states: int) -> None:
         """Take in what a step of this kind has really held; more than predicted is added on.
@@ -231,7 +230,7 @@ class Planner:
                 budget=self.budget,
                 source=self.source,
                 confirmed=fresh,
-                ready=partial(self._ready, foreseen),
+                ready=partial(self.workspaces.ready, foreseen),
             )
             found.require(self._fixed, asked.refuse_division)
             return found
@@ -260,7 +259,7 @@ class Planner:
             source=self.source,
             spill=self.spill,
             whole=asked.whole,
-            ready=partial(self._ready, foreseen),
+            ready=partial(self.workspaces.ready, foreseen),
         )
 
     def _narrow(self, foreseen: Forecast, asked: Asked) -> Narrow:
@@ -377,58 +376,18 @@ class Planner:
         )
 
     def _beside(self, foreseen: Forecast, kind: Kind) -> Forecast:
-        """Return the forecast beside all that is not in it, the workspace of convolutions too."""
-        chooser = None if self.convolutions is None else self.convolutions.chooser
-        most = 0 if chooser is None else chooser.most
-        if most and (heard := foreseen.convolutions(1)) is not None and not heard.keys:
-            most = 0
-        return _beside(foreseen, kind, most)
+        """Return the forecast beside all that is not in it."""
+        return _beside(foreseen, kind, self.workspaces.most(foreseen))
 
-    def _ready(self, foreseen: Forecast, n: int) -> None:
-        """Choose how the convolutions of a micro-batch are computed, before it is timed."""
-        chooser = None if self.convolutions is None else self.convolutions.chooser
-        heard = None if chooser is None else foreseen.convolutions(n)
-        if chooser is not None and heard is not None:
-            chooser.choose(heard.keys)
+    def _settled_in(self, found: Allowed, kind: Kind) -> Allowed:
+        """Return how a batch is run, with the workspace that its convolutions really take."""
+        foreseen = self._foreseen.bound(kind) if self._foreseen.knows(kind) else None
 
-    def _ready_lanes(self, kind: Kind, in_lanes: InLanes) -> InLanes:
-        """Return what times lanes once their convolutions have been chosen."""
+        def beside(workspace: int) -> Forecast:
+            assert foreseen is not None
+            return _beside(foreseen, kind, workspace)
 
-        def timed(n: int, room: int | None, away: Away | None) -> float | None:
-            foreseen = self._foreseen.bound(kind)
-            if foreseen is not None:
-                self._ready(foreseen, n)
-            return in_lanes(n, room, away)
-
-        return timed
-
-    def _settle(self, found: Allowed, kind: Kind) -> Allowed:
-        """Choose how all convolutions of a step are computed, and count what they really take.
-
-        Where micro-batches wait or saved tensors leave, the whole workspace stays counted.
-        """
-        foreseen = self._foreseen.bound(kind)
-        chooser = None if self.convolutions is None else self.convolutions.chooser
-        if chooser is None:
-            return found
-        chooser.forget()  # what only planning has run
-        if foreseen is None or not self._foreseen.knows(kind):
-            return found
-        every = [foreseen.convolutions(n) for n in sizes_of(kind.size, found.micro_batch)]
-        keys = [key for heard in every if heard is not None for key in heard.keys]
-        chooser.choose(keys)
-        self.kernels.update(keys)
-        owners = dict(found.memory.owners)
-        if not keys or WORKSPACE not in owners or found.lanes or found.away is not None:
-            return found
-        used = chooser.used(keys)
-        predicted = found.memory.predicted - owners[WORKSPACE] + used
-        owners[WORKSPACE] = used
-        after = _beside(foreseen, kind, used).owners(found.micro_batch, kind.size)
-        if total(after) > predicted:  # now it is the update that holds most
-            owners, predicted = after, total(after)
-        rows = tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
-        return replace(found, memory=replace(found.memory, predicted=predicted, owners=rows))
+        return self.workspaces.settle(found, foreseen, kind.size, beside)
 
     def _pick(self, kind: Kind, cap: int) -> int:
         """Return a size up to `cap` that does as much work at once as the first one chosen did."""

@@ -44,7 +44,7 @@ TIERS = {
     "foreseen": "foreseen describe depict leaving narrow",
     "staying": "staying",
     "contest": "contest",
-    "asked": "asked",
+    "asked": "asked workspaces",
     "planner": "planner",
     "runner": "runner facts",
     "trial": "trial",
