@@ -1,8 +1,8 @@
 """The workspace of convolutions in a plan: counted before anything is known, and then as it is.
 
 Until a size has been chosen a step may take all the workspace that was given. Which kernels a size
-has is heard on fakes. They are chosen before it is timed, so its seconds are those it will have, and
-of the size that was taken the plan counts what its kernels really allocate.
+has is heard on fakes. They are chosen before it is timed, so its seconds are those it will have;
+and of the size that was taken the plan counts what its kernels really allocate.
 
     whole workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
 

@@ -133,6 +133,7 @@ def test_training_with_a_workspace_goes_on_to_the_bit(
     resume(first)
     assert same_end(first, whole)
     assert Plan.from_json((whole / "plan.json").read_text()).convolutions == plan.convolutions
+    assert (first / "timeline.png").exists()
 
 
 @pytest.mark.parametrize(

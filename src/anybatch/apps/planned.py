@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from anybatch import Engine, Plan
+from anybatch import Engine, Plan, StepTimeline
 from anybatch._plan import States
 from anybatch.apps.build import Parts
 from anybatch.apps.faults import RunFolderError, SettingsError
@@ -63,6 +63,7 @@ class Planned:
         self.plan: Plan | None = None
         self.waits = self._settings.planned
         self._made = False
+        self._step: StepTimeline | None = None
         self.engine = self._new(self._settings.micro_batch)
 
     def _new(self, micro_batch: int | None) -> Engine:
@@ -87,6 +88,10 @@ class Planned:
         """Bytes that a step may hold; None where nothing was planned."""
         memory = self.plan.memory if self.plan is not None else None
         return memory.budget if memory is not None else None
+
+    def timeline(self) -> StepTimeline | None:
+        """Return the planned step as it passes; None where nothing was foreseen."""
+        return self.engine.timeline() or self._step
 
     def text(self) -> str | None:
         """Return the plan as JSON."""
@@ -137,6 +142,7 @@ class Planned:
         if least < plan.micro_batch:
             self.engine = self._new(int(least))
             plan = self._foresee(batch)
+        self._step = self.engine.timeline()
         if plan.convolutions is not None:  # those of later steps are not to be measured
             self.engine = self._obedient(plan)
         self.plan, self.waits, self._made = plan, False, True

@@ -154,7 +154,7 @@ class Run:
         text = self.planned.text()
         assert text is not None
         self.folder.write_text("plan.json", text)
-        self.folder.draw_step(self.planned.engine.timeline())
+        self.folder.draw_step(self.planned.timeline())
 
     def all_epochs(self) -> None:
         """Train and test every epoch that is left, with a checkpoint after each."""
