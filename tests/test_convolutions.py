@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.conv import costs
+from anybatch.conv.chooser import Chooser
 from anybatch.conv.problem import Problem
 from anybatch.conv.telling import Telling
 
@@ -358,3 +359,24 @@ def test_what_takes_long_is_told_on_a_terminal() -> None:
     quiet(one, 8, "fft")
     quiet.over()
     assert not silent.getvalue()
+
+
+def test_what_is_torchs_for_ever_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "measure", lambda one, size, name: (float(name != "native"), 9, 0.0))
+    x, w = torch.randn(4, 2, 9, requires_grad=True), torch.randn(4, 2, 3, requires_grad=True)
+    asked: list[str] = []
+    ask = Chooser.__call__
+
+    def noted(self: Chooser, one: Problem, *more: Any) -> Tensor | None:
+        asked.append(one.kernel)
+        return ask(self, one, *more)
+
+    monkeypatch.setattr(Chooser, "__call__", noted)
+    with anybatch.convolutions(cache=False) as found:
+        for _ in range(3):
+            F.conv1d(x, w).sum().backward()
+        assert asked == ["forward", "data", "filter"]
+        F.conv1d(x, w, stride=2)
+        F.conv1d(x.detach(), w).sum().backward()
+        assert asked == ["forward", "data", "filter", "forward", "filter"]
+    assert len(found.chosen) == 4

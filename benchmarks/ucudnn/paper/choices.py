@@ -5,7 +5,7 @@ Every policy reads the same measurements, so what is compared are choices alone:
     undivided   parts of all samples      powerOfTwo   1, 2, 4, ... and all      all   every number
     WR   each kernel within a workspace of its own      WD   all kernels within one total
 
-As in the library, a choice other than torch's kernel counts where it takes at most 0.95 of that:
+As in the library, a choice other than torch's kernel counts where it is clearly faster than that:
 the least of many noisy figures is always a little less. And where the best is not twice as fast, it
 must win a duel, run in turns with torch's, or nothing that is not twice as fast is chosen.
 """

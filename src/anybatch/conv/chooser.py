@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,9 @@ from anybatch.conv.problem import Problem
 from anybatch.meter import within_kernel
 from anybatch.units import show_bytes
 
-GAIN = 0.95
-"""A division must take no more than this share of what torch's kernel takes."""
+GAIN = 0.9
+"""A division must take no more than this share of what torch's kernel takes: in a network whatever
+is beside a kernel costs a little more than where it is measured alone."""
 
 CLEAR = 0.5
 """The share of what torch's kernel takes below which there is no doubt about it."""
@@ -101,6 +103,9 @@ class Chooser:
         found: what is decided.
         costs: what was measured; None: nothing is measured any more.
         seconds: that measuring may go on for, of all kernels together.
+
+    Attributes:
+        left: calls that are torch's for ever, as `intercept.Kernels` marks them.
     """
 
     def __init__(self, found: Convolutions, costs: Costs | None, seconds: float) -> None:
@@ -109,6 +114,7 @@ class Chooser:
         self._waiting = 0
         self._noted: dict[Key, None] = {}
         self._own: dict[Key, float] = {}
+        self.left: set[Any] = set()
         self._network = Network(found.workspace, self._of_network) if found.shared else None
 
     def __call__(
@@ -126,6 +132,13 @@ class Chooser:
         own = prod(problem.result(size)) * first.element_size()
         with within_kernel(first.device, own + chosen.workspace):
             return run(problem, chosen, operands, strides(), bias)
+
+    def leaves(self, key: Key) -> bool:
+        """Say whether a kernel is torch's own from here on."""
+        if self._network is not None:
+            return False
+        known = self.found.chosen.get(key)
+        return self._costs is None if known is None else not divided(known.configurations[0])
 
     @property
     def most(self) -> int:

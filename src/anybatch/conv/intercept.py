@@ -43,6 +43,10 @@ _BUSY = threading.local()
 """Whether ours are at work in this thread."""
 
 
+_NOTHING: set[Any] = set()
+"""What those leave for ever who do not say."""
+
+
 @contextmanager
 def untouched() -> Iterator[None]:
     """Leave the convolutions of this thread to torch in the body."""
@@ -56,76 +60,89 @@ def untouched() -> Iterator[None]:
 class Kernels:
     """What stands in the place of torch's two kernels on one type of device.
 
+    Most calls of most networks are torch's for ever. What computes may keep a set of these, `left`,
+    and say by `leaves(problem, size)` what belongs to it; such a call costs a look into the set.
+
     Args:
         device: "cpu" or "cuda".
-        compute: computes a kernel, or leaves it.
+        last: returns what computes kernels now, if anything does.
     """
 
-    def __init__(self, device: str, compute: Compute) -> None:
+    def __init__(self, device: str, last: Callable[[], Compute | None]) -> None:
         self.key = device.upper()
         self._forward, self._backward = (get_kernel(name, self.key) for name in NAMES)
-        self._compute, self._device = compute, device
+        self._last, self._device = last, device
         self._layouts: dict[Any, tuple[int, ...]] = {}
 
     def forward(self, keys: Any, *args: Any) -> Any:
         """Stand for aten::convolution."""
         x, w, bias, stride, padding, dilation, transposed, _, groups = args
-        if not self._takes(x, w, transposed):
+        compute = None if getattr(_BUSY, "now", False) else self._last()
+        if compute is None:
             return self._forward.call_boxed(keys, *args)
-        place = stride, padding, dilation, groups
-        found = self._ours("forward", x, w, place, (x, w), bias)
+        place = tuple(stride), tuple(padding), tuple(dilation), groups
+        mark = x.shape, w.shape, x.stride(), x.dtype, place, transposed
+        left: set[Any] = getattr(compute, "left", _NOTHING)
+        if mark in left or not takes(x, w, transposed=transposed):
+            return self._forward.call_boxed(keys, *args)
+        found, forever = self._ours(compute, "forward", x, w, place, (x, w), bias)
+        if forever:
+            left.add(mark)
         return self._forward.call_boxed(keys, *args) if found is None else found
 
     def backward(self, keys: Any, *args: Any) -> Any:
         """Stand for aten::convolution_backward."""
-        (
-            dy,
-            x,
-            w,
-            bias_sizes,
-            stride,
-            padding,
-            dilation,
-            transposed,
-            output_padding,
-            groups,
-            mask,
-        ) = args
-        if not self._takes(x, w, transposed):
+        dy, x, w, _, stride, padding, dilation, transposed, _, groups, mask = args
+        compute = None if getattr(_BUSY, "now", False) else self._last()
+        if compute is None:
             return self._backward.call_boxed(keys, *args)
-        place = stride, padding, dilation, groups
-        data = self._ours("data", x, w, place, (dy, w)) if mask[0] else None
-        with within_kernel(x.device, 0 if data is None else data.nbytes):
-            filters = self._ours("filter", x, w, place, (dy, x)) if mask[1] else None
+        place = tuple(stride), tuple(padding), tuple(dilation), groups
+        mark = x.shape, w.shape, x.stride(), x.dtype, place, transposed, tuple(mask)
+        left: set[Any] = getattr(compute, "left", _NOTHING)
+        if mark in left or not takes(x, w, transposed=transposed):
+            return self._backward.call_boxed(keys, *args)
+        data, forever, filters, ever = None, True, None, True
+        if mask[0]:
+            data, forever = self._ours(compute, "data", x, w, place, (dy, w))
+        if mask[1]:
+            with within_kernel(x.device, 0 if data is None else data.nbytes):
+                filters, ever = self._ours(compute, "filter", x, w, place, (dy, x))
+        if forever and ever:
+            left.add(mark)
         if data is None and filters is None:
             return self._backward.call_boxed(keys, *args)
+        return self._joined(keys, args, data, filters)
+
+    def _joined(
+        self, keys: Any, args: Sequence[Any], data: Tensor | None, filters: Tensor | None
+    ) -> tuple[Any, Any, Any]:
+        """Return three gradients, of which torch computes what is missing."""
+        dy, mask = args[0], args[-1]
         missing = [mask[0] and data is None, mask[1] and filters is None, False]
         dx, dw, db = data, filters, None
         if any(missing):
-            more = (dy, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding)
-            own = self._backward.call_boxed(keys, *more, groups, missing)
+            own = self._backward.call_boxed(keys, *args[:-1], missing)
             dx, dw = own[0] if data is None else data, own[1] if filters is None else filters
         if mask[2]:  # torch's kernel would compute the gradient of the filters again for it
             db = dy.sum([0, *range(2, dy.dim())])
         return dx, dw, db
 
-    def _takes(self, x: Tensor, w: Tensor, transposed: bool) -> bool:  # noqa: FBT001
-        """Say whether a call may be ours: it is of that kind, and ours are not at work."""
-        return takes(x, w, transposed=transposed) and not getattr(_BUSY, "now", False)
-
     def _ours(
         self,
+        compute: Compute,
         kernel: Kernel,
         x: Tensor,
         w: Tensor,
         place: Place,
         operands: tuple[Tensor, Tensor],
         bias: Tensor | None = None,
-    ) -> Tensor | None:
-        """Return what a kernel computes where it is not left to torch."""
+    ) -> tuple[Tensor | None, bool]:
+        """Return what a kernel computes where it is not left to torch, and whether it ever is."""
         problem = problem_of(kernel, x, w, place, self._device)
         with untouched():
-            return self._compute(problem, operands, bias, partial(self._strides, problem, x, w))
+            found = compute(problem, operands, bias, partial(self._strides, problem, x, w))
+        leaves = getattr(compute, "leaves", None)
+        return found, found is None and leaves is not None and leaves((problem, len(x)))
 
     def _strides(self, problem: Problem, x: Tensor, w: Tensor) -> tuple[int, ...]:
         """Return the strides of torch's own result: those of all three tensors decide."""
@@ -162,13 +179,13 @@ class _Installed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._staying: set[str] = set()
-        self._inside: list[tuple[str, Compute]] = []
+        self._inside: tuple[tuple[str, Compute], ...] = ()
         self._libraries: dict[str, tuple[Kernels, Library]] = {}
 
     def enter(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
             self._install(entry[0])
-            self._inside.append(entry)
+            self._inside = (*self._inside, entry)
 
     def stay(self, device: str) -> None:
         with self._lock:
@@ -178,7 +195,7 @@ class _Installed:
     def _install(self, device: str) -> None:
         if device in self._libraries:
             return
-        ours = Kernels(device, partial(self._computed, device))
+        ours = Kernels(device, partial(self.last, device))
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
             library.impl(  # type: ignore[no-untyped-call]
@@ -189,20 +206,17 @@ class _Installed:
     def leave(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
             at = next(at for at, one in enumerate(self._inside) if one is entry)
-            del self._inside[at]
+            self._inside = (*self._inside[:at], *self._inside[at + 1 :])
             there = self._staying | {device for device, _ in self._inside}
             if entry[0] not in there:
                 _, library = self._libraries.pop(entry[0])
                 library._destroy()  # type: ignore[no-untyped-call]
 
-    def _computed(self, device: str, *given: Any) -> Tensor | None:
-        """Let the one who came last compute."""
-        last = self.last(device)
-        return None if last is None else last(*given)
-
     def last(self, device: str) -> Compute | None:
-        inside = [compute for kind, compute in list(self._inside) if kind == device]
-        return inside[-1] if inside else None
+        for kind, compute in reversed(self._inside):
+            if kind == device:
+                return compute
+        return None
 
 
 _INSTALLED = _Installed()
