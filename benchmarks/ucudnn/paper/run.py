@@ -5,8 +5,8 @@ measured once, by every algorithm, on micro-batches of 1, 2, 4, ... and all samp
 every number of samples, too. All tables are choices on these same measurements, in one file:
 `undivided` has parts of all samples only, `powerOfTwo` and `all` are the paper's policies, WR gives
 each kernel a workspace and WD all of them one total. A choice other than torch's kernel counts only
-where it is clearly faster than that, and where the best is not twice as fast it must win a duel, run
-in turns with torch's, as in the library. Sums are of convolutions alone. A layer whose input needs
+where it is clearly faster than that; where the best is not twice as fast it must win a duel, run in
+turns with torch's, as in the library. Sums are of convolutions alone. A layer whose input needs
 no gradient has no kernel for it, so AlexNet has 14 kernels here and 15 in the paper.
 
 On a CPU torch has a fast path for the usual layers, and they stay torch's: the tables say so. What
