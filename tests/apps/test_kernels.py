@@ -191,3 +191,48 @@ def test_several_processes_measure_into_one_file(tmp_path: Path) -> None:
     assert set(found) == set(keys)
     alone = Warming(how.path, how.policy, how.limit, how.seconds)
     assert dict(warm(keys, alone)) == found  # nothing was measured again
+
+
+def test_an_interrupt_keeps_what_was_measured(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Problem] = []
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        asked.append(one)
+        if len(set(asked)) == 3:
+            raise KeyboardInterrupt
+        return 1.0, 0, 0.0
+
+    monkeypatch.setattr(costs, "measure", made)
+    cache = tmp_path / "costs.sqlite"
+    ended = command(*BENCH, "--cache", cache)
+    assert ended.exit_code == 130
+    assert f"2 of 5 kernels were measured, and are kept in {cache}" in ended.stderr
+    last = asked[-1]
+    asked.clear()
+
+    def goes_on(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        asked.append(one)
+        return 1.0, 0, 0.0
+
+    monkeypatch.setattr(costs, "measure", goes_on)
+    assert command(*BENCH, "--cache", cache).exit_code == 0
+    assert asked[0] == last
+    assert len(set(asked)) == 3
+
+
+def test_a_file_that_is_lost_is_said_once(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "costs.sqlite"
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        cache.write_bytes(b"no data base" * 1000)
+        return 1.0, 0, 0.0
+
+    monkeypatch.setattr(costs, "measure", made)
+    ended = command(*BENCH, "--cache", cache)
+    assert ended.exit_code == 0, ended.output
+    assert ended.stdout.count("is not kept in") == 1
+    assert "Measurements are kept" not in ended.stdout

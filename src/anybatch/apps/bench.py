@@ -6,6 +6,8 @@ machines like this one.
 
 from __future__ import annotations
 
+import warnings
+
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -46,7 +48,7 @@ from anybatch.apps.options import (
     ThreadsOption,
     WorkspaceOption,
 )
-from anybatch.apps.outcome import ending
+from anybatch.apps.outcome import INTERRUPTED, ending
 from anybatch.apps.process import allocate
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
@@ -129,11 +131,14 @@ def bench(
             Costs(path)  # refuses a file that cannot be written, before anything is measured
             limit = parse_bytes(workspace or DEFAULT, "workspace")
             how = Warming(path, policy, limit, seconds, processes)
-            found = _measured(keys, how, errors)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = _measured(keys, how, errors)
         rows = rows_of({key: found[key] for key in keys}, hearing, limit)
         console.print(table_of(rows))
         console.print(summary_of(rows), highlight=False, soft_wrap=True)
-        console.print(f"Measurements are kept in {path}.", highlight=False, soft_wrap=True)
+        told = [str(one.message) for one in caught] or [f"Measurements are kept in {path}"]
+        console.print(f"{told[0]}.", highlight=False, markup=False, soft_wrap=True)
 
 
 def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[Part]]:
@@ -148,9 +153,16 @@ def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[
     found = {}
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("", total=len(keys), last="")
-        for key, parts in warm(keys, how):
-            found[key] = parts
-            bar.update(task, advance=1, last=str(key[0]))
+        try:
+            for key, parts in warm(keys, how):
+                found[key] = parts
+                bar.update(task, advance=1, last=str(key[0]))
+        except KeyboardInterrupt:
+            bar.stop()
+            done = f"{len(found)} of {len(keys)} kernels were measured"
+            text = f"interrupted: {done}, and are kept in {how.path}"
+            errors.print(text, highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(INTERRUPTED) from None
     return found
 
 

@@ -53,10 +53,10 @@ def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
         how: they are measured.
     """
     if how.processes == 1:
-        begin = perf_counter()
+        begin, costs = perf_counter(), Costs(how.path)
         for place, key in enumerate(keys):
             left = max(0.0, how.seconds - (perf_counter() - begin))
-            yield key, _measured(key, how, left / (len(keys) - place))
+            yield key, _measured(costs, key, how, left / (len(keys) - place))
         return
     share = how.seconds * how.processes / max(len(keys), 1)
     threads = torch.get_num_threads()
@@ -67,7 +67,7 @@ def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
         initargs=(threads,),
     ) as pool:
         try:
-            asked = {pool.submit(_measured, key, how, share): key for key in keys}
+            asked = {pool.submit(_alone, key, how, share): key for key in keys}
             for done in as_completed(asked):
                 yield asked[done], done.result()
         except BaseException:
@@ -75,6 +75,10 @@ def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
             raise
 
 
-def _measured(key: Key, how: Warming, seconds: float) -> list[Part]:
+def _alone(key: Key, how: Warming, seconds: float) -> list[Part]:
+    return _measured(Costs(how.path), key, how, seconds)
+
+
+def _measured(costs: Costs, key: Key, how: Warming, seconds: float) -> list[Part]:
     with torch.no_grad():
-        return Costs(how.path).parts(*key, how.policy, how.limit, seconds)
+        return costs.parts(*key, how.policy, how.limit, seconds)
