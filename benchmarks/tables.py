@@ -178,12 +178,12 @@ PICTURES = {
         ("windows.png", "speed of every window of the paper's policy"),
     ),
     "conv_paper": (
-        ("figure_1.png", "the best algorithm's workspace, and one byte less"),
+        ("figure_1.png", "the best algorithm's workspace and a byte less: the largest cliffs"),
         ("figure_9.png", "AlexNet's conv2 within 64 MiB, by policy"),
         ("figure_10.png", "networks at three workspaces, by policy"),
         ("figure_12.png", "memory of every layer, undivided and divided"),
         ("figure_13.png", "WD beside WR at equal totals"),
-        ("figure_14.png", "shares of a total"),
+        ("figure_14.png", "shares of a total, the twelve largest of each network"),
     ),
 }
 """Pictures of a table and what they show; those that are there stand below it."""

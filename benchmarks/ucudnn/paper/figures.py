@@ -27,9 +27,13 @@ COLORS = {
     "channels_last": "#56b4e9",
     "im2col": "#e69f00",
     "fft": "#009e73",
+    "overlap_save": "#d55e00",
+    "set-up": "#f0e442",
     "other": "#cc79a7",
 }
 """Of an algorithm (Okabe and Ito)."""
+MOST = 12
+"""Kernels of a figure; of more, those that show most."""
 SIDES = ("#999999", "#0072b2", "#d55e00", "#009e73")
 
 
@@ -84,6 +88,8 @@ def layer(results: Results) -> Figure | None:
                 axes.bar(at, seconds, bottom=below, color=color, edgecolor="white", width=0.7)
                 axes.text(at, below + seconds / 2, str(size), ha="center", va="center", size=7)
                 below += seconds
+            once = max(0.0, chosen["seconds"] - below)
+            axes.bar(at, once, bottom=below, color=COLORS["set-up"], edgecolor="white", width=0.7)
         _ticks(axes, [policy for policy, _ in chosen_by], f"conv2, {kernel}")
         axes.set_ylabel("seconds")
     for name, color in COLORS.items():
@@ -100,6 +106,8 @@ def cliff(results: Results) -> Figure | None:
         for row in one["cliff"]
         if "less" in row
     ]
+    rows.sort(key=lambda row: -row[1]["less"]["seconds"] / row[1]["best"]["seconds"])
+    del rows[MOST:]
     if not rows:
         return None
     figure, (axes,) = _wide(len(rows))
@@ -154,7 +162,11 @@ def shares(results: Results) -> Figure | None:
         name: [row for row in one["shares"] if row["workspace"]]
         for name, one in results["networks"].items()
     }
-    there = {name: rows for name, rows in there.items() if rows}
+    there = {
+        name: sorted(rows, key=lambda row: -row["workspace"])[:MOST]
+        for name, rows in there.items()
+        if rows
+    }
     panels = _panels(len(there))
     if panels is None:
         return None
