@@ -59,7 +59,8 @@ def convolutions(
 
     Forward, the gradient of the input and that of the filters are three kernels, chosen for each
     layer and each number of samples by measuring, when they are met for the first time; in an
-    `Engine` that has a budget, between its steps. Results are torch's up to rounding. Where nothing
+    `Engine` that has a budget, between its steps; those that share a total, when a pass of the
+    network is over. Results are torch's up to rounding. Where nothing
     is clearly faster, torch's own kernel runs.
 
     Args:

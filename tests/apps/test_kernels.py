@@ -181,7 +181,8 @@ def test_a_table_of_nothing_and_of_layers_that_are_alike() -> None:
     assert "2 s become 1.2 s (1.7 times as fast) with 5.0 MiB" in summary_of(rows)
     assert opened(draw_fronts(rows)).width > 500
     assert opened(draw_fronts([])).width > 500
-    assert rows_of({}, kernels_of(nn.Linear(2, 2), torch.randn(3, 2)), MIB) == []
+    hearing = kernels_of(nn.Linear(2, 2), torch.randn(3, 2))
+    assert rows_of({}, hearing, costs.Costs(), MIB) == []
 
 
 def test_several_processes_measure_into_one_file(tmp_path: Path) -> None:
@@ -236,3 +237,29 @@ def test_a_file_that_is_lost_is_said_once(
     assert ended.exit_code == 0, ended.output
     assert ended.stdout.count("is not kept in") == 1
     assert "Measurements are kept" not in ended.stdout
+
+
+def test_the_table_shows_what_a_duel_has_decided(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        return (0.8 if name == "fft" else 1.0) * size, costs.held(one, size, name), 0.0
+
+    fought: list[Problem] = []
+
+    def lost(one: Problem, configuration: Configuration) -> float:
+        fought.append(one)
+        return 1.5 if one.kernel == "filter" else 0.5
+
+    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(costs, "duel", lost)
+    cache = tmp_path / "costs.sqlite"
+    ended = command(*BENCH, "--cache", cache)
+    assert ended.exit_code == 0, ended.output
+    assert "3 of 5 kernels are not torch's own" in ended.stdout
+    assert len(fought) == 5
+    words = "--convolutions", "--batch-size", 8, "--workspace", "64MiB", "--memory", "200MiB"
+    ended = command("plan", *MODEL, *words, "--cache", cache)
+    assert "convolutions 3 of 5 kernels not torch's own" in ended.stdout
+    assert "3 of 5 kernels are not torch's own" in ended.stdout
+    assert len(fought) == 5  # none again

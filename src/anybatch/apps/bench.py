@@ -12,8 +12,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from anybatch._convolutions import cache_file
-from anybatch.apps.build import build, seeded
+from anybatch._convolutions import WORKSPACE, cache_file
+from anybatch.apps.build import seeded
+from anybatch.apps.explain import first_batch
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.kernels import (
     ROWS,
@@ -50,8 +51,6 @@ from anybatch.apps.options import (
 )
 from anybatch.apps.outcome import INTERRUPTED, ending
 from anybatch.apps.process import allocate
-from anybatch.apps.progress import Silent
-from anybatch.apps.reading import Reading
 from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
 from anybatch.conv.costs import Costs
@@ -59,8 +58,6 @@ from anybatch.conv.divide import Part
 from anybatch.conv.network import Key
 from anybatch.conv.warm import Warming, warm
 from anybatch.units import parse_bytes
-
-DEFAULT = "64MiB"
 
 
 def bench(
@@ -72,7 +69,7 @@ def bench(
     model: ModelOption = None,
     batch_size: BatchSizeOption = 1024,
     micro_batch: MicroBatchOption = None,
-    workspace: WorkspaceOption = DEFAULT,
+    workspace: WorkspaceOption = WORKSPACE,
     policy: PolicyOption = "powerOfTwo",
     cache: CacheOption = None,
     seconds: SecondsOption = 600.0,
@@ -118,23 +115,20 @@ def bench(
             skip_corrupt=skip_corrupt,
         )
         with seeded(seed, threads):
-            parts = build(settings)
-            reading = Reading(Silent(), skip_corrupt=skip_corrupt)
-            _, batch = next(reading.epoch(parts.loader(settings, shuffle=True), 1))
+            parts, batch = first_batch(settings)
             refuse_without_rows(batch.inputs)
-            parts.model.train()
             hearing = kernels_of(parts.model, batch.inputs)
             heard = min(ROWS, len(batch.inputs))
             keys = at_size(hearing, heard, min(micro_batch or batch_size, batch_size))
             path = cache_file(True if cache is None else cache)
             assert path is not None
-            Costs(path)  # refuses a file that cannot be written, before anything is measured
-            limit = parse_bytes(workspace or DEFAULT, "workspace")
+            costs = Costs(path)  # refuses a file that cannot be written, before all else
+            limit = parse_bytes(workspace or WORKSPACE, "workspace")
             how = Warming(path, policy, limit, seconds, processes)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 found = _measured(keys, how, errors)
-        rows = rows_of({key: found[key] for key in keys}, hearing, limit)
+                rows = rows_of({key: found[key] for key in keys}, hearing, costs, limit)
         console.print(table_of(rows))
         console.print(summary_of(rows), highlight=False, soft_wrap=True)
         told = [str(one.message) for one in caught] or [f"Measurements are kept in {path}"]

@@ -141,7 +141,7 @@ def plan(
             skip_corrupt=skip_corrupt,
         )
         with seeded(seed, threads):
-            parts, batch = _first_batch(settings)
+            parts, batch = first_batch(settings)
             refuse_to_plan(settings, parts.device)
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
             where = let_states_leave(settings, stepped)
@@ -209,7 +209,7 @@ def check(
             skip_corrupt=skip_corrupt,
         )
         with seeded(seed, threads):
-            parts, batch = _first_batch(settings)
+            parts, batch = first_batch(settings)
             report = check_gradients(parts.model, parts.loss, (batch.inputs, batch.targets))
         typer.echo(str(report))
     if not report.exact:
@@ -236,7 +236,7 @@ def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
     return NO_CHOICE if measured or fixed else UNTIMED
 
 
-def _first_batch(settings: Settings) -> tuple[Parts, Batch]:
+def first_batch(settings: Settings) -> tuple[Parts, Batch]:
     """Return the parts of a run, its model in training mode, and its first mini-batch."""
     parts = build(settings)
     reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)

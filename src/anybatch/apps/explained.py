@@ -102,7 +102,7 @@ class Explained:
         costs = Costs(cache_file(True if self.cache is None else self.cache), seconds=0)
         keys = [(Problem(**dict(one.kernel)), one.samples) for one in plan.convolutions.kernels]
         found = {key: costs.parts(*key, plan.convolutions.policy, limit) for key in keys}
-        return rows_of(found, hearing, limit, self.total)
+        return rows_of(found, hearing, costs, limit, self.total)
 
     def show(self, rows: list[Row], picture: Path | None) -> None:
         """Print the table, and draw the picture if a file was named."""

@@ -17,7 +17,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from anybatch.apps.faults import SettingsError
-from anybatch.conv.chooser import divided, own_of, worthwhile
+from anybatch.conv.chooser import certain, divided, own_of, worthwhile
+from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration, Part
 from anybatch.conv.heard import Hearing
 from anybatch.conv.network import Key
@@ -85,6 +86,7 @@ def at_size(hearing: Hearing, heard: int, size: int) -> list[Key]:
 def rows_of(
     found: Mapping[Key, Sequence[Part]],
     hearing: Hearing,
+    costs: Costs,
     limit: int,
     total: int | None = None,
 ) -> list[Row]:
@@ -93,11 +95,15 @@ def rows_of(
     Args:
         found: what was measured of them.
         hearing: knows their layers.
+        costs: knows duels, or fights them, as when kernels are run.
         limit: bytes of workspace for each.
         total: bytes for all of them together, divided so that all together are fastest. Default
             None: each has `limit`.
     """
-    fronts = {key: worthwhile(list(parts), key[1], total or limit) for key, parts in found.items()}
+    fronts = {
+        key: certain(costs, key[0], worthwhile(list(parts), key[1], total or limit))
+        for key, parts in found.items()
+    }
     chosen = [front[-1] for front in fronts.values()]
     if total is not None:
         chosen = share(list(fronts.values()), total)
