@@ -4,6 +4,7 @@ from anybatch._check import Report, check
 from anybatch._convolutions import convolutions
 from anybatch._offload import Offload, OffloadReport, offload
 from anybatch._plan import Plan
+from anybatch._profile import profile
 from anybatch._states import OffloadedStates, StatesReport, offload_states
 from anybatch.batch import LazyBatch
 from anybatch.conv.chooser import Convolutions
@@ -26,6 +27,7 @@ from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive, Plateau
 from anybatch.norm.ranks import global_batchnorm
 from anybatch.planning import plan
+from anybatch.profiling.profiled import Profile
 from anybatch.records import StepReport
 from anybatch.step_timeline import StepTimeline
 
@@ -50,6 +52,7 @@ __all__ = [
     "OffloadedStates",
     "Plan",
     "Plateau",
+    "Profile",
     "RankError",
     "Report",
     "StatesReport",
@@ -64,4 +67,5 @@ __all__ = [
     "offload",
     "offload_states",
     "plan",
+    "profile",
 ]

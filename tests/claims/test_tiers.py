@@ -23,6 +23,7 @@ TIERS = {
     "base": "errors units",
     "parts of plans": "_divisions",
     "pure": "_plan timeline choice",
+    "profiling": "profiling",
     "above": "above",
     "outofcore": "outofcore step_timeline conv",  # but for those named below
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
@@ -48,15 +49,15 @@ TIERS = {
     "planner": "planner",
     "runner": "runner facts",
     "trial": "trial",
-    "arranged": "arranged",
+    "arranged": "as_it_was arranged",
     "engine": "engine",
-    "public": "_check planning _offload",
+    "public": "_check planning _profile _offload",
     "front": "",
     "apps": "apps __main__",
 }
-LAYERED_INSIDE = {"outofcore", "ground", "offload", "apps"}
+LAYERED_INSIDE = {"outofcore", "profiling", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "parts of plans", "pure", "above", "outofcore"}
+WITHOUT_TORCH = {"base", "parts of plans", "pure", "profiling", "above", "outofcore"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 

@@ -19,6 +19,7 @@ import weakref
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Group:
 
     Attributes:
         orders: who makes steps -> its number.
+        waited: seconds of the host in which this rank has waited for collectives.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -63,6 +65,7 @@ class Group:
         gloo = "gloo" in str(dist.get_backend_config(handle))
         self.device = torch.device("cpu" if gloo else "cuda")
         self.broken = False
+        self.waited = 0.0
         self._incident = 0
         self._numbers = count(1)
         self.orders: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -150,6 +153,7 @@ class Group:
         Raises:
             RankError: a rank is gone.
         """
+        start = perf_counter()
         while True:
             try:
                 work.wait(LOOK_UP)
@@ -157,6 +161,7 @@ class Group:
                 if work.is_completed() or self._told():
                     raise self._lost(error) from error
             else:
+                self.waited += perf_counter() - start
                 return
 
     def abandon(self) -> None:

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.pool import ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import anybatch
+from anybatch import Engine, Profile
+from anybatch._profile import Clock, profile
+from anybatch.as_it_was import as_it_was
+from anybatch.modules import walk
+from anybatch.profiling.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
+
+
+class Hands:
+    """A clock that goes on where a test says so: what it shows is known to the digit."""
+
+    def __init__(self) -> None:
+        self.wall = self.core = 0.0
+
+    def on(self, wall: float, core: float = 0.0) -> None:
+        self.wall += wall
+        self.core += core
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.wall, lambda: self.core)
+
+
+class Timed(nn.Module):
+    def __init__(self, hands: Hands, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.hands, self.seconds = nn.Linear(4, 3), hands, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hands.on(self.seconds, self.seconds)
+        found: Tensor = self.inner(x)
+        return found
+
+
+class Step(torch.optim.SGD):
+    hands: Hands
+    seconds = 0.0
+
+    def step(self, closure: Any = None) -> Any:
+        self.hands.on(self.seconds, self.seconds)
+        return super().step(closure)
+
+
+class Read(Dataset[tuple[Tensor, Tensor]]):
+    """Waits 0.25 s for the storage and prepares for 0.5 s, each sample."""
+
+    def __init__(self, hands: Hands) -> None:
+        self.hands = hands
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.hands.on(0.75, 0.5)
+        return torch.ones(4), torch.tensor(index % 3)
+
+
+class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from ((torch.ones(4), torch.tensor(k % 3)) for k in range(32))
+
+
+def loop(loader_of: Any, micro_batch: int = 2) -> tuple[Hands, Profile]:
+    hands = Hands()
+    model = Timed(hands, 0.125)
+    optimizer = Step(model.parameters(), lr=0.1)
+    optimizer.hands, optimizer.seconds = hands, 0.0625
+    engine = Engine(model, F.cross_entropy, micro_batch=micro_batch)
+    return hands, profile(loader_of(hands), engine, optimizer, steps=5, clock=hands.clock)
+
+
+def test_seconds_are_those_of_the_parts_to_the_digit() -> None:
+    _, found = loop(lambda hands: DataLoader(Read(hands), batch_size=8))
+    shows = {one.name: one.shows for one in found.stages}
+    assert shows == {
+        **dict.fromkeys(STAGES, 0.0), LOAD: 8 * 0.25, PREPARE: 8 * 0.5, COMPUTE: 4 * 0.125,
+        UPDATE: 0.0625,
+    }  # fmt: skip
+    assert (found.samples, found.steps) == (8, 5)
+    assert found.overhead == (6 + 0.0625) / 0.5
+    assert found.bottleneck.name == PREPARE
+    assert "num_workers" in found.remedies[0].what or "prepare" in found.remedies[0].what
+
+
+def test_what_workers_hide_is_taken_and_does_not_show() -> None:
+    """A worker's clock is its own: this process waits for it and sees no hand move."""
+    _, found = loop(lambda hands: DataLoader(Read(hands), batch_size=8, num_workers=1))
+    load, prepare = found.stage(LOAD), found.stage(PREPARE)
+    assert (load.shows, prepare.shows) == (0.0, 0.0)
+    assert (load.takes, prepare.takes) == (8 * 0.25, 8 * 0.5)
+    assert found.overhead == 0.0625 / 0.5
+
+
+def test_any_iterable_is_a_loader_and_what_it_waits_for_is_loading() -> None:
+    def loader(hands: Hands) -> Any:
+        class Slow:
+            def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+                for _ in range(2):  # fewer than steps: it is started again
+                    hands.on(1.0, 0.25)
+                    yield torch.ones(6, 4), torch.zeros(6, dtype=torch.int64)
+
+        return Slow()
+
+    _, found = loop(loader)
+    assert (found.stage(LOAD).shows, found.stage(PREPARE).shows) == (0.75, 0.25)
+    assert found.stage(COMPUTE).shows == 3 * 0.125
+    assert "load mini-batches ahead" in found.remedies[0].what
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_sets_that_are_streams(workers: int) -> None:
+    _, found = loop(lambda _: DataLoader(Streamed(), batch_size=8, num_workers=workers))
+    assert found.samples == 8
+    assert found.stage(COMPUTE).shows == 4 * 0.125
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Return all that training has moved, with the tensors that hold it."""
+    states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [v for held in states for v in held.values() if isinstance(v, Tensor)]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    return (
+        [(id(t), t.detach().clone()) for t in tensors],
+        [sorted(held) for held in states],
+        copy.deepcopy(options),
+        torch.get_rng_state(),
+    )
+
+
+def alike(a: Any, b: Any) -> bool:
+    same = [i == j and torch.equal(x, y) for (i, x), (j, y) in zip(a[0], b[0], strict=True)]
+    return all(same) and a[1:3] == b[1:3] and torch.equal(a[3], b[3])
+
+
+def a_loop(optimizer: str, *, trained: bool) -> tuple[Any, nn.Module, Any, Engine]:
+    torch.manual_seed(0)
+    model = network()
+    opt = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
+    dice = torch.Generator().manual_seed(1)
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=dice)
+    engine = Engine(model, F.cross_entropy, micro_batch=4, optimizer=opt)
+    if trained:
+        for x, y in loader:
+            opt.zero_grad()
+            engine.backward(x, y)
+            opt.step()
+    return loader, model, opt, engine
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_nothing_is_left_behind(optimizer: str, trained: bool) -> None:
+    loader, model, opt, engine = a_loop(optimizer, trained=trained)
+    before, dice = state(model, opt), loader.generator.get_state()
+    anybatch.profile(loader, engine, opt, steps=2)
+    assert alike(before, state(model, opt))
+    assert torch.equal(dice, loader.generator.get_state())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_nothing_is_left_behind_when_it_is_interrupted(error: type[BaseException]) -> None:
+    loader, model, opt, engine = a_loop("AdamW", trained=True)
+    before = state(model, opt)
+
+    def stop(done: int, _: int) -> None:
+        if done == 2:
+            raise error
+
+    with pytest.raises(error):
+        anybatch.profile(loader, engine, opt, steps=4, progress=stop)
+    assert alike(before, state(model, opt))
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured() -> None:
+    ends = []
+    for profiled in (False, True):
+        loader, model, opt, engine = a_loop("AdamW", trained=True)
+        if profiled:
+            anybatch.profile(loader, engine, opt, steps=2)
+        for x, y in loader:
+            opt.zero_grad()
+            engine.backward(x, y)
+            opt.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_learning_rate_and_a_new_state_entry_are_put_back() -> None:
+    _, model, opt, _ = a_loop("AdamW", trained=True)
+    before = state(model, opt)
+    first = next(iter(model.parameters()))
+    with as_it_was(walk(model), model.parameters(), opt):
+        opt.param_groups[0]["lr"] = 7.0
+        opt.state[first]["seen"] = 1
+        opt.state[first]["exp_avg"] = torch.ones(1)
+        del opt.state[list(model.parameters())[-1]]
+    assert alike(before, state(model, opt))
+
+
+def test_the_plan_that_was_made_is_kept_and_tells_of_memory() -> None:
+    _, model, opt, _ = a_loop("SGD", trained=False)
+    data = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
+    engine = Engine(model, F.cross_entropy, optimizer=opt, memory="1MiB")
+    seen: list[int] = []
+    found = anybatch.profile(
+        DataLoader(data, batch_size=8), engine, opt, steps=3,
+        progress=lambda done, every: seen.append(done * 10 + every),
+    )  # fmt: skip
+    assert engine.plan is not None
+    assert seen == [13, 23, 33]
+    assert found.samples == 8
+
+
+def test_a_mini_batch_is_split_as_one_says() -> None:
+    model = nn.Linear(4, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [{"x": torch.ones(8, 4), "y": torch.zeros(8, dtype=torch.int64)}]
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    found = anybatch.profile(
+        batches, engine, opt, steps=1, split=lambda batch: (batch["x"], batch["y"])
+    )
+    assert found.samples == 8
+
+
+def test_what_cannot_be_profiled_is_refused() -> None:
+    loader, _, opt, engine = a_loop("SGD", trained=False)
+    with pytest.raises(ValueError, match="steps must be an integer of at least 1, and it is 0"):
+        anybatch.profile(loader, engine, opt, steps=0)
+    with pytest.raises(ValueError, match="loader must yield mini-batches, and it yields none"):
+        anybatch.profile([], engine, opt)
+
+
+def exchanged(_rank: int, _size: int) -> tuple[Any, bool]:
+    _, model, opt, engine = a_loop("AdamW", trained=False)
+    batches = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))]
+    before = state(model, opt)
+    found = anybatch.profile(batches, engine, opt, steps=3)
+    return found, alike(before, state(model, opt))
+
+
+def test_ranks_see_what_they_exchange() -> None:
+    with ranks(2) as pool:
+        for found, untouched in pool.run(exchanged):
+            assert untouched
+            assert found.samples == 16
+            one = found.stage(EXCHANGE)
+            assert one.shows > 0
+            assert one.takes > 0
+            assert found.stage(TRANSFER).takes == 0
