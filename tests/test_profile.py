@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import anybatch
 from anybatch import Engine, Profile
-from anybatch._profile import Clock, profile
+from anybatch._profile import profile
 from anybatch.as_it_was import as_it_was
 from anybatch.modules import walk
 from anybatch.profiling.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
+from anybatch.profiling.watched import Clock, again_and_again
 
 
 class Hands:
@@ -269,3 +270,8 @@ def test_ranks_see_what_they_exchange() -> None:
             assert one.shows > 0
             assert one.takes > 0
             assert found.stage(TRANSFER).takes == 0
+
+
+def test_the_first_mini_batch_of_an_epoch_is_told_from_the_others() -> None:
+    seen = [first for (first, _), _ in zip(again_and_again("abc"), range(7), strict=False)]
+    assert seen == [True, False, False, True, False, False, True]

@@ -1,12 +1,7 @@
 """`profile`: a real training loop, a few steps of it, and where its time goes.
 
-The loop is run as it would be, with its loader, its engine and its optimizer, and the host's clock
-is read between the parts. What loading takes while workers hide it is measured beside the loop, in
-this process: its time on a core is preparation, the rest is waiting for the storage.
-
-    wait for a mini-batch │ zero_grad, backward     │ step
-    load, prepare         │ host to device, compute │ parameter update      each until it has ended
-                          │ and what ranks exchange │
+The loop is run as it would be, with its loader, its engine and its optimizer
+(`anybatch.profiling.watched`), and everything is put back.
 
 Source: Zou et al. (the guide), sections 2.1 and 3.2: "profile the training program for a couple of
 epochs".
@@ -16,46 +11,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from statistics import median
-from time import perf_counter, thread_time
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from anybatch import tree
 from anybatch.as_it_was import as_it_was
-from anybatch.batch import count_micro_batches
 from anybatch.engine import Engine
 from anybatch.errors import NotYetError
-from anybatch.kinds import bytes_of
-from anybatch.probe import finish
-from anybatch.profiling.profiled import Passed, Profile, profiled
+from anybatch.profiling.profiled import Profile, profiled
 from anybatch.profiling.remedies import Conditions
-from anybatch.profiling.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, TRANSFER, UPDATE
+from anybatch.profiling.watched import Clock, Watched
 from anybatch.ranks.crew import several
 from anybatch.ranks.group import group_of
 
-WARM = 2
-"""Steps before the first that counts: the engine plans, workers start, kernels are chosen."""
-
-ALONE = 3
-"""Mini-batches that are loaded beside the loop, and sums that ranks make beside it."""
-
-
-class Clock(NamedTuple):
-    """Seconds: of the wall, and of this thread on a core."""
-
-    wall: Callable[[], float] = perf_counter
-    core: Callable[[], float] = thread_time
-
-
-class Loading(NamedTuple):
-    """Seconds of a mini-batch: waiting for the storage, and on a core."""
-
-    load: float
-    prepare: float
+SYSTEM = Clock()
 
 
 def profile(
@@ -66,7 +37,7 @@ def profile(
     steps: int = 20,
     split: Callable[[Any], tuple[Any, Any]] | None = None,
     progress: Callable[[int, int], None] | None = None,
-    clock: Clock = Clock(),  # noqa: B008
+    clock: Clock = SYSTEM,
 ) -> Profile:
     """Run a few steps of a training loop, and return where the time goes; nothing is trained.
 
@@ -111,7 +82,7 @@ def profile(
     leaves = {id(p): p for _, m in modules for p in m._parameters.values() if p is not None}
     leaves |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
     with _sampled_as_before(loader), as_it_was(modules, leaves.values(), optimizer):
-        watched = _Watched(loader, engine, optimizer, split or pair, clock)
+        watched = Watched(loader, engine, optimizer, split or pair, clock)
         passed = watched.pass_through(steps, progress or (lambda _done, _all: None))
     return profiled(passed, _conditions(loader, engine, optimizer, watched.exchanged))
 
@@ -123,166 +94,17 @@ def pair(batch: Any) -> tuple[Any, Any]:
     return batch, None
 
 
-class _Watched:
-    """The loop, its clock between the parts."""
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        split: Callable[[Any], tuple[Any, Any]],
-        clock: Clock,
-    ) -> None:
-        self._loader, self._engine, self._optimizer = loader, engine, optimizer
-        self._split, self._clock = split, clock
-        self._device = engine._given.device
-        self._group = group_of() if several() else None
-        self.exchanged = 0
-        """Bytes of gradients that ranks sum in a step."""
-
-    def pass_through(self, steps: int, progress: Callable[[int, int], None]) -> list[Passed]:
-        """Run the steps that do not count, then those that do."""
-        hidden = self._hidden()
-        batches = _again_and_again(self._loader)
-        for _ in range(WARM):
-            self._step(batches, hidden, None)
-        takes = self._exchange_alone()
-        found = []
-        for done in range(1, steps + 1):
-            found.append(self._step(batches, hidden, takes))
-            progress(done, steps)
-        return found
-
-    def _step(self, batches: Iterator[Any], hidden: Loading | None, alone: float | None) -> Passed:
-        wall, core = self._clock
-        start, busy = wall(), core()
-        inputs, targets = self._split(next(batches))
-        busy, loaded = core() - busy, wall()
-        waited = 0.0 if self._group is None else self._group.waited
-        self._optimizer.zero_grad()
-        self._engine.backward(inputs, targets)
-        finish(self._device)
-        computed = wall()
-        if self._group is not None:
-            waited = self._group.waited - waited
-        self._optimizer.step()
-        finish(self._device)
-        ended = wall()
-        shows = _loading(loaded - start, busy, hidden)
-        takes = {} if hidden is None else {LOAD: hidden.load, PREPARE: hidden.prepare}
-        if self._device.type == "cuda" and alone is not None:
-            first, every = self._transfer(inputs, targets)
-            shows[TRANSFER], takes[TRANSFER] = first, every
-            waited = alone
-        shows[EXCHANGE], takes[EXCHANGE] = waited, alone or 0.0
-        used = shows.get(TRANSFER, 0.0) + waited
-        shows |= {COMPUTE: max(0.0, computed - loaded - used), UPDATE: ended - computed}
-        last = self._engine.last
-        return Passed(0 if last is None else last.samples, shows, takes)
-
-    def _transfer(self, inputs: Any, targets: Any) -> tuple[float, float]:
-        """Return what copying to the GPU shows and takes: of the first micro-batch, and of all.
-
-        The others are copied while the one before them computes.
-        """
-        last = self._engine.last
-        assert last is not None
-        n, wall = last.micro_batch, self._clock.wall
-        rows = [t for _, t in tree.tensors((inputs, targets)) if t.dim()]
-        size = max((len(t) for t in rows), default=0)
-        start = wall()
-        for tensor in rows:
-            tensor[:n].to(self._device)
-        finish(self._device)
-        first = wall() - start
-        return first, first * count_micro_batches(size, n)
-
-    def _hidden(self) -> Loading | None:
-        """Return what workers take for a mini-batch, as this process takes it; None without any."""
-        loader, wall = self._loader, self._clock.wall
-        if not isinstance(loader, DataLoader) or not loader.num_workers:
-            return None
-        alone, seen = iter(_without_workers(loader)), []
-        for _ in range(ALONE):
-            start, busy = wall(), self._clock.core()
-            if next(alone, None) is None:
-                break
-            busy, spent = self._clock.core() - busy, wall() - start
-            seen.append(Loading(max(0.0, spent - busy), min(busy, spent)))
-        if not seen:
-            return None
-        return Loading(median(one.load for one in seen), median(one.prepare for one in seen))
-
-    def _exchange_alone(self) -> float | None:
-        """Return the seconds in which ranks sum as many bytes as the gradients have."""
-        if self._group is None:
-            return None
-        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
-        gradients = [p.grad for p in parameters if isinstance(p.grad, Tensor)]
-        self.exchanged = sum(bytes_of(gradient) for gradient in gradients)
-        flat = torch.zeros(max(1, self.exchanged // 4), device=self._group.device)
-        seen = []
-        for _ in range(ALONE):
-            self._group.sum(torch.zeros(1))  # all are here
-            finish(self._device)
-            start = self._clock.wall()
-            self._group.sum(flat)
-            finish(self._device)
-            seen.append(self._clock.wall() - start)
-        return median(seen)
-
-
-def _loading(waited: float, busy: float, hidden: Loading | None) -> dict[str, float]:
-    """Return what of a wait for a mini-batch is loading and what is preparation.
-
-    Of workers both are hidden by the same time, so what shows is as they are to each other.
-    """
-    if hidden is None:
-        prepare = min(busy, waited)
-        return {LOAD: waited - prepare, PREPARE: prepare}
-    every = hidden.load + hidden.prepare
-    share = hidden.load / every if every else 0.0
-    return {LOAD: share * waited, PREPARE: (1 - share) * waited}
-
-
-def _again_and_again(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield mini-batches, epoch after epoch.
-
-    Raises:
-        ValueError: there are none.
-    """
-    while True:
-        batch = None
-        for batch in loader:
-            yield batch
-        if batch is None:
-            raise ValueError("loader must yield mini-batches, and it yields none")
-
-
-def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the same mini-batches that loads in this process."""
-    common: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        common |= {"batch_size": loader.batch_size, "sampler": sampler}
-        return DataLoader(loader.dataset, **common)
-    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **common)
-
-
-class _sampled_as_before:  # noqa: N801
-    """Puts back the dice of a loader that has its own."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        found = getattr(loader, "generator", None)
-        self._dice = found if isinstance(found, torch.Generator) else None
-
-    def __enter__(self) -> None:
-        self._state = None if self._dice is None else self._dice.get_state()
-
-    def __exit__(self, *_: object) -> None:
-        if self._dice is not None and self._state is not None:
-            self._dice.set_state(self._state)
+@contextmanager
+def _sampled_as_before(loader: Iterable[Any]) -> Iterator[None]:
+    """Put back the dice of a loader that has its own."""
+    found = getattr(loader, "generator", None)
+    dice = found if isinstance(found, torch.Generator) else None
+    state = None if dice is None else dice.get_state()
+    try:
+        yield
+    finally:
+        if dice is not None and state is not None:
+            dice.set_state(state)
 
 
 def _conditions(
@@ -299,6 +121,7 @@ def _conditions(
         cores=_cores(),
         workers=None if data is None else data.num_workers,
         cuda=engine._given.device.type == "cuda",
+        persistent=data is not None and data.persistent_workers,
         pinned=data is not None and data.pin_memory,
         fused="fused" not in options or bool(options["fused"]),
         ranks=group_of().size if several() else 1,
@@ -306,6 +129,7 @@ def _conditions(
         budget=None if memory is None else memory.budget,
         times=tuple((c.micro_batch, c.seconds) for c in stays if c.seconds is not None),
         micro_batch=last.micro_batch,
+        samples=last.samples,
     )
 
 

@@ -51,6 +51,7 @@ TIERS = {
     "trial": "trial",
     "arranged": "as_it_was arranged",
     "engine": "engine",
+    "watched": "profiling.watched",
     "public": "_check planning _profile _offload",
     "front": "",
     "apps": "apps __main__",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.profiling.profiled import Passed, profiled
-from anybatch.profiling.remedies import Conditions, Remedy, remedies
+from anybatch.profiling.remedies import Conditions, Remedy, Waits, remedies
 from anybatch.profiling.stages import (
     COMPUTE,
     EXCHANGE,
@@ -92,7 +92,10 @@ def test_a_profile_of_no_step_is_refused() -> None:
 
 
 def advice(
-    conditions: Conditions, waits: tuple[float, ...] = (0.5,), **shows: float
+    conditions: Conditions,
+    waits: tuple[float, ...] = (0.5,),
+    first: tuple[float, ...] = (),
+    **shows: float,
 ) -> tuple[Remedy, ...]:
     """Return the remedies of a step of one second or more, by what it shows and what it takes."""
     names = {name.split()[-1]: name for name in STAGES} | {"load": LOAD, "prepare": PREPARE}
@@ -106,7 +109,7 @@ def advice(
         )
         for name in STAGES
     }  # fmt: skip
-    return remedies(stages, every, waits, conditions)
+    return remedies(stages, every, Waits(first, waits), conditions)
 
 
 def orders(found: tuple[Remedy, ...]) -> list[str]:
@@ -135,6 +138,10 @@ def test_bursts_ask_for_prefetching_and_a_bare_loop_for_a_loader() -> None:
         "a larger prefetch_factor in the DataLoader"
     ]
     assert advice(now, (0.1, 0.1, 0.1), **shows) == ()
+    assert orders(advice(now, (0.1, 0.1), (0.9,), **shows)) == [
+        "persistent_workers=True in the DataLoader"
+    ]
+    assert advice(replace(now, persistent=True), (0.1, 0.1), (0.9,), **shows) == ()
     bare = orders(advice(Conditions(cores=8), load=0.5, computing=0.5))
     assert bare[0].startswith("load mini-batches ahead")
 
@@ -162,7 +169,7 @@ def test_a_remedy_needs_its_condition_and_a_few_percent(
         stages = {
             n: Stage(n, shows.get(n, 0.0), shows.get(n, 0.0), shows.get(n, 0.0)) for n in STAGES
         }
-        return orders(remedies(stages, 1.0, [0.0], now))
+        return orders(remedies(stages, 1.0, Waits((), (0.0,)), now))
 
     found = told(0.2, conditions)
     assert ([order] if order else []) == [o for o in [order] if found and o and o in found[0]]
@@ -173,11 +180,17 @@ def test_a_remedy_needs_its_condition_and_a_few_percent(
 
 def test_more_memory_where_the_largest_that_fits_is_the_fastest() -> None:
     now = Conditions(
-        cores=8, workers=4, budget=1 << 20, times=((8, 2.0), (4, 3.0), (2, 5.0)), micro_batch=8
+        cores=8,
+        workers=4,
+        budget=1 << 20,
+        times=((8, 2.0), (4, 3.0), (2, 5.0)),
+        micro_batch=8,
+        samples=64,
     )
     (found,) = advice(now, computing=2.0)
     assert found.what == "more memory for larger micro-batches"
     assert found.gain == pytest.approx(1 / 3)
     assert advice(replace(now, micro_batch=4), computing=2.0) == ()
+    assert advice(replace(now, samples=8), computing=2.0) == ()  # there are no larger ones
     assert advice(replace(now, budget=None), computing=2.0) == ()
     assert advice(replace(now, times=((8, 2.9), (4, 3.0))), computing=2.0) == ()

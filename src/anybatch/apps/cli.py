@@ -1,4 +1,4 @@
-"""The command `anybatch`: train, plan, and check.
+"""The command `anybatch`: train, plan, check, profile and bench.
 
 typer reads the options; everything they do is in `train` and in the library, and how a command ends
 is in `outcome`.
@@ -63,6 +63,7 @@ from anybatch.apps.options import (
 )
 from anybatch.apps.outcome import ending, summary_table
 from anybatch.apps.process import allocate
+from anybatch.apps.profiled import profile
 from anybatch.apps.progress import make_progress
 from anybatch.apps.saved_run import SavedRun
 from anybatch.apps.settings import Settings, parse_image_size
@@ -214,6 +215,7 @@ def train(
 
 
 app.command()(plan)
+app.command()(profile)
 app.command()(bench)
 app.command()(check)
 

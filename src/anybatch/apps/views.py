@@ -226,6 +226,11 @@ class Loader:
     def __len__(self) -> int:
         return len(self.order)
 
+    @property
+    def torch(self) -> DataLoader[View | Unreadable]:
+        """Torch's own loader, at the epoch that was asked for last."""
+        return self._loader
+
     def epoch(self, number: int, skip: int = 0) -> Iterator[Batch]:
         """Yield the mini-batches of epoch `number` but the first `skip`, which are not read."""
         self.order.epoch, self.order.start = number, skip

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from anybatch.profiling.remedies import Conditions, Remedy, remedies
+from anybatch.profiling.remedies import Conditions, Remedy, Waits, remedies
 from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, STAGES, Stage
 from anybatch.units import show_samples
 
@@ -37,11 +37,13 @@ class Passed:
         samples: of the mini-batch.
         shows: stage -> seconds that the loop waited for it; a stage that is not there took none.
         takes: stage -> seconds of work, wherever it was done, where that is more than shows.
+        first: of an epoch.
     """
 
     samples: int
     shows: dict[str, float]
     takes: dict[str, float]
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,13 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
         overhead=float(_overhead(shows.sum(axis=0))),
         interval=_interval(shows, seed),
     )
-    waits = shows[:, [STAGES.index(LOAD), STAGES.index(PREPARE)]].sum(axis=1)
+    waited = [one.shows.get(LOAD, 0.0) + one.shows.get(PREPARE, 0.0) for one in passed]
+    waits = Waits(
+        tuple(w for w, one in zip(waited, passed, strict=True) if one.first),
+        tuple(w for w, one in zip(waited, passed, strict=True) if not one.first),
+    )
     seen = {one.name: one for one in stages}
-    return replace(found, remedies=remedies(seen, found.seconds, waits.tolist(), conditions))
+    return replace(found, remedies=remedies(seen, found.seconds, waits, conditions))
 
 
 def _interval(shows: np.ndarray, seed: int) -> tuple[float, float]:

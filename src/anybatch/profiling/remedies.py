@@ -10,10 +10,11 @@ Source: Zou et al. (the guide), sections 3.2 and 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
+from typing import NamedTuple
 
 from anybatch.profiling.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, TRANSFER, UPDATE, Stage
 from anybatch.units import show_bytes, show_samples
@@ -33,6 +34,7 @@ class Conditions:
         cores: CPUs that this process may use.
         workers: processes that load; None where the loader is no DataLoader.
         cuda: the model is on a GPU.
+        persistent: they live longer than an epoch.
         pinned: the loader hands out page-locked memory.
         fused: the optimizer updates in one kernel, or has no such kernel.
         ranks: processes that train together.
@@ -40,10 +42,12 @@ class Conditions:
         budget: bytes a step may hold; None where nothing was planned.
         times: samples in a micro-batch -> seconds of a step, of those that fit and were timed.
         micro_batch: samples, as is run.
+        samples: of a mini-batch.
     """
 
     cores: int
     workers: int | None = None
+    persistent: bool = False
     cuda: bool = False
     pinned: bool = False
     fused: bool = True
@@ -52,6 +56,19 @@ class Conditions:
     budget: int | None = None
     times: tuple[tuple[int, float], ...] = ()
     micro_batch: int = 0
+    samples: int = 0
+
+
+class Waits(NamedTuple):
+    """Seconds that steps have waited for their mini-batches.
+
+    Attributes:
+        first: of the first ones of an epoch.
+        later: of the others.
+    """
+
+    first: tuple[float, ...]
+    later: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -73,14 +90,14 @@ class Remedy:
 
 
 def remedies(
-    stages: Mapping[str, Stage], seconds: float, waits: Sequence[float], conditions: Conditions
+    stages: Mapping[str, Stage], seconds: float, waits: Waits, conditions: Conditions
 ) -> tuple[Remedy, ...]:
     """Return what would make the loop faster, the largest gain first.
 
     Args:
         stages: what each of the seven steps takes and shows.
         seconds: of a step, median.
-        waits: seconds that each step has waited for its mini-batch.
+        waits: of each step for its mini-batch.
         conditions: of the loop.
     """
     if seconds <= 0:
@@ -97,7 +114,7 @@ def remedies(
 
 
 def _loading(
-    stages: Mapping[str, Stage], seconds: float, waits: Sequence[float], now: Conditions
+    stages: Mapping[str, Stage], seconds: float, waits: Waits, now: Conditions
 ) -> Iterator[Remedy]:
     load, prepare = stages[LOAD], stages[PREPARE]
     shows, takes = load.share + prepare.share, load.takes + prepare.takes
@@ -121,12 +138,26 @@ def _loading(
         if prepare.takes >= load.takes:
             what = "prepare samples once and keep them, or make them smaller"
         yield Remedy(what, f"{told}: {needed} workers, and there are {now.cores} cores", shows)
-    elif waits and max(waits) > BURST * median(waits):
+    else:
+        enough = f"{told}, so workers={now.workers} is enough, but "
+        yield from _late(waits, seconds, enough, persistent=now.persistent)
+
+
+def _late(waits: Waits, seconds: float, enough: str, *, persistent: bool) -> Iterator[Remedy]:
+    """Advise where workers are fast enough and some mini-batches come late all the same."""
+    usual = median(waits.later or waits.first)
+    every = seconds * (len(waits.first) + len(waits.later))
+    if waits.first and not persistent:
+        yield Remedy(
+            "persistent_workers=True in the DataLoader",
+            f"{enough}the first mini-batch of an epoch comes after {median(waits.first):.3g} s",
+            sum(max(0.0, wait - usual) for wait in waits.first) / every,
+        )
+    if waits.later and max(waits.later) > BURST * usual:
         yield Remedy(
             "a larger prefetch_factor in the DataLoader",
-            f"{told}, so {now.workers} workers are enough, but some mini-batches come late: "
-            f"{max(waits):.3g} s where the median is {median(waits):.3g} s",
-            shows,
+            f"{enough}some come late: {max(waits.later):.3g} s where the median is {usual:.3g} s",
+            sum(wait - usual for wait in waits.later if wait > BURST * usual) / every,
         )
 
 
@@ -162,6 +193,8 @@ def _memory(stage: Stage, now: Conditions) -> Iterator[Remedy]:
     """Advise more memory where the largest micro-batch that fits is the fastest by far."""
     times = sorted(now.times)
     if now.budget is None or len(times) < 2 or times[-1][0] != now.micro_batch:
+        return
+    if now.micro_batch >= now.samples:
         return
     (below, slower), (n, fastest) = times[-2:]
     gain = 1 - fastest / slower
