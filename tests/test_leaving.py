@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan, StoreError
-from anybatch._plan import Away, Memory
+from anybatch._memory import Memory
+from anybatch._plan import Away
 from anybatch.meter import Meter
 from anybatch.outofcore import execute
 from anybatch.spill import require_place

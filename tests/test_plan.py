@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from anybatch import Plan
-from anybatch._plan import Away, Candidate, Facts, Memory, decide
+from anybatch._memory import Candidate, Memory
+from anybatch._pace import Pace, show_seconds
+from anybatch._plan import Away, Facts, decide
 
 FACTS = Facts(
     micro_batch=64,
@@ -90,8 +92,8 @@ def test_a_plan_says_which_candidates_leave_and_what_was_faster() -> None:
     memory = of_memory(*sorted((*HERE, *AWAY), key=lambda one: one.micro_batch))
     text = str(decide(replace(FACTS, micro_batch=16), memory, LEFT))
     rows = [
-        "4        50 B                3   200 % slower",
-        "8        90 B                2   100 % slower",
+        "4        50 B                3   runner-up: 200 % slower",
+        "8        90 B                2   runner-up: 100 % slower",
         "16       180 B                -   does not fit: 80 B too much",
         "16        99 B                1   saved tensors away; chosen: the fastest timed",
         "32       100 B                4   saved tensors away; 300 % slower",
@@ -102,7 +104,7 @@ def test_a_plan_says_which_candidates_leave_and_what_was_faster() -> None:
     stays = str(
         decide(replace(FACTS, micro_batch=8), of_memory(*HERE, replace(AWAY[0], seconds=3)))
     )
-    assert "16        99 B                3   saved tensors away; 50 % slower" in stays
+    assert "16        99 B                3   saved tensors away; runner-up: 50 % slower" in stays
     assert "8        90 B                2   chosen: the fastest timed" in stays
     assert "a step takes 3 s in micro-batches of 16 with saved tensors away" in stays
     assert "away" not in str(decide(replace(FACTS, micro_batch=8), of_memory(*HERE)))
@@ -118,3 +120,32 @@ def test_a_plan_of_before_candidates_said_what_leaves_loads(
         del one["away"]
     assert Plan.from_json(json.dumps(old)) == plan == Plan.from_json(plan.to_json())
     assert "saved tensors away;" not in str(plan)
+
+
+def test_two_runners_up_are_those_that_lost_by_least() -> None:
+    every = tuple(Candidate(n, 50, 1.0 + abs(n - 6)) for n in (2, 3, 5, 6, 8, 11))
+    text = str(decide(replace(FACTS, micro_batch=6), of_memory(*every, Candidate(16, 60))))
+    rows = [row for row in text.splitlines() if "slower" in row or "chosen" in row]
+    said = {int(row.split()[0]): "runner-up" in row for row in rows}
+    assert said == {2: False, 3: False, 5: True, 6: False, 8: True, 11: False}
+    untimed = str(decide(replace(FACTS, micro_batch=16), of_memory(*every, Candidate(16, 60))))
+    assert "runner-up" not in untimed
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.041234, "0.0412 s"), (99.5, "99.5 s"), (360, "6 min"), (7200, "2 h"), (5994, "99.9 min")],
+)
+def test_seconds_are_shown_in_a_unit_that_a_person_would_use(seconds: float, shown: str) -> None:
+    assert show_seconds(seconds) == shown
+
+
+def test_a_pace_is_told_and_goes_through_json() -> None:
+    pace = Pace(0.5, (0.25, 1.0), 4, 0.125, epoch=240)
+    plan = replace(decide(FACTS), pace=pace)
+    assert Plan.from_json(plan.to_json()) == plan
+    lines = str(plan).splitlines()
+    (at,) = [k for k, line in enumerate(lines) if line.startswith("  time ")]
+    assert lines[at].endswith("0.5 s (0.25 s to 1 s) a step, of 4 steps of the real loop")
+    assert lines[at + 1].strip() == "2 min (60 s to 4 min) an epoch of 240 steps"
+    assert pace.of(3) == (1.5, 0.75, 3.0)

@@ -10,7 +10,7 @@ import torch
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch, Plan
@@ -165,3 +165,34 @@ def test_a_batch_that_the_engine_would_refuse_is_refused() -> None:
     x, y = rows()
     with pytest.raises(anybatch.BatchError):
         anybatch.plan(mlp(), F.cross_entropy, (x, y[:-1]), memory="1MiB")
+
+
+def test_a_plan_with_a_loader_tells_the_pace_of_whole_steps() -> None:
+    model, (x, y) = mlp(), rows()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(x, y), batch_size=16)
+    before, dice = snapshot(model), torch.get_rng_state()
+    plan = anybatch.plan(
+        model, F.cross_entropy, (x[:16], y[:16]), memory="12KiB", optimizer=optimizer, loader=loader
+    )
+    assert plan.pace is not None
+    assert plan.pace.epoch == 3
+    low, high = plan.pace.interval
+    assert 0 < low <= plan.pace.seconds <= high
+    assert "a step, of" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert same(before, snapshot(model))
+    assert torch.equal(dice, torch.get_rng_state())
+    assert not optimizer.state
+    Engine(model, F.cross_entropy, plan=plan).backward(x[:16], y[:16])
+
+
+def test_a_loader_needs_an_optimizer_that_is_here() -> None:
+    model, batch = mlp(), rows()
+    with pytest.raises(ValueError, match="no optimizer that takes them: give optimizer="):
+        anybatch.plan(model, F.cross_entropy, batch, loader=[batch])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(anybatch.NotYetError, match="leave loader or states out"):
+        anybatch.plan(
+            model, F.cross_entropy, batch, optimizer=optimizer, states="file", loader=[batch]
+        )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from anybatch._plan import Facts, Memory, decide
+from anybatch._memory import Memory
+from anybatch._plan import Facts, decide
 from anybatch.apps import process
 from anybatch.segments import SETTING, segments_of
 

@@ -7,57 +7,13 @@ torch, so a decision can be tested, stored beside a run, and explained like a da
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from anybatch._divisions import Divisions
+from anybatch._memory import Memory, check_count, explain, memory_of
+from anybatch._pace import Pace
 from anybatch.units import show_bytes
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A micro-batch that was considered.
-
-    Attributes:
-        micro_batch: samples.
-        peak_bytes: what a step with it holds at most, predicted.
-        seconds: of a whole step, from its timed micro-batches; None where it was not timed.
-        away: its saved tensors leave, as far as they do not fit. Default False.
-    """
-
-    micro_batch: int
-    peak_bytes: int
-    seconds: float | None = None
-    away: bool = False
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a plan knows of memory; all of it in bytes.
-
-    Attributes:
-        budget: the most a step may hold.
-        source: where the budget comes from.
-        predicted: what a step holds at its peak.
-        owners: who holds it at the peak, ``(name, bytes)``, the largest first.
-        floor: what a step holds at least, with micro-batches of one sample.
-        whole: what the undivided batch would hold.
-        how: how it was predicted.
-        candidates: the micro-batches that were considered, by size.
-        room: what waiting micro-batches may hold on the device, where they wait for each other;
-            None where all of it may stay.
-    """
-
-    budget: int
-    source: str
-    predicted: int
-    owners: tuple[tuple[str, int], ...]
-    floor: int
-    whole: int
-    how: str
-    candidates: tuple[Candidate, ...] = ()
-    room: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +135,7 @@ class Plan:
         states: where the optimizer's state waits; None where it stays in memory.
         offload: which saved tensors leave; None where all of them stay.
         convolutions: how they are computed; None where all are torch's own.
+        pace: how fast it is; None where no steps of a loop were measured.
     """
 
     micro_batch: int
@@ -191,6 +148,7 @@ class Plan:
     states: States | None = None
     offload: Away | None = None
     convolutions: Divisions | None = None
+    pace: Pace | None = None
 
     def __str__(self) -> str:
         rows = {
@@ -207,6 +165,8 @@ class Plan:
             lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
         if self.offload is not None:
             lines += self.offload.explain()
+        if self.pace is not None:
+            lines.append(f"  {'time':<12} {self.pace}")
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
 
     def to_json(self) -> str:
@@ -225,16 +185,22 @@ class Plan:
             found = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"a plan must be JSON, and it is not: {error}") from error
-        without = {"memory", "states", "offload", "convolutions"}  # plans of before there were any
+        without = {
+            "memory",
+            "states",
+            "offload",
+            "convolutions",
+            "pace",
+        }  # plans of before there were any
         if not isinstance(found, dict) or set(found) | without != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
         try:
-            _check_count("micro_batch", found["micro_batch"])
+            check_count("micro_batch", found["micro_batch"])
             given = found.get("memory")
             away, left = found.get("states"), found.get("offload")
-            divided = found.get("convolutions")
-            memory = None if given is None else _memory_of(given, away=left is not None)
+            divided, pace = found.get("convolutions"), found.get("pace")
+            memory = None if given is None else memory_of(given, away=left is not None)
             more = {
                 "reasons": tuple(found["reasons"]),
                 "memory": memory,
@@ -243,72 +209,18 @@ class Plan:
                 if left is None
                 else Away(**{**left, "rooms": _pair(left["rooms"])}),
                 "convolutions": None if divided is None else Divisions.from_json(divided),
+                "pace": None
+                if pace is None
+                else Pace(**{**pace, "interval": tuple(pace["interval"])}),
             }
             return cls(**{**found, **more})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
 
 
-def _check_count(name: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, and it is {value!r}")
-
-
 def _pair(found: Any) -> tuple[int, int]:
     first, other = found
     return int(first), int(other)
-
-
-def _memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
-    """Return what is known of memory; of candidates that do not say it, all are `away` or none."""
-    _check_count("budget", found["budget"])
-    _check_count("predicted", found["predicted"])
-    return Memory(
-        **{
-            **found,
-            "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
-            "candidates": tuple(Candidate(**{"away": away, **one}) for one in found["candidates"]),
-        }
-    )
-
-
-def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
-    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up.
-
-    Args:
-        memory: what it knows.
-        chosen: samples in a micro-batch, as was chosen.
-        away: its saved tensors leave. Default False.
-    """
-    share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
-    lines = [f"  memory       {share}, predicted by {memory.how}"]
-    lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
-    lines += [
-        f"  floor        {show_bytes(memory.floor)} at one sample a micro-batch; "
-        f"{show_bytes(memory.whole)} undivided"
-    ]
-    if memory.candidates:
-        lines += ["  micro-batch      memory   seconds a step"]
-    every = memory.candidates
-    best = next((one for one in every if (one.micro_batch, one.away) == (chosen, away)), None)
-    both = len({one.away for one in every}) > 1
-    return lines + [f"  {_row(one, best, memory.budget, both=both)}" for one in every]
-
-
-def _row(one: Candidate, best: Candidate | None, budget: int, *, both: bool) -> str:
-    """Return the line of a candidate; `both`: some leave the device, and some do not."""
-    seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
-    why = ""
-    if one is best:
-        why = "chosen" if one.seconds is None else "chosen: the fastest timed"
-    elif one.peak_bytes > budget:
-        why = f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
-    elif one.seconds is None:
-        why = "fits, not timed"
-    elif best is not None and best.seconds:
-        why = f"{100 * (one.seconds / best.seconds - 1):.0f} % slower"
-    why = f"saved tensors away; {why}" if both and one.away else why
-    return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"
 
 
 def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:

@@ -10,13 +10,15 @@ epochs".
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from anybatch._pace import Pace
 from anybatch.as_it_was import as_it_was
 from anybatch.engine import Engine
 from anybatch.errors import NotYetError
@@ -35,6 +37,7 @@ def profile(
     optimizer: torch.optim.Optimizer,
     *,
     steps: int = 20,
+    enough: float = inf,
     split: Callable[[Any], tuple[Any, Any]] | None = None,
     progress: Callable[[int, int], None] | None = None,
     clock: Clock = SYSTEM,
@@ -52,6 +55,8 @@ def profile(
         engine: runs them.
         optimizer: steps after each.
         steps: that are measured, after two that are not. Default 20.
+        enough: seconds after which no further step is begun; one is always measured, and over ranks
+            it must be infinite, as by default.
         split: mini-batch -> ``(inputs, targets)`` of `Engine.backward`. Default: a pair is these,
             anything else is inputs without targets.
         progress: called with the steps done and all of them. Default None.
@@ -61,7 +66,8 @@ def profile(
         What each of the seven steps takes and shows, R_O with its interval, and remedies.
 
     Raises:
-        ValueError: `steps` is less than 1, or `loader` yields nothing.
+        ValueError: `steps` is less than 1, `enough` is finite over ranks, or `loader` yields
+            nothing.
         NotYetError: the plan has the optimizer's state wait elsewhere.
         AnybatchError: what `Engine.backward` would refuse.
 
@@ -72,6 +78,11 @@ def profile(
     """
     if type(steps) is not int or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, and it is {steps!r}")
+    if enough != inf and several():
+        raise ValueError(
+            f"enough must be infinite over ranks, whose clocks differ, and it is {enough!r}: "
+            "give steps"
+        )
     if engine.states is not None:
         raise NotYetError(
             "a loop cannot be profiled today where the optimizer's state waits elsewhere: profile "
@@ -83,7 +94,7 @@ def profile(
     leaves |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
     with _sampled_as_before(loader), as_it_was(modules, leaves.values(), optimizer):
         watched = Watched(loader, engine, optimizer, split or pair, clock)
-        passed = watched.pass_through(steps, progress or (lambda _done, _all: None))
+        passed = watched.pass_through(steps, progress or (lambda _done, _all: None), enough)
     return profiled(passed, _conditions(loader, engine, optimizer, watched.exchanged))
 
 
@@ -92,6 +103,17 @@ def pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, None
+
+
+def pace_of(found: Profile, loader: Iterable[Any]) -> Pace:
+    """Return how fast a training is of which some steps have been profiled.
+
+    Args:
+        found: of the steps.
+        loader: of the mini-batches, which may know how many an epoch has.
+    """
+    epoch = len(loader) if isinstance(loader, Sized) else None
+    return Pace(found.seconds, found.spread, found.steps, found.overhead, epoch)
 
 
 @contextmanager

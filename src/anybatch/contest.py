@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
 
-from anybatch._plan import Away, Candidate
+from anybatch._memory import Candidate
+from anybatch._plan import Away
 from anybatch.above import above, try_above
 from anybatch.choice import fastest, step_seconds
 from anybatch.errors import BudgetError, StoreError

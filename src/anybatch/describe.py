@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from anybatch._plan import Candidate, Memory
+from anybatch._memory import Candidate, Memory
 from anybatch.choice import step_seconds
 from anybatch.forecast import Forecast
 from anybatch.kinds import Allowed

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
-from anybatch._plan import Away, Memory
+from anybatch._memory import Memory
+from anybatch._plan import Away
 from anybatch.modules import local
 from anybatch.step_timeline import StepTimeline
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import NoReturn
 
-from anybatch._plan import Away, Candidate, Memory
+from anybatch._memory import Candidate, Memory
+from anybatch._plan import Away
 from anybatch.above import MOVED
 from anybatch.batch import count_micro_batches
 from anybatch.case import Case

@@ -20,7 +20,8 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from anybatch._plan import Away, Candidate, Memory
+from anybatch._memory import Candidate, Memory
+from anybatch._plan import Away
 from anybatch.batch import count_micro_batches
 from anybatch.errors import BudgetError
 from anybatch.forecast import Forecast, merged, total

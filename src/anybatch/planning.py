@@ -6,21 +6,28 @@ not take and why. Nothing is left behind: gradients, buffers and dice are as the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import inf
 from os import PathLike
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from anybatch._pace import Pace
 from anybatch._plan import Plan
+from anybatch._profile import pace_of, profile
 from anybatch.batch import LazyBatch, TensorBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.errors import BudgetError, NotYetError
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
+from anybatch.ranks.crew import several
 from anybatch.states.planned import away, plan_with_model, states_of
+
+STEPS, ENOUGH = 20, 5.0
+"""Steps of a loop that are measured at most, and seconds after which no further one is begun."""
 
 
 def plan(
@@ -38,6 +45,7 @@ def plan(
     offload: str = "auto",
     spill: str | PathLike[str] | None = None,
     workspace: int | str | None = None,
+    loader: Iterable[Any] | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -71,6 +79,9 @@ def plan(
             None: the system's folder for temporary files.
         workspace: as in `Engine`: what one convolution may allocate so that it is faster. It
             counts; the plan says how each is divided, and one that is obeyed measures nothing.
+        loader: of the training's mini-batches; a few steps of the loop with it are measured as
+            `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch.
+            It needs `optimizer`. Default None: the plan tells those of candidates only.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
@@ -79,7 +90,9 @@ def plan(
         BudgetError: a micro-batch of one sample does not fit, whatever leaves.
         StoreError: what leaves does not fit where it goes.
         AnybatchError: what `Engine.backward` would refuse.
-        ValueError: `batch` is neither a pair nor a `LazyBatch`; `offload`, `states` or `spill` is
+        NotYetError: `loader` with `states`.
+        ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
+            `optimizer`; `offload`, `states` or `spill` is
             nothing here, or there is no optimizer whose state could leave; or as for `Engine`.
 
     Example:
@@ -106,8 +119,10 @@ def plan(
             rng=rng,
             workspace=workspace,
         )
-        return engine.foresee(inputs, targets, timed=timed, offload=offload, spill=spill)
+        found = engine.foresee(inputs, targets, timed=timed, offload=offload, spill=spill)
+        return found if loader is None else replace(found, pace=_pace(loader, engine, optimizer))
 
+    _refuse(loader, optimizer, states)
     if states is None:
         return foresee()
     where = states_of(states, spill, optimizer, memory)
@@ -123,3 +138,25 @@ def plan(
             raise least from error
         except NotYetError:  # over ranks
             raise error from None
+
+
+def _refuse(
+    loader: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None, states: str | None
+) -> None:
+    if loader is not None and optimizer is None:
+        raise ValueError(
+            "a loader is given for the seconds of whole steps, and no optimizer that takes them: "
+            "give optimizer="
+        )
+    if loader is not None and states is not None:
+        raise NotYetError(
+            "steps whose optimizer's state waits elsewhere are not measured today: leave loader or "
+            "states out"
+        )
+
+
+def _pace(loader: Iterable[Any], engine: Engine, optimizer: torch.optim.Optimizer | None) -> Pace:
+    """Measure a few steps of the loop, and put everything back."""
+    assert optimizer is not None
+    found = profile(loader, engine, optimizer, steps=STEPS, enough=inf if several() else ENOUGH)
+    return pace_of(found, loader)

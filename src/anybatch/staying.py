@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from anybatch._plan import Candidate
+from anybatch._memory import Candidate
 from anybatch.budget import budget_error
 from anybatch.case import Case
 from anybatch.choice import even, fastest, search

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch._plan import Away, Memory
+from anybatch._memory import Memory
+from anybatch._plan import Away
 from anybatch.exactness import error_of
 
 N = 22

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import AnybatchError, BudgetError, Engine, NotYetError, Plan
-from anybatch._plan import Away, Memory
+from anybatch._memory import Memory
+from anybatch._plan import Away
 from anybatch.outofcore import execute
 from anybatch.spill import Spill
 

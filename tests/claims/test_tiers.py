@@ -21,7 +21,7 @@ FRONT = "anybatch"
 # Lowest first; a name stands for the module and, if it is a package, for all that is in it.
 TIERS = {
     "base": "errors units",
-    "parts of plans": "_divisions",
+    "parts of plans": "_divisions _memory _pace",
     "pure": "_plan timeline choice",
     "profiling": "profiling",
     "above": "above",
@@ -52,7 +52,8 @@ TIERS = {
     "arranged": "as_it_was arranged",
     "engine": "engine",
     "watched": "profiling.watched",
-    "public": "_check planning _profile _offload",
+    "profile": "_profile",
+    "public": "_check planning _offload",
     "front": "",
     "apps": "apps __main__",
 }

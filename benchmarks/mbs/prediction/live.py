@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anybatch import Engine, Plan
-from anybatch._plan import Memory
+from anybatch._memory import Memory
 from anybatch.batch import TensorBatch
 from anybatch.forecast import Forecast
 from anybatch.given import Given

@@ -55,6 +55,7 @@ class Profile:
         steps: that were measured.
         samples: of a mini-batch, median.
         seconds: of a step, median.
+        spread: interval of that median, as below.
         overhead: R_O, what shows and is not computing, to computing.
         interval: of R_O, 95 %, by resampling the steps.
         remedies: what would make it less, the largest gain first.
@@ -64,6 +65,7 @@ class Profile:
     steps: int
     samples: int
     seconds: float
+    spread: tuple[float, float]
     overhead: float
     interval: tuple[float, float]
     remedies: tuple[Remedy, ...] = ()
@@ -87,7 +89,8 @@ class Profile:
         first = self.bottleneck
         lines = [
             f"profile        {self.steps} steps of {show_samples(self.samples)}, "
-            f"{self.seconds:.4g} s each, {rate:.4g} samples a second",
+            f"{self.seconds:.4g} s ({self.spread[0]:.4g} to {self.spread[1]:.4g}) each, "
+            f"{rate:.4g} samples a second",
             f"    {'seconds a step':<20} {'takes':>10} {'shows':>10} {'share':>7}",
             *rows,
             f"  R_O          {self.overhead:.3g} ({low:.3g} to {high:.3g}): what shows and is not "
@@ -118,6 +121,7 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
     shows = np.array([[one.shows.get(name, 0.0) for name in STAGES] for one in passed])
     takes = np.array([[one.takes.get(name, 0.0) for name in STAGES] for one in passed])
     takes = np.maximum(takes, shows)
+    draws = np.random.default_rng(seed).integers(len(shows), size=(RESAMPLED, len(shows)))
     every = max(float(shows.sum()), np.finfo(float).tiny)
     stages = tuple(
         Stage(
@@ -133,8 +137,9 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
         steps=len(passed),
         samples=int(np.median([one.samples for one in passed])),
         seconds=float(np.median(shows.sum(axis=1))),
+        spread=_bounds(np.median(shows.sum(axis=1)[draws], axis=1)),
         overhead=float(_overhead(shows.sum(axis=0))),
-        interval=_interval(shows, seed),
+        interval=_bounds(_overhead(shows[draws].sum(axis=1))),
     )
     waited = [one.shows.get(LOAD, 0.0) + one.shows.get(PREPARE, 0.0) for one in passed]
     waits = Waits(
@@ -145,10 +150,8 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
     return replace(found, remedies=remedies(seen, found.seconds, waits, conditions))
 
 
-def _interval(shows: np.ndarray, seed: int) -> tuple[float, float]:
-    """Return the bounds of R_O: steps are drawn with replacement, as many as there are."""
-    draws = np.random.default_rng(seed).integers(len(shows), size=(RESAMPLED, len(shows)))
-    found = _overhead(shows[draws].sum(axis=1))
+def _bounds(found: np.ndarray) -> tuple[float, float]:
+    """Return the interval of what was found of steps that were drawn."""
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 

@@ -80,17 +80,25 @@ class Watched:
         self._group = group_of() if several() else None
         self.exchanged = 0
 
-    def pass_through(self, steps: int, progress: Callable[[int, int], None]) -> list[Passed]:
-        """Run the steps that do not count, then those that do."""
-        hidden = self._hidden()
+    def pass_through(
+        self, steps: int, progress: Callable[[int, int], None], enough: float
+    ) -> list[Passed]:
+        """Run the steps that do not count, then those that do.
+
+        Args:
+            steps: that count, at most.
+            progress: called with the steps done and all of them.
+            enough: seconds after which no further step is begun.
+        """
+        hidden, wall = self._hidden(), self._clock.wall
         batches = again_and_again(self._loader)
         for _ in range(WARM):
             self._step(batches, hidden, None)
-        takes = self._exchange_alone()
-        found = []
-        for done in range(1, steps + 1):
+        takes, begun = self._exchange_alone(), wall()
+        found = list[Passed]()
+        while len(found) < steps and (not found or wall() - begun < enough):
             found.append(self._step(batches, hidden, takes))
-            progress(done, steps)
+            progress(len(found), steps)
         return found
 
     def _step(

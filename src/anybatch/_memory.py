@@ -1,0 +1,142 @@
+"""What a plan knows of memory: the budget, what was foreseen, and the candidates that lost.
+
+Source: design, section 5.5; the runners-up are said like those of a database's query plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anybatch.units import show_bytes
+
+RUNNERS_UP = 2
+"""Candidates that lost by least; a plan says so."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A micro-batch that was considered.
+
+    Attributes:
+        micro_batch: samples.
+        peak_bytes: what a step with it holds at most, predicted.
+        seconds: of a whole step, from its timed micro-batches; None where it was not timed.
+        away: its saved tensors leave, as far as they do not fit. Default False.
+    """
+
+    micro_batch: int
+    peak_bytes: int
+    seconds: float | None = None
+    away: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a plan knows of memory; all of it in bytes.
+
+    Attributes:
+        budget: the most a step may hold.
+        source: where the budget comes from.
+        predicted: what a step holds at its peak.
+        owners: who holds it at the peak, ``(name, bytes)``, the largest first.
+        floor: what a step holds at least, with micro-batches of one sample.
+        whole: what the undivided batch would hold.
+        how: how it was predicted.
+        candidates: the micro-batches that were considered, by size.
+        room: what waiting micro-batches may hold on the device, where they wait for each other;
+            None where all of it may stay.
+    """
+
+    budget: int
+    source: str
+    predicted: int
+    owners: tuple[tuple[str, int], ...]
+    floor: int
+    whole: int
+    how: str
+    candidates: tuple[Candidate, ...] = ()
+    room: int | None = 0
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is no integer of at least 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, and it is {value!r}")
+
+
+def memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
+    """Return what is known of memory; of candidates that do not say it, all are `away` or none."""
+    check_count("budget", found["budget"])
+    check_count("predicted", found["predicted"])
+    return Memory(
+        **{
+            **found,
+            "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
+            "candidates": tuple(Candidate(**{"away": away, **one}) for one in found["candidates"]),
+        }
+    )
+
+
+def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
+    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up.
+
+    Args:
+        memory: what it knows.
+        chosen: samples in a micro-batch, as was chosen.
+        away: its saved tensors leave. Default False.
+    """
+    share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
+    lines = [f"  memory       {share}, predicted by {memory.how}"]
+    lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
+    lines += [
+        f"  floor        {show_bytes(memory.floor)} at one sample a micro-batch; "
+        f"{show_bytes(memory.whole)} undivided"
+    ]
+    if memory.candidates:
+        lines += ["  micro-batch      memory   seconds a step"]
+    every = memory.candidates
+    best = next((one for one in every if (one.micro_batch, one.away) == (chosen, away)), None)
+    both = len({one.away for one in every}) > 1
+    next_best = runners_up(every, best)
+    return lines + [
+        f"  {_row(one, best, memory.budget, both=both, runner_up=one in next_best)}"
+        for one in every
+    ]
+
+
+def runners_up(every: Sequence[Candidate], best: Candidate | None) -> list[Candidate]:
+    """Return the candidates that lost by least, of those that were timed, the fastest first.
+
+    Args:
+        every: that were considered.
+        best: the one that was chosen; None, or one that was not timed, has no runners-up.
+    """
+    if best is None or best.seconds is None:
+        return []
+    timed = [(one.seconds, one) for one in every if one.seconds is not None and one != best]
+    return [one for _, one in sorted(timed, key=lambda pair: pair[0])[:RUNNERS_UP]]
+
+
+def _row(
+    one: Candidate, best: Candidate | None, budget: int, *, both: bool, runner_up: bool
+) -> str:
+    """Return the line of a candidate; `both`: some leave the device, and some do not."""
+    seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
+    why = ""
+    if one is best:
+        why = "chosen" if one.seconds is None else "chosen: the fastest timed"
+    elif one.peak_bytes > budget:
+        why = f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
+    elif one.seconds is None:
+        why = "fits, not timed"
+    elif best is not None and best.seconds:
+        why = f"{100 * (one.seconds / best.seconds - 1):.0f} % slower"
+        why = f"runner-up: {why}" if runner_up else why
+    why = f"saved tensors away; {why}" if both and one.away else why
+    return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"
