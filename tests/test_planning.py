@@ -187,12 +187,31 @@ def test_a_plan_with_a_loader_tells_the_pace_of_whole_steps() -> None:
     Engine(model, F.cross_entropy, plan=plan).backward(x[:16], y[:16])
 
 
-def test_a_loader_needs_an_optimizer_that_is_here() -> None:
+def test_a_loader_needs_an_optimizer() -> None:
     model, batch = mlp(), rows()
     with pytest.raises(ValueError, match="no optimizer that takes them: give optimizer="):
         anybatch.plan(model, F.cross_entropy, batch, loader=[batch])
+
+
+def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)), nn.Linear(64, 8))
+    batch = torch.randn(6, 64), torch.randint(0, 8, (6,))
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(anybatch.NotYetError, match="leave loader or states out"):
-        anybatch.plan(
-            model, F.cross_entropy, batch, optimizer=optimizer, states="file", loader=[batch]
+    weights = sum(p.numel() * 4 for p in model.parameters())
+
+    def planned(memory: int, optimizer: torch.optim.Optimizer | None, **states: Any) -> Plan:
+        return anybatch.plan(
+            model, F.cross_entropy, batch, memory=memory, optimizer=optimizer, timed=False, **states
         )
+
+    roomy = planned(5 * weights, optimizer, states="auto")
+    assert roomy.states is None
+    tight = 7 * weights // 2
+    with pytest.raises(anybatch.BudgetError):
+        planned(tight, optimizer)
+    found = planned(tight, optimizer, states="auto")
+    assert found.states is not None
+    assert found.states.store == "file"
+    assert found == planned(tight, optimizer, states="file")
+    with pytest.raises(anybatch.BudgetError):
+        planned(weights, None, states="auto")

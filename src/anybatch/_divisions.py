@@ -47,11 +47,15 @@ class Divisions:
     used: int
     kernels: tuple[Division, ...]
 
+    @property
+    def other(self) -> int:
+        """How many kernels are not torch's own on all samples at once."""
+        return sum(len(one.parts) > 1 or one.parts[0][1] != "native" for one in self.kernels)
+
     def __str__(self) -> str:
         """Return what a plan says of it, in a line."""
-        other = [one for one in self.kernels if len(one.parts) > 1 or one.parts[0][1] != "native"]
         space = f"{show_bytes(self.used)} of {show_bytes(self.workspace)} of workspace"
-        return f"{len(other)} of {len(self.kernels)} kernels not torch's own; {space}"
+        return f"{self.other} of {len(self.kernels)} kernels not torch's own; {space}"
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Divisions:

@@ -13,15 +13,19 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from math import inf
+from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from anybatch._pace import Pace
 from anybatch.as_it_was import as_it_was
 from anybatch.engine import Engine
 from anybatch.errors import NotYetError
+from anybatch.modules import Modules, parameters
+from anybatch.probe import finish, told
 from anybatch.profiling.profiled import Profile, profiled
 from anybatch.profiling.remedies import Conditions
 from anybatch.profiling.watched import Clock, Watched
@@ -90,9 +94,8 @@ def profile(
         )
     given = engine._given
     modules = given.modules()
-    leaves = {id(p): p for _, m in modules for p in m._parameters.values() if p is not None}
-    leaves |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    with _sampled_as_before(loader), as_it_was(modules, leaves.values(), optimizer):
+    leaves = trained(modules, optimizer)
+    with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
         watched = Watched(loader, engine, optimizer, split or pair, clock)
         passed = watched.pass_through(steps, progress or (lambda _done, _all: None), enough)
     return profiled(passed, _conditions(loader, engine, optimizer, watched.exchanged))
@@ -103,6 +106,38 @@ def pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     return batch, None
+
+
+def step_seconds(
+    engine: Engine, optimizer: torch.optim.Optimizer | None, inputs: Any, targets: Any
+) -> float:
+    """Run a mini-batch as an engine's plan has it, a few times, and return its seconds.
+
+    Args:
+        engine: with a plan.
+        optimizer: whose parameters are put back; None where there is none.
+        inputs: of the mini-batch.
+        targets: of the mini-batch.
+    """
+    given = engine._given
+
+    def once() -> float:
+        start = perf_counter()
+        engine.backward(inputs, targets)
+        finish(given.device)
+        return perf_counter() - start
+
+    modules = given.modules()
+    with as_it_was(modules, trained(modules, optimizer), optimizer):
+        once()  # kernels are chosen, and what leaves is recorded
+        return told(once)
+
+
+def trained(modules: Modules, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
+    """Return every parameter of a model and of an optimizer, once."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    every = [*parameters(modules), *(p for group in groups for p in group["params"])]
+    return list({id(p): p for p in every}.values())
 
 
 def pace_of(found: Profile, loader: Iterable[Any]) -> Pace:

@@ -21,14 +21,15 @@ from anybatch.undo import Before, uninterrupted
 
 @contextmanager
 def as_it_was(
-    modules: Modules, leaves: Iterable[Tensor], optimizer: torch.optim.Optimizer
+    modules: Modules, leaves: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
     """Let the body train, and put everything back, whatever ends it.
 
     Args:
         modules: every module that a step runs.
         leaves: every parameter that is trained.
-        optimizer: the one that steps; its groups' options and its state are put back, too.
+        optimizer: the one that steps; its groups' options and its state are put back, too. None
+            where none does.
 
     Raises:
         RuntimeError: something could not be put back; its notes say what.
@@ -36,8 +37,7 @@ def as_it_was(
     every = list(leaves)
     before = Before(modules, every)
     values = [(leaf, _copied(leaf)) for leaf in every]
-    states = {leaf: _state_of(found) for leaf, found in optimizer.state.items()}
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    states, groups = _noted(optimizer)
     for leaf in every:
         leaf.grad = None  # those that are there are not written to
     try:
@@ -48,9 +48,8 @@ def as_it_was(
             with torch.no_grad():
                 for leaf, value in values:
                     local(leaf).copy_(value)
-                _put_back(optimizer, states)
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
+                if optimizer is not None:
+                    _put_back(optimizer, states, groups)
         if failures:
             error = RuntimeError("what steps that were tried have moved could not be put back")
             for failure in failures:
@@ -62,6 +61,18 @@ def _copied(tensor: Tensor) -> Tensor:
     return local(tensor).detach().to("cpu", copy=True)
 
 
+States = dict[Tensor, dict[str, tuple[Any, Any]]]
+
+
+def _noted(optimizer: torch.optim.Optimizer | None) -> tuple[States, list[dict[str, Any]]]:
+    """Return the state of each parameter, and the options of each group."""
+    if optimizer is None:
+        return {}, []
+    states = {leaf: _state_of(found) for leaf, found in optimizer.state.items()}
+    groups = optimizer.param_groups
+    return states, [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
 def _state_of(found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return each entry, with a copy of a tensor's values."""
     return {
@@ -71,9 +82,11 @@ def _state_of(found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _put_back(
-    optimizer: torch.optim.Optimizer, states: dict[Tensor, dict[str, tuple[Any, Any]]]
+    optimizer: torch.optim.Optimizer, states: States, groups: list[dict[str, Any]]
 ) -> None:
-    """Let the optimizer hold just the states that it held, in the same tensors."""
+    """Let the optimizer hold just the states that it held, in the same tensors, and its options."""
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)
     for leaf in [leaf for leaf in optimizer.state if leaf not in states]:
         del optimizer.state[leaf]
     for leaf, entries in states.items():

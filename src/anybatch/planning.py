@@ -7,7 +7,8 @@ not take and why. Nothing is left behind: gradients, buffers and dice are as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from os import PathLike
 from typing import Any, Literal
@@ -15,17 +16,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch._pace import Pace
 from anybatch._plan import Plan
-from anybatch._profile import pace_of, profile
+from anybatch._profile import pace_of, profile, step_seconds
 from anybatch.batch import LazyBatch, TensorBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
-from anybatch.errors import BudgetError, NotYetError
+from anybatch.errors import BudgetError
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
 from anybatch.ranks.crew import several
-from anybatch.states.planned import away, plan_with_model, states_of
+from anybatch.sharing import shared
+from anybatch.spill import takes
+from anybatch.states.optimizers import device_of
+from anybatch.states.planned import plan_away, states_of
 
+AUTO = "auto"
 STEPS, ENOUGH = 20, 5.0
 """Steps of a loop that are measured at most, and seconds after which no further one is begun."""
 
@@ -41,7 +45,7 @@ def plan(
     batchnorm: BatchNormMode | Adaptive = "exact",
     rng: RngMode = "lane",
     timed: bool = True,
-    states: Literal["host", "file"] | None = None,
+    states: Literal["host", "file", "auto"] | None = None,
     offload: str = "auto",
     spill: str | PathLike[str] | None = None,
     workspace: int | str | None = None,
@@ -73,15 +77,17 @@ def plan(
         states: where the optimizer's state waits between its steps, as `offload_states` does it:
             "host" memory from CUDA, a "file" on the CPU. Where a step does not fit with that, the
             parameters and gradients of the model leave too, and the plan says how many bytes of all
-            of them are in memory; such a plan is obeyed inside ``with engine.states:``. Default
-            None: they stay on the device.
+            of them are in memory; such a plan is obeyed inside ``with engine.states:``. "auto"
+            lets them leave where nothing fits otherwise. Default None: they stay on the device.
         spill: folder of these files, which have no name and are gone with the process. Default
             None: the system's folder for temporary files.
         workspace: as in `Engine`: what one convolution may allocate so that it is faster. It
             counts; the plan says how each is divided, and one that is obeyed measures nothing.
+            "auto" shares the budget with them where a step is faster so (`anybatch.sharing`).
         loader: of the training's mini-batches; a few steps of the loop with it are measured as
-            `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch.
-            It needs `optimizer`. Default None: the plan tells those of candidates only.
+            `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch,
+            unless the optimizer's state is to wait elsewhere. It needs `optimizer`. Default None:
+            the plan tells those of candidates only.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
@@ -90,7 +96,6 @@ def plan(
         BudgetError: a micro-batch of one sample does not fit, whatever leaves.
         StoreError: what leaves does not fit where it goes.
         AnybatchError: what `Engine.backward` would refuse.
-        NotYetError: `loader` with `states`.
         ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
             `optimizer`; `offload`, `states` or `spill` is
             nothing here, or there is no optimizer whose state could leave; or as for `Engine`.
@@ -108,55 +113,81 @@ def plan(
             f"and it is {type(batch).__name__}"
         )
 
-    def foresee(*, timed: bool = timed) -> Plan:
-        engine = Engine(
-            model,
-            loss_fn,
-            optimizer=optimizer,
-            memory=memory,
-            micro_batch=micro_batch,
-            batchnorm=batchnorm,
-            rng=rng,
-            workspace=workspace,
-        )
-        found = engine.foresee(inputs, targets, timed=timed, offload=offload, spill=spill)
-        return found if loader is None else replace(found, pace=_pace(loader, engine, optimizer))
-
-    _refuse(loader, optimizer, states)
-    if states is None:
-        return foresee()
-    where = states_of(states, spill, optimizer, memory)
-    assert optimizer is not None
-    try:
-        with away(where, optimizer):
-            return replace(foresee(), states=where)
-    except BudgetError as error:
-        rows = inputs if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets)
-        try:
-            return plan_with_model(foresee, where, optimizer, model, rows.size)
-        except BudgetError as least:
-            raise least from error
-        except NotYetError:  # over ranks
-            raise error from None
-
-
-def _refuse(
-    loader: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None, states: str | None
-) -> None:
     if loader is not None and optimizer is None:
         raise ValueError(
             "a loader is given for the seconds of whole steps, and no optimizer that takes them: "
             "give optimizer="
         )
-    if loader is not None and states is not None:
-        raise NotYetError(
-            "steps whose optimizer's state waits elsewhere are not measured today: leave loader or "
-            "states out"
-        )
 
-
-def _pace(loader: Iterable[Any], engine: Engine, optimizer: torch.optim.Optimizer | None) -> Pace:
-    """Measure a few steps of the loop, and put everything back."""
+    asked = _Asked(
+        model,
+        optimizer,
+        (inputs, targets),
+        {"offload": offload, "spill": spill},
+        make=partial(Engine, model, loss_fn, optimizer=optimizer, batchnorm=batchnorm, rng=rng),
+        chosen={"memory": memory, "micro_batch": micro_batch},
+    )
+    within = asked.shared if workspace == AUTO else partial(asked.foresee, workspace)
+    found = asked.with_states(partial(within, timed=timed), states)
+    if loader is None or found.states is not None:
+        return found
     assert optimizer is not None
-    found = profile(loader, engine, optimizer, steps=STEPS, enough=inf if several() else ENOUGH)
-    return pace_of(found, loader)
+    enough = inf if several() else ENOUGH  # whose clocks differ
+    steps = profile(loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough)
+    return replace(found, pace=pace_of(steps, loader))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is planned: a mini-batch, what makes an engine, and what a person has said.
+
+    Attributes:
+        model: whose parameters may leave.
+        optimizer: whose state may.
+        batch: inputs and targets.
+        leaves: `offload` and `spill`.
+        make: makes an engine; takes what a plan decides, or the plan.
+        chosen: `memory` and `micro_batch`.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    batch: tuple[Any, Any]
+    leaves: dict[str, Any]
+    make: Callable[..., Engine]
+    chosen: dict[str, Any]
+
+    def foresee(self, workspace: int | str | None, *, timed: bool) -> Plan:
+        """Return the plan with so much workspace."""
+        engine = self.make(workspace=workspace, **self.chosen)
+        return engine.foresee(*self.batch, timed=timed, **self.leaves)
+
+    def shared(self, *, timed: bool) -> Plan:
+        """Return the plan whose step takes the fewest seconds, whatever workspace that is."""
+
+        def seconds(found: Plan) -> float:
+            return step_seconds(self.make(plan=found), self.optimizer, *self.batch)
+
+        return shared(partial(self.foresee, timed=timed), seconds)
+
+    def with_states(
+        self, foresee: Callable[..., Plan], states: Literal["host", "file", "auto"] | None
+    ) -> Plan:
+        """Return the plan with the optimizer's state where it is told to wait, or has to.
+
+        Raises:
+            BudgetError: not even one sample fits.
+        """
+        store: str | None = states
+        if store is None or store == AUTO:
+            try:
+                return foresee()
+            except BudgetError:
+                if store is None or self.optimizer is None:
+                    raise
+            store = takes(device_of(self.optimizer))[0]
+        where = states_of(store, self.leaves["spill"], self.optimizer, self.chosen["memory"])
+        assert self.optimizer is not None
+        inputs, targets = self.batch
+        rows = inputs if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets)
+        return plan_away(foresee, where, self.optimizer, self.model, rows.size)

@@ -23,6 +23,7 @@ TIERS = {
     "base": "errors units",
     "parts of plans": "_divisions _memory _pace",
     "pure": "_plan timeline choice",
+    "sharing": "sharing",
     "profiling": "profiling",
     "above": "above",
     "outofcore": "outofcore step_timeline conv",  # but for those named below
@@ -59,7 +60,7 @@ TIERS = {
 }
 LAYERED_INSIDE = {"outofcore", "profiling", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "parts of plans", "pure", "profiling", "above", "outofcore"}
+WITHOUT_TORCH = {"base", "parts of plans", "pure", "profiling", "sharing", "above", "outofcore"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 

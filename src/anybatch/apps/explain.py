@@ -10,11 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
 from anybatch import Engine, Plan, StepTimeline
 from anybatch import check as check_gradients
+from anybatch import profile as profile_loop
+from anybatch._pace import Pace, show_seconds
+from anybatch._profile import pace_of
 from anybatch.apps.build import Parts, build, seeded
 from anybatch.apps.explained import Explained
 from anybatch.apps.norms import Norms
@@ -54,6 +58,7 @@ from anybatch.apps.options import (
 from anybatch.apps.outcome import ending
 from anybatch.apps.planned import let_states_leave, refuse_to_plan
 from anybatch.apps.process import allocate
+from anybatch.apps.profiled import loader_of, moving, split_of
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
 from anybatch.apps.recipes import make_optimizer
@@ -61,6 +66,7 @@ from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
 from anybatch.apps.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.apps.views import Batch
+from anybatch.planning import ENOUGH, STEPS
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
@@ -158,10 +164,13 @@ def plan(
                     batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
                 )
             found = replace(found, states=where)
+            if measure and where is None:
+                found = replace(found, pace=_pace(settings, parts, engine, stepped))
             rows = explained.rows(found, parts, batch)
         lines = [
             allocated,
             str(found),
+            *_all_epochs(found, parts),
             _not_done(found, measured=measure, fixed=micro_batch is not None),
         ]
         typer.echo(found.to_json() if json else "\n".join(lines))
@@ -214,6 +223,31 @@ def check(
         typer.echo(str(report))
     if not report.exact:
         raise typer.Exit(1)
+
+
+def _pace(
+    settings: Settings, parts: Parts, engine: Engine, optimizer: torch.optim.Optimizer
+) -> Pace:
+    """Measure a few steps of the loop; all is put back."""
+    loader = loader_of(settings, parts)
+    with moving(STEPS) as move:
+        found = profile_loop(
+            *(loader, engine, optimizer),
+            steps=STEPS,
+            enough=ENOUGH,
+            split=split_of(skip=settings.skip_corrupt),
+            progress=move,
+        )
+    return pace_of(found, loader)
+
+
+def _all_epochs(found: Plan, parts: Parts) -> list[str]:
+    """Say how long the whole training takes, where that was measured."""
+    pace, epochs = found.pace, parts.recipe.epochs
+    if pace is None or pace.epoch is None:
+        return []
+    every, low, high = map(show_seconds, pace.of(epochs * pace.epoch))
+    return [f"  {epochs} epochs    {every} ({low} to {high}); tests between them are not counted"]
 
 
 def _draw(step: StepTimeline | None, picture: Path | None, *, chart: bool) -> None:

@@ -144,24 +144,24 @@ def profile(
                 batchnorm=Norms(settings, batch_size).given,
                 workspace=workspace,
             )
-            with _bar(steps) as move:
+            with moving(steps) as move:
                 found = profile_loop(
-                    *(_loader(settings, parts), engine, stepped),
+                    *(loader_of(settings, parts), engine, stepped),
                     steps=steps,
-                    split=_split(skip=skip_corrupt),
+                    split=split_of(skip=skip_corrupt),
                     progress=move,
                 )
         typer.echo(found.to_json() if json else "\n".join([allocated, str(found), DONE]))
 
 
-def _loader(settings: Settings, parts: Parts) -> Any:
+def loader_of(settings: Settings, parts: Parts) -> Any:
     """Return torch's own loader of the training views, at its first epoch."""
     loader = parts.loader(settings, shuffle=True)
     loader.epoch(1)
     return loader.torch
 
 
-def _split(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
+def split_of(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
     """Return what takes a mini-batch apart, and refuses files that cannot be read."""
 
     def split(batch: Batch) -> tuple[Any, Any]:
@@ -175,7 +175,7 @@ def _split(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def _bar(steps: int) -> Iterator[Callable[[int, int], None]]:
+def moving(steps: int) -> Iterator[Callable[[int, int], None]]:
     """Show how far it is, where there is a terminal; yield what moves it."""
     columns = (
         TextColumn("profiling"),

@@ -20,7 +20,7 @@ from torch import nn, optim
 
 from anybatch._plan import Plan, States
 from anybatch._states import OffloadedStates, default_room, offload_states
-from anybatch.errors import BudgetError
+from anybatch.errors import BudgetError, NotYetError
 from anybatch.spill import maker
 from anybatch.states import optimizers
 from anybatch.states.optimizers import device_of, inner_step, state_bound
@@ -85,6 +85,37 @@ def away(
     where = states.folder if states.store == "file" and states.folder else states.store
     model = model if states.model else None
     return offload_states(optimizer, model=model, memory=states.room, store=where)
+
+
+def plan_away(
+    foresee: Callable[..., Plan],
+    where: States,
+    optimizer: optim.Optimizer,
+    model: nn.Module,
+    size: int,
+) -> Plan:
+    """Return the plan of a training whose optimizer's state leaves; all of the model if it has to.
+
+    Args:
+        foresee: as in `plan_with_model`, and so are the others.
+        where: where it goes.
+        optimizer: whose it is.
+        model: whose parameters and gradients go with it.
+        size: N_B, samples in the mini-batch.
+
+    Raises:
+        BudgetError: not even one sample fits.
+    """
+    try:
+        with away(where, optimizer):
+            return replace(foresee(), states=where)
+    except BudgetError as error:
+        try:
+            return plan_with_model(foresee, where, optimizer, model, size)
+        except BudgetError as least:
+            raise least from error
+        except NotYetError:  # over ranks
+            raise error from None
 
 
 def plan_with_model(
