@@ -25,6 +25,7 @@ TIERS = {
     "pure": "_plan timeline choice",
     "above": "above",
     "outofcore": "outofcore step_timeline conv",  # but for those named below
+    "scale": "scale",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
@@ -54,9 +55,9 @@ TIERS = {
     "front": "",
     "apps": "apps __main__",
 }
-LAYERED_INSIDE = {"outofcore", "ground", "offload", "apps"}
+LAYERED_INSIDE = {"outofcore", "scale", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "parts of plans", "pure", "above", "outofcore"}
+WITHOUT_TORCH = {"base", "parts of plans", "pure", "above", "outofcore", "scale"}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 
