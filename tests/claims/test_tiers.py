@@ -21,12 +21,14 @@ FRONT = "anybatch"
 # Lowest first; a name stands for the module and, if it is a package, for all that is in it.
 TIERS = {
     "base": "errors units",
-    "parts of plans": "_divisions _memory _pace",
+    "parts of plans": "_divisions _memory _pace _scale",
     "pure": "_plan timeline choice",
     "sharing": "sharing",
     "profiling": "profiling",
     "above": "above",
     "outofcore": "outofcore step_timeline conv",  # but for those named below
+    "scale": "scale",
+    "scaled": "scaled",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
     "meter tracing fakes case given discover memory kinds kept reach updates measure "
@@ -58,9 +60,12 @@ TIERS = {
     "front": "",
     "apps": "apps __main__",
 }
-LAYERED_INSIDE = {"outofcore", "profiling", "ground", "offload", "apps"}
+LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {"base", "parts of plans", "pure", "profiling", "sharing", "above", "outofcore"}
+WITHOUT_TORCH = {
+    *("base", "parts of plans", "pure", "profiling", "sharing", "above", "outofcore", "scale"),
+    "scaled",
+}
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 

@@ -1,0 +1,1 @@
+"""What the guide prints, beside what its equations give."""

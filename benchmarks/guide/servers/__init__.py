@@ -1,0 +1,1 @@
+"""How many parameter servers hide their traffic: Lemma 3.2, its simulation, and real processes."""

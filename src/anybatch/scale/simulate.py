@@ -1,0 +1,225 @@
+"""Workers and parameter servers, event by event: what Lemma 3.2 promises, with queues.
+
+Workers are asynchronous. While a worker computes a round, it pulls the parameters of the next and
+pushes the updates of the one before:
+
+    worker   |  compute 1  |  compute 2  |  compute 3  |
+    pulls      <  for 2  >   <  for 3  >
+    pushes                   <   of 1   >  <   of 2   >
+
+Round r + 1 begins when round r has ended, its own parameters are there and the updates of round
+r - 1 have left. Without pipelining a worker pulls, computes, pushes, and waits for each.
+
+Each transfer is a shard for every server, cut in pieces. A link carries one piece at a time, in the
+order in which they were asked for (first in, first out). A pull crosses the server's link, then the
+worker's own; a push the other way round; a piece must have crossed one before it enters the other.
+Workers ask servers in turn, each beginning with another, and start at random moments. Computing
+varies evenly between 1 - jitter and 1 + jitter times T_C. Servers take no time to update.
+
+Source: guide, section 3.3; this is the oracle of `anybatch.scale.servers`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf
+
+from anybatch.scale.given import share, whole
+from anybatch.scale.servers import Cluster
+
+PIECES = 4
+"""Parts of a shard that enter a link one after another."""
+
+Then = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What workers did, between the time when all had warmed up and the first was ready.
+
+    Attributes:
+        utilisation: the part of it in which a worker computed, of all workers on average.
+        seconds: of a round, on average.
+        busiest: the part of it in which the busiest link of a server carried something.
+    """
+
+    utilisation: float
+    seconds: float
+    busiest: float
+
+
+def simulate(
+    cluster: Cluster,
+    servers: int,
+    *,
+    rounds: int = 60,
+    warm: int = 10,
+    jitter: float = 0.1,
+    seed: int = 0,
+) -> Simulation:
+    """Return what the workers of a cluster do with so many servers.
+
+    Args:
+        cluster: workers, parameters, links.
+        servers: N_ps, at least 1.
+        rounds: after which a worker is ready, more than `warm`. Default 60.
+        warm: rounds that do not count. Default 10.
+        jitter: of computing, from 0 to 1. Default 0.1.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    whole(servers=servers, rounds=rounds, warm=warm)
+    share(jitter=jitter)
+    if rounds <= warm:
+        raise ValueError(f"rounds must be more than warm, and they are {rounds} and {warm}")
+    run = _Run(cluster, servers, rounds, jitter, random.Random(seed))
+    run.until_one_is_ready()
+    begin = max(worker.ended[warm - 1] for worker in run.workers)
+    end = run.clock.now
+    if end <= begin:
+        raise ValueError(f"rounds must be more, and they are {rounds}: no worker was always warm")
+    busy = sum(_within(one, begin, end) for worker in run.workers for one in worker.computed)
+    done = sum(1 for worker in run.workers for t in worker.ended if begin < t <= end)
+    carried = max(sum(_within(one, begin, end) for one in link.carried) for link in run.served)
+    span = end - begin
+    count = len(run.workers)
+    return Simulation(busy / count / span, span * count / max(1, done), carried / span)
+
+
+def _within(interval: tuple[float, float], begin: float, end: float) -> float:
+    return max(0.0, min(interval[1], end) - max(interval[0], begin))
+
+
+class _Clock:
+    """Events in the order of their time, and of their making where that is the same."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Then]] = []
+        self._made = 0
+
+    def at(self, time: float, then: Then) -> None:
+        heappush(self._events, (time, self._made, then))
+        self._made += 1
+
+    def next(self) -> None:
+        self.now, _, then = heappop(self._events)
+        then()
+
+
+class _Link:
+    """One piece at a time, first in, first out."""
+
+    def __init__(self, clock: _Clock, bandwidth: float) -> None:
+        self._clock, self._bandwidth, self._free = clock, bandwidth, 0.0
+        self.carried: list[tuple[float, float]] = []
+
+    def carry(self, size: float, then: Then) -> None:
+        if self._bandwidth == inf:
+            then()
+            return
+        begin = max(self._clock.now, self._free)
+        self._free = begin + size / self._bandwidth
+        self.carried.append((begin, self._free))
+        self._clock.at(self._free, then)
+
+
+class _Worker:
+    """A loop of pulls, computing and pushes; what of them has ended, and when."""
+
+    def __init__(self, run: _Run, rank: int) -> None:
+        self._run, self._rank = run, rank
+        self._own = run.pair(run.cluster.worker)
+        self.computed: list[tuple[float, float]] = []
+        self.ended: list[float] = []
+        self._pulled = self._pushed = 0  # rounds
+        self._computing = False
+
+    def start(self) -> None:
+        self._transfer(self._on_pulled, push=False)
+
+    def _on_pulled(self) -> None:
+        self._pulled += 1
+        self._compute()
+
+    def _on_pushed(self) -> None:
+        self._pushed += 1
+        if self._run.cluster.pipelined:
+            self._compute()
+        else:
+            self._transfer(self._on_pulled, push=False)
+
+    def _compute(self) -> None:
+        done = len(self.ended)
+        if self._computing or self._pulled <= done or self._pushed < done - 1:
+            return
+        self._computing = True
+        begin, takes = self._run.clock.now, self._run.computing()
+        self.computed.append((begin, begin + takes))
+        self._run.clock.at(begin + takes, self._on_computed)
+        if self._run.cluster.pipelined:
+            self._transfer(self._on_pulled, push=False)
+
+    def _on_computed(self) -> None:
+        self._computing = False
+        self.ended.append(self._run.clock.now)
+        self._transfer(self._on_pushed, push=True)
+        if self._run.cluster.pipelined:
+            self._compute()
+
+    def _transfer(self, then: Then, *, push: bool) -> None:
+        """Send all shards, piece by piece; `then` is called when the last is there."""
+        shards = self._run.shards
+        left = len(shards) * PIECES
+
+        def arrived() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        for _ in range(PIECES):
+            for turn in range(len(shards)):
+                at = (self._rank + turn) % len(shards)
+                ways = (self._own[push], self._run.links[at][push])
+                self._send(ways if push else ways[::-1], shards[at] / PIECES, arrived)
+
+    def _send(self, ways: Sequence[_Link], size: float, arrived: Then) -> None:
+        first, second = ways
+        first.carry(size, lambda: second.carry(size, arrived))
+
+
+class _Run:
+    """All of them."""
+
+    def __init__(
+        self, cluster: Cluster, servers: int, rounds: int, jitter: float, dice: random.Random
+    ) -> None:
+        self.cluster, self.clock = cluster, _Clock()
+        self._rounds, self._jitter, self._dice = rounds, jitter, dice
+        largest = cluster.largest_share(servers)
+        rest = (1 - largest) / (servers - 1) if servers > 1 else 0.0
+        self.shards = [cluster.parameters * one for one in [largest] + [rest] * (servers - 1)]
+        self.links = [self.pair(cluster.server) for _ in range(servers)]
+        self.served = {id(link): link for pair in self.links for link in pair}.values()
+        self.workers = [_Worker(self, rank) for rank in range(cluster.workers)]
+
+    def pair(self, bandwidth: float) -> tuple[_Link, _Link]:
+        """Return the links for pulls and for pushes, the same one unless it is duplex."""
+        link = _Link(self.clock, bandwidth)
+        return (link, _Link(self.clock, bandwidth)) if self.cluster.duplex else (link, link)
+
+    def computing(self) -> float:
+        """Draw the seconds of a round's computing."""
+        return self.cluster.compute * self._dice.uniform(1 - self._jitter, 1 + self._jitter)
+
+    def until_one_is_ready(self) -> None:
+        for worker in self.workers:
+            self.clock.at(self._dice.uniform(0, self.cluster.compute), worker.start)
+        while all(len(worker.ended) < self._rounds for worker in self.workers):
+            self.clock.next()
