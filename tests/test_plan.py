@@ -7,8 +7,9 @@ import pytest
 
 from anybatch import Plan
 from anybatch._memory import Candidate, Memory
-from anybatch._pace import Pace, show_seconds
+from anybatch._pace import Pace
 from anybatch._plan import Away, Facts, decide
+from anybatch.units import show_seconds
 
 FACTS = Facts(
     micro_batch=64,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from anybatch.units import show_seconds
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -43,11 +45,3 @@ class Pace:
 def _row(times: tuple[float, float, float]) -> str:
     found, low, high = map(show_seconds, times)
     return f"{found} ({low} to {high})"
-
-
-def show_seconds(seconds: float) -> str:
-    """Return seconds in the unit that a person would use: "0.41 s", "12 min", "3.4 h"."""
-    if seconds < 100:
-        return f"{seconds:.3g} s"
-    minutes = seconds / 60
-    return f"{minutes:.3g} min" if minutes < 100 else f"{minutes / 60:.3g} h"

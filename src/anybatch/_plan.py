@@ -13,6 +13,7 @@ from typing import Any
 from anybatch._divisions import Divisions
 from anybatch._memory import Memory, check_count, explain, memory_of
 from anybatch._pace import Pace
+from anybatch._scale import Scale
 from anybatch.units import show_bytes
 
 
@@ -136,6 +137,7 @@ class Plan:
         offload: which saved tensors leave; None where all of them stay.
         convolutions: how they are computed; None where all are torch's own.
         pace: how fast it is; None where no steps of a loop were measured.
+        scale: what more GPUs would bring; None where that was not asked for.
     """
 
     micro_batch: int
@@ -149,6 +151,7 @@ class Plan:
     offload: Away | None = None
     convolutions: Divisions | None = None
     pace: Pace | None = None
+    scale: Scale | None = None
 
     def __str__(self) -> str:
         rows = {
@@ -167,6 +170,8 @@ class Plan:
             lines += self.offload.explain()
         if self.pace is not None:
             lines.append(f"  {'time':<12} {self.pace}")
+        if self.scale is not None:
+            lines += self.scale.explain()
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
 
     def to_json(self) -> str:
@@ -200,6 +205,7 @@ class Plan:
             given = found.get("memory")
             away, left = found.get("states"), found.get("offload")
             divided, pace = found.get("convolutions"), found.get("pace")
+            scale = found.get("scale")
             memory = None if given is None else memory_of(given, away=left is not None)
             more = {
                 "reasons": tuple(found["reasons"]),
@@ -209,6 +215,7 @@ class Plan:
                 if left is None
                 else Away(**{**left, "rooms": _pair(left["rooms"])}),
                 "convolutions": None if divided is None else Divisions.from_json(divided),
+                "scale": None if scale is None else Scale.from_json(scale),
                 "pace": None
                 if pace is None
                 else Pace(**{**pace, "interval": tuple(pace["interval"])}),

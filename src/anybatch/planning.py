@@ -21,6 +21,7 @@ from anybatch._profile import pace_of, profile, step_seconds
 from anybatch.batch import LazyBatch, TensorBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.errors import BudgetError
+from anybatch.goals import goal_of, scale_of
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
 from anybatch.ranks.crew import several
@@ -50,6 +51,11 @@ def plan(
     spill: str | PathLike[str] | None = None,
     workspace: int | str | None = None,
     loader: Iterable[Any] | None = None,
+    gpus: int | None = None,
+    speedup: float | None = None,
+    deadline: float | None = None,
+    epochs: int = 1,
+    network: str | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -87,7 +93,14 @@ def plan(
         loader: of the training's mini-batches; a few steps of the loop with it are measured as
             `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch,
             unless the optimizer's state is to wait elsewhere. It needs `optimizer`. Default None:
-            the plan tells those of candidates only.
+            the plan tells those of candidates only. With it the plan also tells what more GPUs
+            would bring, at the same mini-batch.
+        gpus: how many of them are wanted. Default None: the table alone.
+        speedup: how many times as fast as one GPU they are to be.
+        deadline: seconds that all `epochs` may take; the loader must know its length.
+        epochs: Default 1.
+        network: what carries gradients between GPUs, in bits a second: "10Gbit". Default None:
+            summing them is taken to cost nothing, and the plan says so.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
@@ -97,8 +110,9 @@ def plan(
         StoreError: what leaves does not fit where it goes.
         AnybatchError: what `Engine.backward` would refuse.
         ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
-            `optimizer`; `offload`, `states` or `spill` is
-            nothing here, or there is no optimizer whose state could leave; or as for `Engine`.
+            `optimizer`; there is a goal and no loader, or several goals; `offload`, `states` or
+            `spill` is nothing here, or there is no optimizer whose state could leave; or as for
+            `Engine`.
 
     Example:
         >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
@@ -113,6 +127,7 @@ def plan(
             f"and it is {type(batch).__name__}"
         )
 
+    wanted = goal_of(gpus, speedup, deadline, epochs=epochs, loader=loader, network=network)
     if loader is not None and optimizer is None:
         raise ValueError(
             "a loader is given for the seconds of whole steps, and no optimizer that takes them: "
@@ -134,7 +149,8 @@ def plan(
     assert optimizer is not None
     enough = inf if several() else ENOUGH  # whose clocks differ
     steps = profile(loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough)
-    return replace(found, pace=pace_of(steps, loader))
+    scale = scale_of(found, steps, optimizer, wanted, network)
+    return replace(found, pace=pace_of(steps, loader), scale=scale)
 
 
 @dataclass(frozen=True)

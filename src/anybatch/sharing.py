@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybatch._pace import show_seconds
 from anybatch._plan import Plan
 from anybatch.errors import BudgetError
-from anybatch.units import show_bytes
+from anybatch.units import show_bytes, show_seconds
 
 SHARES = (2, 8, 32)
 """Of what the budget leaves above the floor, one part in so many goes to workspace."""

@@ -47,6 +47,54 @@ def parse_bytes(given: Any, name: str = "memory") -> int:
     return found
 
 
+BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+"""Lower-case unit -> bits; networks are sold in powers of ten."""
+
+
+def parse_bandwidth(given: Any, name: str = "network") -> float:
+    """Return the bytes a second of a text such as "10Gbit" or "10Gbit/s".
+
+    Args:
+        given: the text.
+        name: what it is called in an error.
+
+    Raises:
+        ValueError: it is no such text, or nothing at all goes through.
+    """
+    match = _WRITTEN.fullmatch(given.strip().removesuffix("/s")) if isinstance(given, str) else None
+    unit = None if match is None else BITS.get(match[2].lower())
+    found = 0.0 if match is None or unit is None else float(match[1]) * unit / 8
+    if not found:
+        raise ValueError(
+            f'{name} must be bits a second such as "10Gbit" or "400Gbit", and it is {given!r}'
+        )
+    return found
+
+
+SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+"""Lower-case unit -> seconds."""
+
+
+def parse_seconds(given: Any, name: str = "deadline") -> float:
+    """Return the seconds of a text such as "90s", "30min", "6h" or "2d".
+
+    Args:
+        given: the text.
+        name: what it is called in an error.
+
+    Raises:
+        ValueError: it is no such text, or no time at all.
+    """
+    match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
+    unit = None if match is None else SECONDS.get(match[2].lower())
+    found = 0.0 if match is None or unit is None else float(match[1]) * unit
+    if not found:
+        raise ValueError(
+            f'{name} must be a time such as "30min", "6h" or "2d", and it is {given!r}'
+        )
+    return found
+
+
 def show_bytes(count: int) -> str:
     """Return `count` bytes with three digits or so and a binary unit: "61.4 MiB"."""
     size = float(count)
@@ -56,6 +104,14 @@ def show_bytes(count: int) -> str:
         size /= 1024
     digits = 0 if unit == "B" or abs(size) >= 100 else 1
     return f"{size:.{digits}f} {unit}"
+
+
+def show_seconds(seconds: float) -> str:
+    """Return seconds in the unit that a person would use: "0.41 s", "12 min", "3.4 h"."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = seconds / 60
+    return f"{minutes:.3g} min" if minutes < 100 else f"{minutes / 60:.3g} h"
 
 
 def show_samples(n: int) -> str:

@@ -55,7 +55,7 @@ TIERS = {
     "arranged": "as_it_was arranged",
     "engine": "engine",
     "watched": "profiling.watched",
-    "profile": "_profile",
+    "profile": "_profile goals",
     "public": "_check planning _offload",
     "front": "",
     "apps": "apps __main__",

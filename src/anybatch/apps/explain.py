@@ -10,15 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from anybatch import Engine, Plan, StepTimeline
 from anybatch import check as check_gradients
-from anybatch import profile as profile_loop
-from anybatch._pace import Pace, show_seconds
-from anybatch._profile import pace_of
 from anybatch.apps.build import Parts, build, seeded
 from anybatch.apps.explained import Explained
 from anybatch.apps.norms import Norms
@@ -29,7 +25,9 @@ from anybatch.apps.options import (
     ConvolutionsOption,
     CropOption,
     DataOption,
+    DeadlineOption,
     DeviceOption,
+    GpusOption,
     JsonOption,
     LossOption,
     MallocOption,
@@ -39,6 +37,7 @@ from anybatch.apps.options import (
     MicroBatchOption,
     ModelOption,
     MomentumOption,
+    NetworkOption,
     NormOption,
     OffloadOption,
     OptimizerOption,
@@ -47,6 +46,7 @@ from anybatch.apps.options import (
     SeedOption,
     SizeOption,
     SkipOption,
+    SpeedupOption,
     SpillOption,
     StatesOption,
     TaskOption,
@@ -58,7 +58,6 @@ from anybatch.apps.options import (
 from anybatch.apps.outcome import ending
 from anybatch.apps.planned import let_states_leave, refuse_to_plan
 from anybatch.apps.process import allocate
-from anybatch.apps.profiled import loader_of, moving, split_of
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
 from anybatch.apps.recipes import make_optimizer
@@ -66,7 +65,7 @@ from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
 from anybatch.apps.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.apps.views import Batch
-from anybatch.planning import ENOUGH, STEPS
+from anybatch.apps.wanted import Wanted
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
@@ -88,6 +87,10 @@ def plan(
     spill: SpillOption = None,
     workspace: WorkspaceOption = None,
     measure: MeasureOption = False,
+    gpus: GpusOption = None,
+    speedup: SpeedupOption = None,
+    deadline: DeadlineOption = None,
+    network: NetworkOption = None,
     timeline: TimelineOption = False,
     convolutions: ConvolutionsOption = False,
     workspace_total: TotalOption = None,
@@ -120,6 +123,8 @@ def plan(
         explained = Explained.of(
             *(workspace, workspace_total, cache, memory), convolutions=convolutions, json=json
         )
+        wanted = Wanted.of(gpus, speedup, deadline, network)
+        measure = measure or wanted.anything
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
             data=data,
@@ -165,12 +170,12 @@ def plan(
                 )
             found = replace(found, states=where)
             if measure and where is None:
-                found = replace(found, pace=_pace(settings, parts, engine, stepped))
+                found = wanted.measured(found, settings, parts, engine, stepped)
             rows = explained.rows(found, parts, batch)
         lines = [
             allocated,
             str(found),
-            *_all_epochs(found, parts),
+            *wanted.lines(found, parts, context),
             _not_done(found, measured=measure, fixed=micro_batch is not None),
         ]
         typer.echo(found.to_json() if json else "\n".join(lines))
@@ -223,31 +228,6 @@ def check(
         typer.echo(str(report))
     if not report.exact:
         raise typer.Exit(1)
-
-
-def _pace(
-    settings: Settings, parts: Parts, engine: Engine, optimizer: torch.optim.Optimizer
-) -> Pace:
-    """Measure a few steps of the loop; all is put back."""
-    loader = loader_of(settings, parts)
-    with moving(STEPS) as move:
-        found = profile_loop(
-            *(loader, engine, optimizer),
-            steps=STEPS,
-            enough=ENOUGH,
-            split=split_of(skip=settings.skip_corrupt),
-            progress=move,
-        )
-    return pace_of(found, loader)
-
-
-def _all_epochs(found: Plan, parts: Parts) -> list[str]:
-    """Say how long the whole training takes, where that was measured."""
-    pace, epochs = found.pace, parts.recipe.epochs
-    if pace is None or pace.epoch is None:
-        return []
-    every, low, high = map(show_seconds, pace.of(epochs * pace.epoch))
-    return [f"  {epochs} epochs    {every} ({low} to {high}); tests between them are not counted"]
 
 
 def _draw(step: StepTimeline | None, picture: Path | None, *, chart: bool) -> None:

@@ -170,6 +170,21 @@ CompareOption = Annotated[
     ),
 ]
 CompareStepsOption = Annotated[int, typer.Option(help="Steps of --compare, at most.")]
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus", help="Tell what so many GPUs would bring; measures.")
+]
+SpeedupOption = Annotated[
+    float | None,
+    typer.Option("--speedup", help="Tell how many GPUs are so many times as fast; measures."),
+]
+DeadlineOption = Annotated[
+    str | None,
+    typer.Option("--deadline", help='Tell how many GPUs train all epochs in "6h"; measures.'),
+]
+NetworkOption = Annotated[
+    str | None,
+    typer.Option("--network", help='Between GPUs, such as "10Gbit"; default: sums cost nothing.'),
+]
 MeasureOption = Annotated[
     bool, typer.Option("--measure", help="Time the sizes that fit, and choose the fastest.")
 ]

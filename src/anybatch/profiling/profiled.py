@@ -58,6 +58,7 @@ class Profile:
         spread: interval of that median, as below.
         overhead: R_O, what shows and is not computing, to computing.
         interval: of R_O, 95 %, by resampling the steps.
+        workers: processes that load while the step computes; 0 for none.
         remedies: what would make it less, the largest gain first.
     """
 
@@ -68,6 +69,7 @@ class Profile:
     spread: tuple[float, float]
     overhead: float
     interval: tuple[float, float]
+    workers: int = 0
     remedies: tuple[Remedy, ...] = ()
 
     @property
@@ -140,6 +142,7 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
         spread=_bounds(np.median(shows.sum(axis=1)[draws], axis=1)),
         overhead=float(_overhead(shows.sum(axis=0))),
         interval=_bounds(_overhead(shows[draws].sum(axis=1))),
+        workers=conditions.workers or 0,
     )
     waited = [one.shows.get(LOAD, 0.0) + one.shows.get(PREPARE, 0.0) for one in passed]
     waits = Waits(

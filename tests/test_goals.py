@@ -1,0 +1,95 @@
+"""What a person wants of more GPUs: read once, and refused where it means nothing."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import anybatch
+from anybatch import Plan
+from anybatch.goals import goal_of
+from anybatch.scaled import FREE, Goal
+from anybatch.units import parse_bandwidth, parse_seconds
+
+
+def test_a_goal_is_what_was_said() -> None:
+    assert goal_of(4, None, None, loader=[1]) == Goal(gpus=4)
+    assert goal_of(None, 2.5, None, loader=[1]) == Goal(speedup=2.5)
+    assert goal_of(None, None, 60, epochs=3, loader=[1, 2]) == Goal(deadline=60, steps=6)
+    assert goal_of(None, None, None, loader=None) == Goal()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"gpus": 2, "speedup": 2}, r"at most one goal.*\['gpus', 'speedup'\] came"),
+        ({"gpus": 0}, "gpus must be a whole number of at least 1, and it is 0"),
+        ({"gpus": 1.5}, "gpus must be a whole number"),
+        ({"speedup": -1}, "speedup must be above 0, and it is -1"),
+        ({"speedup": nan}, "speedup must be above 0"),
+        ({"deadline": inf}, "deadline must be above 0"),
+        ({"deadline": 9, "epochs": 0}, "epochs must be a whole number of at least 1"),
+        ({"gpus": 2, "loader": None}, "there is no loader for gpus: give loader="),
+        ({"network": "10Gbit", "loader": None}, "there is no loader for network"),
+        ({"network": "fast"}, 'network must be bits a second such as "10Gbit"'),
+        ({"deadline": 9, "loader": iter(())}, "the loader does not know its length"),
+    ],
+)
+def test_what_means_nothing_is_refused(given: dict[str, Any], told: str) -> None:
+    words = {"gpus": None, "speedup": None, "deadline": None, "loader": [1], **given}
+    with pytest.raises(ValueError, match=told):
+        goal_of(words.pop("gpus"), words.pop("speedup"), words.pop("deadline"), **words)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("10Gbit", 1.25e9), ("8 bit/s", 1.0), ("1.6Mbit", 2e5), ("400GBIT", 5e10)]
+)
+def test_networks_are_in_bits(text: str, found: float) -> None:
+    assert parse_bandwidth(text) == found
+
+
+@pytest.mark.parametrize("text", ["10GB", "0Gbit", "", "Gbit", 10, None])
+def test_what_is_no_network_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="network must be bits a second"):
+        parse_bandwidth(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("90s", 90), ("1.5h", 5400), ("2d", 172800), ("30 min", 1800), ("7", 7)]
+)
+def test_times_are_read_in_their_unit(text: str, found: float) -> None:
+    assert parse_seconds(text) == found
+
+
+@pytest.mark.parametrize("text", ["6 years", "0h", "-1h", "", 6])
+def test_what_is_no_time_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match='deadline must be a time such as "30min"'):
+        parse_seconds(text)
+
+
+def test_a_plan_answers_a_goal() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(x, y), batch_size=32)
+    given = {"memory": "1MiB", "optimizer": optimizer, "loader": loader}
+    plan = anybatch.plan(model, F.cross_entropy, (x[:32], y[:32]), gpus=3, **given)
+    assert plan.scale is not None
+    assert plan.scale.gpus == 3
+    assert FREE in plan.scale.assumed
+    assert plan.scale.rows[0].speedup == 1
+    assert Plan.from_json(plan.to_json()) == plan
+    linked = anybatch.plan(model, F.cross_entropy, (x[:32], y[:32]), network="8bit", **given)
+    assert linked.scale is not None
+    assert FREE not in linked.scale.assumed
+    size = sum(p.nbytes for p in model.parameters())
+    two = linked.scale.rows[1]
+    assert two.seconds == pytest.approx(size, rel=1e-2)  # a byte a second, and it goes half twice
+    assert linked.scale.fastest == 1

@@ -1,0 +1,110 @@
+"""More GPUs, foreseen from what one has shown: Lemma 3.1 where it holds, and sums by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch._plan import Plan
+from anybatch._scale import Scale
+from anybatch.profiling.profiled import Passed, Profile, profiled
+from anybatch.profiling.remedies import Conditions
+from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, UPDATE
+from anybatch.scale.costs import Link
+from anybatch.scale.gpus import speedup
+from anybatch.scaled import FREE, SHARED, Goal, loop_of, scaled
+
+some = st.floats(0.01, 10.0)
+
+
+def profile(workers: int = 0, takes: dict[str, float] | None = None, **shows: float) -> Profile:
+    names = {"compute": COMPUTE, "load": LOAD, "prepare": PREPARE, "update": UPDATE}
+    passed = Passed(64, {names[k]: v for k, v in shows.items()}, takes or {})
+    return profiled([passed], Conditions(cores=8, workers=workers))
+
+
+@given(some, some, some)
+def test_what_is_not_divided_is_the_lemma_to_the_digit(
+    compute: float, load: float, update: float
+) -> None:
+    found = scaled(profile(compute=compute, load=load, update=update), 8, {}, 0, None, Goal())
+    for row in found.rows:
+        if 64 % row.gpus == 0:
+            assert row.speedup == pytest.approx(row.lemma)
+            assert row.lemma == pytest.approx(speedup((load + update) / compute, row.gpus))
+            assert row.seconds == pytest.approx(compute / row.gpus + load + update)
+    assert found.assumed == (SHARED, FREE)
+
+
+def test_preparation_is_divided_and_gradients_are_summed() -> None:
+    link = Link(1e6)
+    found = profile(compute=2.0, prepare=1.0, load=0.25, update=0.125)
+    loop = loop_of(found, 8, {}, 10**6, link)
+    for gpus in (1, 2, 4, 8):
+        ring = 2 * (gpus - 1) / gpus
+        assert loop.seconds(gpus) == pytest.approx(2 / gpus + 1 / gpus + 0.25 + 0.125 + ring)
+    assert scaled(found, 8, {}, 10**6, link, Goal()).assumed == (SHARED,)
+
+
+def test_what_workers_hide_shows_again_when_computing_is_short() -> None:
+    """Two workers take 1 s for a mini-batch; on four GPUs a quarter of 2 s is less."""
+    takes = {LOAD: 2.0}
+    loop = loop_of(profile(2, takes, compute=2.0), 8, {}, 0, None)
+    assert loop.seconds(1) == pytest.approx(2.0)
+    assert loop.seconds(2) == pytest.approx(1.0)
+    assert loop.seconds(4) == pytest.approx(1.0)  # one disk
+    divided = loop_of(profile(2, {PREPARE: 2.0}, compute=2.0), 8, {}, 0, None)
+    assert divided.seconds(4) == pytest.approx(0.5)  # each its own share
+    late = profile(2, takes, compute=0.5, load=0.5)  # what shows is what is not hidden
+    assert loop_of(late, 8, {}, 0, None).seconds(1) == pytest.approx(1.0)
+
+
+@given(st.dictionaries(st.sampled_from([1, 2, 4, 8, 16, 32]), some, min_size=1), some)
+def test_one_gpu_takes_what_was_profiled_whatever_was_timed(
+    timed: dict[int, float], compute: float
+) -> None:
+    micro_batch = max(timed)
+    loop = loop_of(profile(compute=compute, update=0.5), micro_batch, timed, 0, None)
+    assert loop.seconds(1) == pytest.approx(compute + 0.5)
+    if 64 % micro_batch == 0:  # a share of two micro-batches takes twice one
+        share = 2 * micro_batch / 64
+        gpus = 32 // micro_batch
+        assert loop.seconds(gpus) == pytest.approx(compute * share + 0.5)
+
+
+def test_small_shares_are_computed_as_they_were_timed() -> None:
+    timed = {4: 0.3, 8: 0.4, 16: 0.7}
+    loop = loop_of(profile(compute=2.8), 16, timed, 0, None)
+    assert loop.seconds(8) == pytest.approx(0.4)  # 8 samples in one micro-batch
+    assert loop.seconds(16) == pytest.approx(0.3)
+    assert loop.seconds(2) == pytest.approx(1.4)
+
+
+@given(some, some, st.floats(1.0, 12.0))
+def test_a_goal_is_met_by_as_few_as_can(compute: float, load: float, wanted: float) -> None:
+    found = profile(compute=compute, load=load)
+    loop = loop_of(found, 8, {}, 0, None)
+    met = [g for g in range(1, 65) if loop.seconds(1) / loop.seconds(g) >= wanted * (1 - 1e-9)]
+    scale = scaled(found, 8, {}, 0, None, Goal(speedup=wanted))
+    assert scale.gpus == (met[0] if met else None)
+    steps = 10
+    deadline = loop.seconds(1) * steps / wanted
+    by = scaled(found, 8, {}, 0, None, Goal(deadline=deadline, steps=steps))
+    assert by.gpus == scale.gpus
+    if scale.gpus is None:
+        assert "no number of GPUs" in scale.goal
+    else:
+        assert scale.gpus in [row.gpus for row in scale.rows]
+
+
+def test_it_is_told_and_goes_through_json() -> None:
+    found = scaled(profile(compute=1.0, load=0.1), 8, {}, 0, None, Goal(gpus=5))
+    assert found.gpus == 5
+    plan = Plan(8, "streaming", "in place", "a loss", True, (), scale=found)
+    assert Plan.from_json(plan.to_json()) == plan
+    text = str(plan)
+    assert "5 GPUs, as asked for" in text
+    (chosen,) = [line for line in text.splitlines() if line.endswith("<")]
+    assert chosen.split()[0] == "5"
+    assert isinstance(Plan.from_json(plan.to_json()).scale, Scale)
