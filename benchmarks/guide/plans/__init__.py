@@ -1,0 +1,1 @@
+"""What plans foresee and choose, against every candidate run."""

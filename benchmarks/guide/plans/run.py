@@ -1,0 +1,171 @@
+"""What a plan foresees and chooses, against every candidate that fits, each of them run.
+
+For each training and budget `anybatch.plan` is asked, and all candidates are planned one by one
+with their size and mechanism fixed: 2, 4, 8 ... and all samples in a micro-batch, with all saved
+tensors in memory, and where that does not fit with some in a file. Every one that fits is run: its
+first step under the meter, which tells its peak, and then all of them in turns, so that their
+seconds can be compared. `share` is the time of the fastest over that of the plan's own choice.
+Those who look for the most that fits choose among the same sizes where the gradient is the same
+without lanes: their search runs under the meter's limit, and their size is looked up in the table
+(one that is not there is run, too).
+
+Errors of seconds are |predicted - measured| / measured, of a step that was timed while planning.
+"""
+
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import anybatch
+from anybatch import BudgetError, Engine, Plan
+from benchmarks.environment import environment
+from benchmarks.guide.plans.cells import PROBLEMS, Cell, cells
+from benchmarks.mbs.choice.registry import FINDERS, missing
+from benchmarks.results import console, write
+
+HERE = Path(__file__).parent
+SEED = 0
+QUICK = ("LSTM",)
+Found = dict[str, Any]
+
+
+class Candidate:
+    """A plan that is run: its first step under the meter, and then as often as one likes.
+
+    Args:
+        cell: what is trained.
+        plan: is obeyed; None for micro-batches of `size` without a budget.
+        size: samples.
+    """
+
+    def __init__(self, cell: Cell, plan: Plan | None, size: int = 0) -> None:
+        self._problem, self.plan = cell.problem, plan
+        fixed: dict[str, Any] = {"plan": plan} if plan is not None else {"micro_batch": size}
+        self._engine = Engine(cell.problem.model, cell.problem.loss_fn, **fixed)
+        self.step()
+        last, made = self._engine.last, self._engine.plan
+        assert last is not None
+        assert made is not None
+        self.micro_batch, self.mechanism = made.micro_batch, made.mechanism
+        self.away = made.offload is not None
+        self.peak, self.predicted = last.peak_bytes, last.predicted_bytes
+        self.seconds: list[float] = []
+
+    def step(self) -> float:
+        """Take a step, and return its seconds."""
+        self._problem.model.zero_grad()
+        start = perf_counter()
+        self._engine.backward(self._problem.inputs, self._problem.targets)
+        return perf_counter() - start
+
+    def row(self, timed: dict[tuple[int, bool], float]) -> Found:
+        """Return what is written of it."""
+        return {
+            "micro_batch": self.micro_batch,
+            "mechanism": self.mechanism,
+            "away": self.away,
+            "planned": self.plan is not None,
+            "predicted": self.predicted,
+            "peak": self.peak,
+            "seconds": median(self.seconds),
+            "foreseen": timed.get((self.micro_batch, self.away)),
+        }
+
+
+def planned(cell: Cell, **fixed: Any) -> Plan | None:
+    """Return the plan of a cell; None where it does not fit."""
+    problem = cell.problem
+    batch = problem.inputs, problem.targets
+    try:
+        return anybatch.plan(problem.model, problem.loss_fn, batch, memory=cell.budget, **fixed)
+    except BudgetError:
+        return None
+
+
+def every(cell: Cell, chosen: Plan | None, sizes: set[int]) -> list[Candidate]:
+    """Return all candidates that fit, the chosen one first.
+
+    Args:
+        cell: what is trained.
+        chosen: its plan.
+        sizes: that are known to fit, found by running them; of these a step without a plan is run
+            where they are planned not to fit.
+    """
+    found = [] if chosen is None else [Candidate(cell, chosen)]
+    batch = cell.problem.batch
+    for n in sorted(sizes | {2**k for k in range(1, batch.bit_length())} | {batch}):
+        here = planned(cell, micro_batch=n, offload="off", timed=False)
+        plans = [here or planned(cell, micro_batch=n, offload="file", timed=False)]
+        if here is None and n in sizes:
+            found.append(Candidate(cell, None, n))
+        seen = {(c.micro_batch, c.away) for c in found}
+        found += [
+            Candidate(cell, plan)
+            for plan in plans
+            if plan is not None and (plan.micro_batch, plan.offload is not None) not in seen
+        ]
+    return found
+
+
+def peers(cell: Cell) -> Found:
+    """Return the size of each finder that looks for the most that fits."""
+    if not cell.problem.terms:
+        return {}
+    return {name: find(cell.problem, cell.budget).size for name, find in FINDERS.items()}
+
+
+def one(cell: Cell, rounds: int) -> Found:
+    """Return what was found of a cell."""
+    start = perf_counter()
+    chosen = planned(cell)
+    took = perf_counter() - start
+    others = peers(cell)
+    found = every(cell, chosen, {n for n in others.values() if n})
+    for _ in range(rounds):
+        for candidate in found:
+            candidate.seconds.append(candidate.step())
+    memory = None if chosen is None else chosen.memory
+    timed = {} if memory is None else {
+        (c.micro_batch, c.away): c.seconds for c in memory.candidates if c.seconds is not None
+    }  # fmt: skip
+    return {
+        "name": cell.name,
+        "budget": cell.budget,
+        "whole": None if memory is None else memory.whole,
+        "planned": chosen is not None,
+        "planning": took,
+        "candidates": [candidate.row(timed) for candidate in found],
+        "peers": others,
+    }
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    each: Annotated[int, typer.Option(help="budgets of a training")] = 5,
+    rounds: Annotated[int, typer.Option(help="of steps of all candidates")] = 5,
+) -> None:
+    """Plan, run everything, and write results.json."""
+    names = [*QUICK] if quick else [*PROBLEMS]
+    each, rounds = (1, 1) if quick else (each, rounds)
+    if missing():
+        console.print(f"not installed, so without: {', '.join(missing())}")
+        for name in missing():
+            del FINDERS[name]
+    torch.set_num_threads(1)
+    found = []
+    for cell in cells(names, each, SEED):
+        start = perf_counter()
+        found.append(one(cell, rounds))
+        console.print(f"{cell.name}: {perf_counter() - start:.0f} s")
+    facts = {"environment": environment(), "seed": SEED, "rounds": rounds}
+    write(out / "results.json", {**facts, "cells": found})
+
+
+if __name__ == "__main__":
+    typer.run(main)
