@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     wanted = {
         str(path.relative_to(source))
         for path in source.rglob("*")
-        if path.is_file() and path.suffix in (".py", ".typed")
+        if path.is_file() and path.suffix in (".py", ".typed", ".css", ".j2")
     }
     with zipfile.ZipFile(wheel) as packed:
         names = {name for name in packed.namelist() if ".dist-info/" not in name}

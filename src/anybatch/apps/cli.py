@@ -1,4 +1,4 @@
-"""The command `anybatch`: train, plan, and check.
+"""The command `anybatch`: train, plan, check, bench, and report.
 
 typer reads the options; everything they do is in `train` and in the library, and how a command ends
 is in `outcome`.
@@ -64,6 +64,7 @@ from anybatch.apps.options import (
 from anybatch.apps.outcome import ending, summary_table
 from anybatch.apps.process import allocate
 from anybatch.apps.progress import make_progress
+from anybatch.apps.report.write import report
 from anybatch.apps.saved_run import SavedRun
 from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
@@ -216,6 +217,7 @@ def train(
 app.command()(plan)
 app.command()(bench)
 app.command()(check)
+app.command()(report)
 
 
 def _refuse_together(*, resume: bool, replan: bool, compare: bool) -> None:
