@@ -166,7 +166,7 @@ def _axes(x_label: str) -> Iterator[tuple[Any, Any]]:
         )
         figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))
         figure.patch.set_visible(False)
-        axes = figure.add_axes((0.145, 0.19, 0.835, 0.755))
+        axes = figure.add_axes((0.145, 0.19, 0.81, 0.755))
         axes.patch.set_visible(False)
         axes.set_axisbelow(True)
         axes.set_xlabel(x_label)

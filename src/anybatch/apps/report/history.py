@@ -17,7 +17,7 @@ import numpy as np
 from anybatch.apps.curves import EpochRow
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step.
 

@@ -79,7 +79,7 @@ def _timeline(step: Envelope) -> Figure:
     )
     titled = Titled("timeline", title, description)
     keys = [
-        Key(name, "band", i % BANDS, f"{show_bytes(peak[i])} at the peak")
+        Key(name, "band", i % BANDS, f"{show_bytes(peak[i])} at the peak" if peak[i] else "")
         for i, name in enumerate(step.owners)
     ]
     keys = [Key("budget", "limit", 0, f"{show_bytes(step.budget)}{far}"), *reversed(keys)]

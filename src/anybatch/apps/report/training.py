@@ -222,7 +222,7 @@ def _counted(value: Any, what: str) -> str:
 
 def _rate(recipe: Mapping[str, Any]) -> str:
     rate, schedule = recipe.get("lr"), recipe.get("schedule")
-    return "" if rate is None else f"learning rate {rate}, {schedule}"
+    return "" if rate is None else ", ".join(filter(None, (f"learning rate {rate}", schedule)))
 
 
 def _exact_from(end: Mapping[str, Any]) -> str:
