@@ -43,6 +43,7 @@ def test_a_log_is_read_line_by_line() -> None:
         b'{"kind": "epoch", "epoch": 1, "metric": ["a"]}',
         b'{"kind": "batchnorm"}',
         b"[" * 100_000,
+        b'{"kind": "step", "step": 7, "images_per_second": 1, "loss": 1' + b"0" * 400 + b"}",
         b"",
     ],
     ids=str,

@@ -8,6 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.apps.report.pages import Node, away, in_order, known_of, log_of, plan_of, read
 
 from anybatch._plan import verdicts
@@ -318,3 +320,30 @@ def test_numbers_are_written_for_people() -> None:
     assert [seconds(one) for one in (0.12345, 59.0, 61, 3661)] == [
         *("0.123 s", "59 s", "1 min 01 s", "1 h 01 min")
     ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+PARTS = {
+    "settings": ("data", "batch_size", "memory", "image_size", "flip", "micro_batch", "seed"),
+    "recipe": ("model", "epochs", "lr", "schedule", "loss", "optimizer"),
+    "data": ("task", "size", "notes", "train_samples"),
+    "process": ("threads", "device", "malloc", "ranks"),
+    "versions": ("torch", "system"),
+}
+END = ("steps", "epochs", "seconds", "resumed", "stopped", "interrupted", "parameters")
+CONFIG = {
+    part: st.fixed_dictionaries({}, optional=dict.fromkeys(names, JSON)) | JSON
+    for part, names in PARTS.items()
+}
+
+
+@given(
+    config=st.fixed_dictionaries({}, optional=CONFIG),
+    end=st.fixed_dictionaries({}, optional=dict.fromkeys(END, JSON)),
+)
+def test_whatever_the_files_hold_there_is_a_page(config: dict[str, Any], end: Any) -> None:
+    read(page_of(Known("train", config, end)))

@@ -64,7 +64,7 @@ class History:
                     epochs.append(_epoch(record))
                 else:
                     changes.append(f"After epoch {_whole(record['epoch'])}: {record['change']}.")
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 broken += 1
         return cls(tuple(steps), tuple(epochs), tuple(changes), broken)
 

@@ -36,7 +36,7 @@ _COLOR = re.compile("|".join(ROLES))
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 _URL = re.compile(r"url\(#([^)]+)\)")
 _REFERENCE = re.compile(r"(?:url\(|href=\")#([^)\"]+)")
-_FONT = re.compile(r"font(-family)?:[^;]*;?\s*")
+_FONT = re.compile(r"font(-\w+)?:[^;]*;?\s*")
 _SIZE = re.compile(r"font(?:-size)?:[^;]*?(\d+(?:\.\d+)?)px")
 
 
@@ -68,6 +68,8 @@ def inlined(svg: bytes, name: str, title: str, description: str) -> str:
     for element in root.iter():
         element.tag = _tag(element)
         attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+        if attributes.get("transform", "").startswith("rotate(-0 "):
+            del attributes["transform"]
         element.attrib.clear()
         element.attrib.update({key: _themed(key, value) for key, value in attributes.items()})
     box = root.get("viewBox", "")
@@ -122,7 +124,7 @@ def _themed(key: str, value: str) -> str:
     """Return an attribute with the page's colours and font, and with two digits."""
     if key == "style" and "font" in value:
         size = _SIZE.search(value)
-        value = _FONT.sub("", value) + (f"; font-size: {size[1]}px" if size else "")
+        value = (f"font-size: {size[1]}px; " if size else "") + _FONT.sub("", value)
     value = _COLOR.sub(lambda hit: ROLES[hit[0]], value)
     value = _LONG.sub(lambda hit: f"{float(hit[0]):.2f}", value)
     return _without_repeats(value) if key == "d" else value

@@ -47,13 +47,15 @@ def _spent(known: Known) -> Iterator[Fact]:
         budget = known.plan.memory.budget if known.plan and known.plan.memory else None
         of = "no budget" if budget is None else f"of {show_bytes(budget)}"
         yield Fact("Peak memory", show_bytes(history.measured), of)
-    if isinstance(end.get("seconds"), int | float):
-        yield Fact("Time", seconds(float(end["seconds"])), _parts(end))
+    if isinstance(end.get("seconds"), float):
+        yield Fact("Time", seconds(end["seconds"]), _parts(end))
 
 
 def _parts(end: Mapping[str, Any]) -> str:
-    resumed = end.get("resumed") or 0
-    return f"of all parts; resumed {counted(resumed, 'times')}" if resumed else ""
+    resumed = end.get("resumed")
+    if not isinstance(resumed, int) or not resumed:
+        return ""
+    return f"of all parts; resumed {counted(resumed, 'times')}"
 
 
 def what_was_run(known: Known) -> list[Section]:
@@ -222,7 +224,9 @@ def _counted(value: Any, what: str) -> str:
 
 def _rate(recipe: Mapping[str, Any]) -> str:
     rate, schedule = recipe.get("lr"), recipe.get("schedule")
-    return "" if rate is None else ", ".join(filter(None, (f"learning rate {rate}", schedule)))
+    if rate is None:
+        return ""
+    return f"learning rate {rate}" if schedule is None else f"learning rate {rate}, {schedule}"
 
 
 def _exact_from(end: Mapping[str, Any]) -> str:

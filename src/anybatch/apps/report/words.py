@@ -68,6 +68,8 @@ def percent(share: float) -> str:
 
 def seconds(count: float) -> str:
     """Return seconds as a person says them."""
+    if not math.isfinite(count):
+        return "not finite"
     if count < 60:
         return f"{count:.3g} s"
     minutes, rest = divmod(round(count), 60)
