@@ -77,7 +77,8 @@ def test_areas_are_bytes_by_owner(step: StepTimeline) -> None:
     widths = np.diff(found.edges)
     held = np.array(found.live, float).T @ widths
     areas = []
-    for i in range(len(found.owners)):
+    assert len(set(found.styles)) == len(found.owners)
+    for i in found.styles:
         fills = (f"var(--band-{i})", f"url(#hatch-{i})")
         plain, hatched = (paths(svg, f"fill: {fill}") for fill in fills)
         assert plain == hatched

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from tests.apps.test_timeline import ordered, timed
 
 from anybatch import StepTimeline
+from anybatch.apps.picture import STYLES
 from anybatch.apps.report.envelope import Envelope
+from anybatch.apps.report.svg import BANDS, HATCHES
 
 STEPS = {"order": ordered(40), "one event": ordered(1), "times": timed(), "tight": timed(36)}
 
@@ -60,6 +63,23 @@ def test_merged_stretches_keep_the_highest_and_the_peak(most: int) -> None:
 def test_what_was_written_is_read_again(name: str) -> None:
     found = Envelope.of(STEPS[name])
     assert Envelope.from_json(found.to_json()) == found
+
+
+def test_an_owner_looks_the_same_in_every_step_and_no_two_look_alike() -> None:
+    known = {"parameters", "optimizer", "activations"}
+    first, other = Envelope.of(ordered()), Envelope.of(ordered(3))
+    styles = [dict(zip(one.owners, one.styles, strict=True)) for one in (first, other)]
+    assert [{styles[0][name], styles[1][name]} for name in known] == [
+        {styles[0][name]} for name in known
+    ]
+    fewer = replace(first, owners=("optimizer", "nobody's"))
+    assert fewer.styles[0] == styles[0]["optimizer"]
+    for one in STEPS.values():
+        found = Envelope.of(one).styles
+        assert len(set(found)) == len(found)
+        assert max(found) < BANDS
+    assert len(set(HATCHES)) == BANDS
+    assert len({color for color, _ in STYLES.values()}) == BANDS
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"title": 1}', "half"])

@@ -113,7 +113,7 @@ def draw_envelope(titled: Titled, step: Envelope, unit: int) -> str:
     with _axes("seconds" if step.timed else "events, in their order") as (axes, done):
         live = np.array(step.live, np.float64).reshape(len(step.live), len(step.owners)) / unit
         below = np.zeros(len(live) + 1)
-        for i, row in enumerate(np.vstack([live, live[-1:]]).T):
+        for i, row in zip(step.styles, np.vstack([live, live[-1:]]).T, strict=True):
             for color in (band_color(i), band_color(i, hatched=True)):
                 axes.fill_between(step.edges, below, below + row, step="post", fc=color, lw=0)
             below = below + row

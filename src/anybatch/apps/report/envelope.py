@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from anybatch import StepTimeline
-from anybatch.apps.picture import stacked
+from anybatch.apps.picture import STYLES, stacked, style_of
 from anybatch.apps.report.history import spans
 from anybatch.step_timeline import facts
 
@@ -72,6 +72,14 @@ class Envelope:
                 for phase in step.phases
             ),
         )
+
+    @property
+    def styles(self) -> tuple[int, ...]:
+        """The style of each owner: the same in every step, and one to spare for other names."""
+        colors = list(dict.fromkeys(color for color, _ in STYLES.values()))
+        known = {name: colors.index(style_of(name)) for name in self.owners if style_of(name)}
+        spare = (i for i in range(len(colors)) if i not in known.values())
+        return tuple(known[name] if name in known else next(spare, 0) for name in self.owners)
 
     def merged(self, most: int) -> Envelope:
         """Return it in at most `most` stretches; of those that become one, the highest is told."""

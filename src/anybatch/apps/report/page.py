@@ -17,13 +17,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from anybatch.apps.report import planning, training
 from anybatch.apps.report.known import Known
 from anybatch.apps.report.parts import Page, Tone
-from anybatch.apps.report.svg import BANDS, LINES
+from anybatch.apps.report.svg import HATCHES
 
 
 def page_of(known: Known) -> str:
     """Return the page about a run or a plan, as HTML."""
     page = parts_of(known)
-    text = _template().render(page=page, bands=range(BANDS), lines=range(LINES))
+    text = _template().render(page=page, hatches=HATCHES)
     return text.encode("utf-8", "replace").decode()  # a name of a file need not be text
 
 

@@ -12,7 +12,6 @@ from anybatch.apps.report.drawing import Line, Titled, draw_envelope, draw_lines
 from anybatch.apps.report.envelope import Envelope
 from anybatch.apps.report.known import Known, ScaleRow
 from anybatch.apps.report.parts import Fact, Figure, Key, Section, Table
-from anybatch.apps.report.svg import BANDS
 from anybatch.apps.report.words import drawn, figure_of, number, percent, seconds
 from anybatch.conv.divide import Configuration, Part
 from anybatch.units import show_bytes
@@ -79,8 +78,8 @@ def _timeline(step: Envelope) -> Figure:
     )
     titled = Titled("timeline", title, description)
     keys = [
-        Key(name, "band", i % BANDS, f"{show_bytes(peak[i])} at the peak" if peak[i] else "")
-        for i, name in enumerate(step.owners)
+        Key(name, "band", style, f"{show_bytes(held)} at the peak" if held else "")
+        for name, style, held in zip(step.owners, step.styles, peak, strict=True)
     ]
     keys = [Key("budget", "limit", 0, f"{show_bytes(step.budget)}{far}"), *reversed(keys)]
     drawing = drawn(lambda: draw_envelope(titled, step, 1 << 10 * power))

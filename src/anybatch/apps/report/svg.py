@@ -16,7 +16,14 @@ import re
 from itertools import count
 from xml.etree import ElementTree
 
-LINES, BANDS = 3, 9
+HATCHES = (
+    *("", "M-2 2L2-2M0 8L8 0M6 10L10 6", "M-2 6L2 10M0 0L8 8M6-2L10 2", "M0 4V8M4 0V4"),
+    *("M0 4H8", "M2 2h1M6 6h1", "M4 0V8", "M0 0L8 8M8 0L0 8", "M1 4h2M5 4h2M1 0h2M5 0h2"),
+    *("M0 4H8M4 0V8", "M1 2l3 3l3-3"),
+)
+"""What is drawn over a band, in a square of 8, so that it is told apart without its colour."""
+
+LINES, BANDS = 3, len(HATCHES)
 """Styles of lines and of bands that a page can tell apart."""
 
 ROLES = {
