@@ -132,16 +132,16 @@ def _mark_phases(axes: Any, step: Envelope, top: float) -> None:
     first, length = step.edges[0], max(step.edges[-1] - step.edges[0], 1e-9)
     free = [-1.0, -1.0]
     for name, edge in step.phases:
-        if edge > first:
-            axes.axvline(edge, color=INK, linewidth=0.9, linestyle=":")
         place = (edge - first) / length
         row = 0 if free[0] <= place else 1
+        height = 0.995 - 0.075 * row
+        if edge > first:
+            axes.axvline(edge, 0, height, color=INK, linewidth=0.9, linestyle=":")
         free[row] = place + LETTER * (len(name) + 2)
         late = free[row] > 1
-        height = (0.995 - 0.075 * row) * top
         side = {"va": "top", "ha": "right" if late else "left"}
         where = step.edges[-1] if late else edge
-        axes.text(where, height, f" {name}", size=11.0, parse_math=False, **side)
+        axes.text(where, height * top, f" {name}", size=11.0, parse_math=False, **side)
 
 
 def is_near(step: Envelope) -> bool:
