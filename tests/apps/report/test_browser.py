@@ -36,7 +36,7 @@ pytestmark = [
 ]
 LONG = "a_folder_with_a_name_that_no_telephone_shows_in_one_line_" * 3
 
-WIDTHS = (360, 768, 1440)
+WIDTHS = (320, 360, 768, 1440)
 
 CONTRAST = """() => {
     const channel = c => { c /= 255; return c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4 }

@@ -114,6 +114,6 @@ def test_names_of_phases_do_not_lie_on_each_other() -> None:
 
 def reach(text: Node) -> tuple[float, float]:
     """Return where a text begins and ends, with letters of half their height."""
-    x, width = float(text.attributes["x"]), 11 * 0.55 * len(text.text)
+    x, width = float(text.attributes["x"]), 12 * 0.55 * len(text.text)
     right = "text-anchor: end" in text.attributes["style"]
     return (x - width, x) if right else (x, x + width)

@@ -31,7 +31,7 @@ WIDTH, HEIGHT = 420.0, 270.0
 """Of a figure, in units that are pixels of a telephone's screen, or somewhat more or less."""
 
 LETTERS = 13.0
-LETTER = 0.017
+LETTER = 0.0185
 """Width of a letter of a phase's name, as a share of a figure's."""
 
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2.5)), (0, (1.5, 2)))
@@ -141,7 +141,7 @@ def _mark_phases(axes: Any, step: Envelope, top: float) -> None:
         late = free[row] > 1
         side = {"va": "top", "ha": "right" if late else "left"}
         where = step.edges[-1] if late else edge
-        axes.text(where, height * top, f" {name}", size=11.0, parse_math=False, **side)
+        axes.text(where, height * top, f" {name}", size=12.0, parse_math=False, **side)
 
 
 def is_near(step: Envelope) -> bool:
