@@ -121,7 +121,7 @@ def test_every_figure_is_named_described_and_told_in_numbers(page: Node) -> None
 
 def test_colours_are_those_of_the_page(page: Node) -> None:
     (style,) = page.all("style")
-    light, _, rest = style.text.partition("@media (prefers-color-scheme: dark)")
+    light, _, rest = style.text.partition("@media screen and (prefers-color-scheme: dark)")
     dark = rest.partition("* {")[0]
     used = set()
     for one in page.walk():
