@@ -100,14 +100,23 @@ def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
     ]
     if memory.candidates:
         lines += ["  micro-batch      memory   seconds a step"]
+    both = len({one.away for one in memory.candidates}) > 1
+    every = verdicts(memory, chosen, away=away)
+    return lines + [f"  {_row(one, why, both=both)}" for one, why in every]
+
+
+def verdicts(memory: Memory, chosen: int, *, away: bool = False) -> list[tuple[Candidate, str]]:
+    """Return every candidate and, in words, why it was chosen or lost.
+
+    Args:
+        memory: what a plan knows of it.
+        chosen: samples in a micro-batch, as was chosen.
+        away: its saved tensors leave. Default False.
+    """
     every = memory.candidates
     best = next((one for one in every if (one.micro_batch, one.away) == (chosen, away)), None)
-    both = len({one.away for one in every}) > 1
     next_best = runners_up(every, best)
-    return lines + [
-        f"  {_row(one, best, memory.budget, both=both, runner_up=one in next_best)}"
-        for one in every
-    ]
+    return [(one, _why(one, best, memory.budget, runner_up=one in next_best)) for one in every]
 
 
 def runners_up(every: Sequence[Candidate], best: Candidate | None) -> list[Candidate]:
@@ -123,20 +132,23 @@ def runners_up(every: Sequence[Candidate], best: Candidate | None) -> list[Candi
     return [one for _, one in sorted(timed, key=lambda pair: pair[0])[:RUNNERS_UP]]
 
 
-def _row(
-    one: Candidate, best: Candidate | None, budget: int, *, both: bool, runner_up: bool
-) -> str:
+def _why(one: Candidate, best: Candidate | None, budget: int, *, runner_up: bool) -> str:
+    if one is best:
+        return "chosen" if one.seconds is None else "chosen: the fastest timed"
+    if one.peak_bytes > budget:
+        return f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
+    if one.seconds is None:
+        return "fits, not timed"
+    if best is None or not best.seconds:
+        return ""
+    slower = one.seconds / best.seconds - 1
+    why = f"{abs(100 * slower):.0f} % {'slower' if slower > 0 else 'faster'}"
+    why = why if abs(slower) >= 0.005 else "as fast"
+    return f"runner-up: {why}" if runner_up else why
+
+
+def _row(one: Candidate, why: str, *, both: bool) -> str:
     """Return the line of a candidate; `both`: some leave the device, and some do not."""
     seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
-    why = ""
-    if one is best:
-        why = "chosen" if one.seconds is None else "chosen: the fastest timed"
-    elif one.peak_bytes > budget:
-        why = f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
-    elif one.seconds is None:
-        why = "fits, not timed"
-    elif best is not None and best.seconds:
-        why = f"{100 * (one.seconds / best.seconds - 1):.0f} % slower"
-        why = f"runner-up: {why}" if runner_up else why
     why = f"saved tensors away; {why}" if both and one.away else why
     return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"

@@ -94,6 +94,7 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     assert summary == {
         "best": 0.8,
         "curves": "curves.png",
+        "report": "report.html",
         "tensorboard": "events.out.tfevents.*",
     }
     with Image.open(at / "curves.png") as picture:
@@ -150,4 +151,5 @@ def test_missing_extras_are_said_in_the_summary(
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "tensorboard": "not installed: pip install 'anybatch[tensorboard]'",
         "curves": "not installed: pip install 'anybatch[report]'",
+        "report": "report.html",
     }

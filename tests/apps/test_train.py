@@ -74,6 +74,7 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
         "checkpoint.pt",
         "summary.json",
         "curves.png",
+        "report.html",
     }
     steps, epochs = lines(tmp_path / "run", "step"), lines(tmp_path / "run", "epoch")
     assert [step["samples"] for step in steps] == [600, 600, 237] * 2

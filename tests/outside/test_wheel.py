@@ -32,6 +32,11 @@ loss = engine.backward(x, y)
 torch.testing.assert_close(loss, CrossEntropyLoss()(model(x), y).detach())
 print(anybatch.__file__)
 """
+PAGE = """
+from anybatch.apps.report.known import Known
+from anybatch.apps.report.page import page_of
+print(page_of(Known("plan", {})))
+"""
 
 
 def run(command: list[str | Path], folder: Path) -> str:
@@ -71,7 +76,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     wanted = {
         str(path.relative_to(source))
         for path in source.rglob("*")
-        if path.is_file() and path.suffix in (".py", ".typed")
+        if path.is_file() and path.suffix in (".py", ".typed", ".css", ".j2")
     }
     with zipfile.ZipFile(wheel) as packed:
         names = {name for name in packed.namelist() if ".dist-info/" not in name}
@@ -98,3 +103,9 @@ def test_the_command_runs(empty: Path) -> None:
 def test_a_step_runs(empty: Path) -> None:
     printed = run([empty / "bin" / "python", "-W", "error", "-c", THREE_LINES], empty)
     assert Path(printed.strip()).is_relative_to(empty)
+
+
+def test_a_page_is_made(empty: Path) -> None:
+    printed = run([empty / "bin" / "python", "-W", "error", "-c", PAGE], empty)
+    assert printed.startswith("<!doctype html>")
+    assert "prefers-color-scheme: dark" in printed

@@ -1,4 +1,4 @@
-"""The command `anybatch`: train, plan, check, profile and bench.
+"""The command `anybatch`: train, plan, check, profile, bench and report.
 
 typer reads the options; everything they do is in `train` and in the library, and how a command ends
 is in `outcome`.
@@ -65,6 +65,7 @@ from anybatch.apps.outcome import ending, summary_table
 from anybatch.apps.process import allocate
 from anybatch.apps.profiled import profile
 from anybatch.apps.progress import make_progress
+from anybatch.apps.report.write import report
 from anybatch.apps.saved_run import SavedRun
 from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
@@ -218,6 +219,7 @@ app.command()(plan)
 app.command()(profile)
 app.command()(bench)
 app.command()(check)
+app.command()(report)
 
 
 def _refuse_together(*, resume: bool, replan: bool, compare: bool) -> None:

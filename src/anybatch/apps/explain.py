@@ -1,7 +1,7 @@
 """`anybatch plan` and `anybatch check`: what training would do, and whether it would be exact.
 
 Both look at the first mini-batch of the training data, train nothing and write nothing but the
-picture of `--timeline FILE.png`.
+picture of `--timeline FILE.png` and the page of `--html FILE.html`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from anybatch import Engine, Plan, StepTimeline
 from anybatch import check as check_gradients
-from anybatch.apps.build import Parts, build, seeded
+from anybatch.apps.build import Parts, build, describe, seeded
 from anybatch.apps.explained import Explained
 from anybatch.apps.norms import Norms
 from anybatch.apps.options import (
@@ -28,6 +28,7 @@ from anybatch.apps.options import (
     DeadlineOption,
     DeviceOption,
     GpusOption,
+    HtmlOption,
     JsonOption,
     LossOption,
     MallocOption,
@@ -61,6 +62,10 @@ from anybatch.apps.process import allocate
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
 from anybatch.apps.recipes import make_optimizer
+from anybatch.apps.report.envelope import Envelope
+from anybatch.apps.report.known import Known
+from anybatch.apps.report.page import page_of
+from anybatch.apps.report.write import refuse_page, write_page
 from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
 from anybatch.apps.timeline import NONE, colored, refuse_picture, write_picture
@@ -96,6 +101,7 @@ def plan(
     workspace_total: TotalOption = None,
     cache: CacheOption = None,
     json: JsonOption = False,
+    html: HtmlOption = None,
     recipe: RecipeOption = None,
     optimizer: OptimizerOption = None,
     momentum: MomentumOption = None,
@@ -120,6 +126,8 @@ def plan(
     with ending(team):
         team.refuse("plan")
         refuse_picture(picture, timeline=timeline, json=json, convolutions=convolutions)
+        if html is not None:
+            refuse_page(html)
         explained = Explained.of(
             *(workspace, workspace_total, cache, memory), convolutions=convolutions, json=json
         )
@@ -168,7 +176,7 @@ def plan(
                 found = engine.foresee(
                     batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
                 )
-            found = replace(found, states=where)
+            found, told = replace(found, states=where), describe(settings, parts)
             if measure and where is None:
                 found = wanted.measured(found, settings, parts, engine, stepped)
             rows = explained.rows(found, parts, batch)
@@ -182,6 +190,11 @@ def plan(
         explained.show(rows, picture)
         if timeline:
             _draw(engine.timeline(), picture, chart=not json)
+        if html is not None:
+            step = engine.timeline()
+            shown = None if step is None else Envelope.of(step)
+            write_page(page_of(Known("plan", told, plan=found, step=shown)), html)
+            typer.echo(f"The plan is explained in {html}.", err=json)
 
 
 def check(

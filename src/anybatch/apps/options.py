@@ -199,6 +199,14 @@ PictureArgument = Annotated[
     typer.Argument(metavar="[FILE.png]", show_default=False, help="A picture of that."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and only that.")]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE.html",
+        help="Explain the plan as a page, in this file; without it a plan leaves nothing behind.",
+    ),
+]
 MinutesOption = Annotated[
     float, typer.Option(help="Between two checkpoints within an epoch; 0: after every step.")
 ]

@@ -69,6 +69,7 @@ def summary_table(summary: Summary) -> Table:
         "images/s": f"{summary.images_per_second:,.0f}",
         "run folder": summary.run_folder or "-",
         **({"timeline": summary.timeline} if summary.timeline else {}),
+        **({"report": summary.report} if summary.report else {}),
     }
     for row in rows.items():
         table.add_row(*row)

@@ -96,7 +96,7 @@ def draw_step(step: StepTimeline) -> bytes:
 def _bytes(axes: Any, step: StepTimeline) -> None:
     """Draw who holds what, the budget, the peak, and the phases."""
     unit, name = _unit(max(step.peak, 1))
-    names = _stacked(step)
+    names = stacked(step)
     columns = [step.ledger.live[:, step.ledger.owners.index(one)] / unit for one in names]
     rows = np.array([np.append(column, column[-1:]) for column in columns])
     edges, spare = step.edges, iter(SPARE * 3)
@@ -124,7 +124,7 @@ def style_of(owner: str) -> str:
     return STYLES[owner][0] if owner in STYLES else ""
 
 
-def _stacked(step: StepTimeline) -> list[str]:
+def stacked(step: StepTimeline) -> list[str]:
     """Return the owners that ever hold bytes, in the order in which they are stacked."""
     order = {name: place for place, name in enumerate(STYLES)}
     held = step.ledger.live.max(0, initial=0)

@@ -289,7 +289,7 @@ class Run:
                     self._save()
             finally:
                 self.folder.close(dataclasses.asdict(summary))
-        return summary
+        return dataclasses.replace(summary, report=self.folder.report)
 
     def _summary(self, *, interrupted: bool, stopped: str | None) -> Summary:
         parts, settings, counts = self.parts, self.settings, self.counts

@@ -5,9 +5,11 @@
     plan.json       how the engine divided the batch
     checkpoint.pt   all that the run needs to go on: see `checkpoint`
     summary.json    how it ended
-    timeline.png    the planned step, where one was foreseen and matplotlib is installed
+    timeline.json   the planned step, where one was foreseen, and
+    timeline.png    the same as a picture, where matplotlib is installed
     curves.png      loss and metric over the epochs, where matplotlib is installed
     events.out.*    the same for TensorBoard, where it is installed
+    report.html     all of this as a page
 
 `torch.save` to the final name leaves half a file when the disk is full or the process dies. Here a
 file is written beside its place, forced to the disk, and then takes the old one's name in one step
@@ -33,10 +35,13 @@ from anybatch.apps.earlier import Earlier
 from anybatch.apps.faults import MissingExtraError, RunFolderError
 from anybatch.apps.interrupts import unbroken
 from anybatch.apps.picture import draw_step
+from anybatch.apps.report import saved, write
+from anybatch.apps.report.envelope import Envelope
+from anybatch.apps.report.page import page_of
 
 NAMES = (
     *("config.json", "metrics.jsonl", "plan.json", "checkpoint.pt", "summary.json", "curves.png"),
-    "timeline.png",
+    *("timeline.png", saved.STEP, write.NAME),
 )
 EVENTS = "events.out.tfevents."
 ABSENT = "not installed: pip install 'anybatch[{}]'"
@@ -140,9 +145,10 @@ class RunFolder:
         self._replace(name, lambda file: file.write(text.encode()))
 
     def draw_step(self, step: StepTimeline | None) -> None:
-        """Draw the planned step as timeline.png; None, where it was not foreseen, draws nothing."""
+        """Keep the planned step, as data and as timeline.png; None, not foreseen, keeps nothing."""
         if self.path is None or step is None:
             return
+        self.write_text(saved.STEP, Envelope.of(step).to_json() + "\n")
         try:
             picture = draw_step(step)
         except MissingExtraError:
@@ -155,6 +161,24 @@ class RunFolder:
         """Name of the picture of the planned step, or why there is none; None without a plan."""
         there = self.has("timeline.png")
         return "timeline.png" if there else self.extras.get("timeline")
+
+    @property
+    def report(self) -> str | None:
+        """Name of the page about the run, or why there is none; None before the run has ended."""
+        return self.extras.get("report")
+
+    def _write_report(self, summary: Mapping[str, Any]) -> str:
+        """Write the page about the run; return its name, or why there is none.
+
+        Whatever is wrong with it, the run is not: nothing is raised.
+        """
+        assert self.path is not None
+        try:
+            text = page_of(saved.known_of(self.path, summary))
+            self.write_text(write.NAME, text)
+        except Exception as error:
+            return f"not written: {_first_line(error)}; anybatch report {self.path} writes it"
+        return write.NAME
 
     def save_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Write checkpoint.pt; when it is there, so is every line logged before it."""
@@ -194,7 +218,7 @@ class RunFolder:
                 self._log.write(record)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Draw the curves and write summary.json, which says what was left out."""
+        """Draw the curves, and write the report and summary.json, which says what was left out."""
         if self.path is None or not self._opened:
             return
         with self._failing(f"{EVENTS}*"):
@@ -202,6 +226,7 @@ class RunFolder:
         with self._failing("curves.png"):
             drawn = draw_curves(self.epochs, self.path / "curves.png")
         self.extras["curves"] = "curves.png" if drawn else ABSENT.format("report")
+        self.extras["report"] = self._write_report(summary)
         self.write_json("summary.json", {**summary, **self.extras})
 
     def keep(self) -> None:

@@ -22,7 +22,8 @@ class Summary:
     `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
     `ranks` is how many processes shared each mini-batch; but for `micro_batch`, figures are those
     of all of them. `timeline` names the picture of the planned step in the run folder, or says why
-    there is none; None where nothing was foreseen. `exact_from` is the epoch from which on an
+    there is none; None where nothing was foreseen. `report` is the same of the page about the run;
+    None where no folder is written. `exact_from` is the epoch from which on an
     adaptive BatchNorm was exact.
     """
 
@@ -57,6 +58,7 @@ class Summary:
     stopped: str | None
     run_folder: str | None
     timeline: str | None = None
+    report: str | None = None
 
 
 class Interrupted(KeyboardInterrupt):

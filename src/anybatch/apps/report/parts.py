@@ -1,0 +1,144 @@
+"""What a page is made of: sections of sentences, facts, figures and tables.
+
+A page that asks the run for what it shows, as it is written, can be tested only by reading HTML.
+Here the page is data first: the template lays it out and decides nothing, and a test reads numbers
+from a `Table`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Swatch = Literal["line", "band", "limit"]
+Tone = Literal["good", "stopped", "bad", "plain"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A name and its value.
+
+    Attributes:
+        name: of what.
+        value: in words.
+        more: a remark in small print; "" for none.
+        code: the value is to be copied. Default False.
+    """
+
+    name: str
+    value: str
+    more: str = ""
+    code: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of words; the first cell of each is its heading.
+
+    Attributes:
+        name: of the element, unique in a page.
+        caption: what it shows.
+        columns: their headings.
+        rows: as many cells as there are columns.
+        words: places of the columns that hold words, not figures, beside the first.
+        marked: places of the rows that stand out.
+        shares: of each row, the length of a bar beside its heading, 0 to 1; empty for no bars.
+    """
+
+    name: str
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    words: frozenset[int] = frozenset()
+    marked: frozenset[int] = frozenset()
+    shares: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a figure's legend.
+
+    Attributes:
+        name: what it stands for.
+        swatch: how it is drawn.
+        style: which of the styles of that kind.
+        more: a figure beside the name.
+    """
+
+    name: str
+    swatch: Swatch
+    style: int
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture and, always, its numbers.
+
+    Attributes:
+        name: of the element, unique in a page.
+        title: what it shows.
+        description: what is to be seen in it, for those who do not see it.
+        drawing: the picture as SVG; "" where there is none.
+        missing: why there is none.
+        keys: its legend, in the order in which it is read.
+        numbers: what is drawn.
+    """
+
+    name: str
+    title: str
+    description: str
+    drawing: str
+    missing: str
+    keys: tuple[Key, ...]
+    numbers: Table
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page with a heading.
+
+    Attributes:
+        name: of the element, unique in a page.
+        title: its heading.
+        lead: sentences, a paragraph each.
+        facts: names and values.
+        tiles: the facts are few, and shown large. Default False.
+        points: sentences, as a list.
+        figures: of it.
+        tables: of it.
+        text: to be shown letter by letter; "" for none.
+        text_name: what that is.
+    """
+
+    name: str
+    title: str
+    lead: tuple[str, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    tiles: bool = False
+    points: tuple[str, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    text: str = ""
+    text_name: str = ""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A whole page.
+
+    Attributes:
+        kind: the command that it is of.
+        title: its heading.
+        tone: how it ended, as a colour and a sign.
+        ending: the same in words.
+        notes: what the reader must know before all else.
+        sections: in order; none is empty.
+    """
+
+    kind: str
+    title: str
+    tone: Tone
+    ending: str
+    notes: tuple[str, ...]
+    sections: tuple[Section, ...]
