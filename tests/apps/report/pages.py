@@ -13,10 +13,12 @@ from tests.apps.test_timeline import ordered, timed
 from anybatch import Plan
 from anybatch._divisions import Division, Divisions
 from anybatch._memory import Candidate, Memory
+from anybatch._pace import Pace
 from anybatch._plan import Away
+from anybatch._scale import Scale, ScaleRow
 from anybatch.apps.report.envelope import Envelope
 from anybatch.apps.report.history import History
-from anybatch.apps.report.known import Known, ScaleRow
+from anybatch.apps.report.known import Known
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "line"}
 MIB = 1 << 20
@@ -149,6 +151,14 @@ def plan_of(text: str = "cross-entropy", reasons: Sequence[str] = ("one pass",))
     )
 
 
+def scaled(plan: Plan, text: str = "") -> Plan:
+    """Return the plan with seconds of whole steps, and what more GPUs would bring."""
+    points = ((1, 1.0, 1.0), (2, 1.875, 1.75), (8, 4.0, 3.5))
+    rows = tuple(ScaleRow(g, 2 / fast, fast, fast / g, lemma) for g, fast, lemma in points)
+    found = Scale(rows, 2, f"twice as fast{text}", 3, 8, (f"nothing{text}",))
+    return replace(plan, pace=Pace(2.0, (1.5, 2.5), 4, 0.25, epoch=90), scale=found)
+
+
 def away(plan: Plan) -> Plan:
     """Return the plan with a candidate whose saved tensors leave."""
     assert plan.memory is not None
@@ -173,9 +183,8 @@ def known_of(text: str = "", **more: Any) -> Known:
         config,
         {**end, "interrupted": False, "stopped": None},
         History.of(log_of()),
-        plan_of(f"cross-entropy{text}", (f"one pass{text}",)),
+        scaled(plan_of(f"cross-entropy{text}", (f"one pass{text}",)), text),
         Envelope.of(replace(step, title=f"{step.title}{text}")),
-        (ScaleRow(1, 1.0, 1.0), ScaleRow(2, 1.875, 0.9375), ScaleRow(8, 4.0, 0.5)),
         (f"something is missing{text}",) if text else (),
     )
     return replace(made, **more)

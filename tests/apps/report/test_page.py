@@ -25,7 +25,7 @@ PAGES = {
     "whole run": known_of(),
     "step in order": known_of(step=in_order(), plan=away(plan_of())),
     "one epoch": known_of(history=History.of(log_of(epochs=1))),
-    "one step": known_of(history=History.of(log_of(epochs=1, each=1)), scale=()),
+    "one step": known_of(history=History.of(log_of(epochs=1, each=1)), plan=plan_of()),
     "no epoch": known_of(history=History.of(log_of().splitlines()[0])),
     "long": known_of(history=History.of(log_of(epochs=90, each=30))),
     "plan": known_of(command="plan", summary=None, history=History()),
@@ -206,7 +206,10 @@ def test_candidates_are_those_of_the_plan() -> None:
     assert plain.memory is not None
     shown = read(page_of(known_of(plan=plain)))
     why = [row[1] for row in table(shown, "candidates")]
-    lost = ["33 % slower", "chosen: the fastest timed", "fits, not timed", "does not fit: 5.0 MiB"]
+    lost = [
+        *("runner-up: 33 % slower", "chosen: the fastest timed"),
+        *("fits, not timed", "does not fit: 5.0 MiB"),
+    ]
     assert all(one.startswith(word) for one, word in zip(why, lost, strict=True))
     (pre,) = shown.all("pre")
     assert pre.text == " ".join(str(plain).split())
@@ -244,8 +247,14 @@ def test_convolutions_and_scale_out_are_tables() -> None:
     kernel = ["forward", "64", "3 to 8", "7 x 5", "fft@24 x 2, cross-entropy@16"]
     figures = [seconds(takes), "4.5 s", "1.0 MiB", f"{4.5 / takes:.1f}"]
     assert table(page, "kernels") == [[*kernel, *figures]]
-    assert table(page, "scaling-numbers")[1] == ["2", "1.875", "93.75 %"]
-    assert "Scale-out" not in read(page_of(known_of(scale=()))).text
+    assert table(page, "scaling-numbers")[1] == ["2", "1.07 s", "1.875", "93.75 %", "1.75"]
+    marked = [row for row in page.by_id("scaling-numbers").all("tr") if row.has("marked")]
+    assert [row.all("td")[0].text for row in marked] in (["1.07 s"], ["2"])
+    for word in ("twice as fast", "up to 3 GPUs", "Assumed: nothing", "3 min", "1.5 s to 2.5 s"):
+        assert word in page.text
+    without = read(page_of(known_of(plan=plan_of()))).text
+    assert "Scale-out" not in without
+    assert "A step of the real loop" not in without
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from anybatch import Plan
 from anybatch.apps.report.envelope import Envelope
@@ -15,20 +15,6 @@ from anybatch.apps.settings import Settings
 
 NONE = History()
 """The log of what was not trained."""
-
-
-class ScaleRow(NamedTuple):
-    """A number of GPUs and what is predicted of it.
-
-    Attributes:
-        gpus: how many train together.
-        speedup: times as fast as one.
-        efficiency: speedup / gpus, 0 to 1.
-    """
-
-    gpus: int
-    speedup: float
-    efficiency: float
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,6 @@ class Known:
         history: what the log tells; empty for a plan.
         plan: None where there is none.
         step: the planned step; None where it was not foreseen or is not kept.
-        scale: numbers of GPUs, in order; empty where nobody asked.
         notes: what is missing and why, a sentence each.
     """
 
@@ -52,7 +37,6 @@ class Known:
     history: History = NONE
     plan: Plan | None = None
     step: Envelope | None = None
-    scale: tuple[ScaleRow, ...] = ()
     notes: tuple[str, ...] = ()
 
     def part(self, name: str) -> Mapping[str, Any]:

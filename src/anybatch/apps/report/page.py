@@ -14,7 +14,7 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from anybatch.apps.report import planning, training
+from anybatch.apps.report import planning, scaling, training
 from anybatch.apps.report.known import Known
 from anybatch.apps.report.parts import Page, Tone
 from anybatch.apps.report.svg import HATCHES
@@ -38,7 +38,7 @@ def parts_of(known: Known) -> Page:
         *planning.memory(known),
         *planning.explained(known),
         *planning.convolutions(known),
-        *planning.scale_out(known),
+        *scaling.scale_out(known),
     ]
     notes = list(known.notes)
     if known.history.broken:

@@ -1,4 +1,4 @@
-"""The sections of a page that explain a plan: memory, why this one, convolutions, scale-out."""
+"""The sections of a page that explain a plan: memory, why this one, convolutions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from anybatch import Plan
 from anybatch._divisions import Division, Divisions
 from anybatch._memory import Memory, verdicts
-from anybatch.apps.report.drawing import Line, Titled, draw_envelope, draw_lines, is_near
+from anybatch._pace import Pace
+from anybatch.apps.report.drawing import Titled, draw_envelope, is_near
 from anybatch.apps.report.envelope import Envelope
-from anybatch.apps.report.known import Known, ScaleRow
+from anybatch.apps.report.known import Known
 from anybatch.apps.report.parts import Fact, Figure, Key, Section, Table
-from anybatch.apps.report.words import drawn, figure_of, number, percent, seconds
+from anybatch.apps.report.words import drawn, figure_of, percent, seconds
 from anybatch.conv.divide import Configuration, Part
-from anybatch.units import show_bytes
+from anybatch.units import show_bytes, show_seconds
 
 STRETCHES = 48
 """Rows of the table of a step."""
@@ -119,6 +120,7 @@ def explained(known: Known) -> list[Section]:
         Fact("Gradients", plan.accumulate),
         Fact("Exact", "yes" if plan.exact else "no", _EXACT[plan.exact]),
         *(() if plan.states is None else (Fact("Optimizer's state", str(plan.states)),)),
+        *(() if plan.pace is None else _pace(plan.pace)),
     )
     points = tuple(f"{reason[:1].upper()}{reason[1:]}." for reason in plan.reasons)
     return [
@@ -131,6 +133,15 @@ def explained(known: Known) -> list[Section]:
             text_name="The plan in its own words",
         )
     ]
+
+
+def _pace(pace: Pace) -> tuple[Fact, ...]:
+    def fact(name: str, steps: int) -> Fact:
+        found, low, high = map(show_seconds, pace.of(steps))
+        return Fact(name, found, f"{low} to {high}")
+
+    epoch = () if pace.epoch is None else (fact("An epoch", pace.epoch),)
+    return fact("A step of the real loop", 1), *epoch
 
 
 _EXACT = {
@@ -204,25 +215,3 @@ def _kernel(one: Division) -> tuple[str, ...]:
 
 def _short(count: float) -> str:
     return f"{1000 * count:.3g} ms" if count < 1 else seconds(count)
-
-
-def scale_out(known: Known) -> list[Section]:
-    """Return what more GPUs are worth; nothing where nobody asked."""
-    if not known.scale:
-        return []
-    return [Section("scale", "Scale-out", figures=(_scale(known.scale),))]
-
-
-def _scale(rows: tuple[ScaleRow, ...]) -> Figure:
-    gpus, speedups = [row.gpus for row in rows], [row.speedup for row in rows]
-    description = f"From {gpus[0]} to {gpus[-1]} GPUs the speedup goes from " + (
-        f"{number(speedups[0])} to {number(speedups[-1])}; ideal would be {gpus[-1]}."
-    )
-    titled = Titled("scaling", "Speedup by GPUs", description)
-    lines = [Line(gpus, speedups), Line(gpus, [float(count) for count in gpus])]
-    table = Table(
-        *("scaling-numbers", "What more GPUs are worth", ("GPUs", "Speedup", "Efficiency")),
-        tuple((str(row.gpus), number(row.speedup), percent(row.efficiency)) for row in rows),
-    )
-    keys = (Key("predicted", "line", 0), Key("ideal", "line", 1))
-    return figure_of(titled, drawn(lambda: draw_lines(titled, lines, "GPUs")), keys, table)
