@@ -22,6 +22,7 @@ from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE
 from anybatch.scale.costs import Gradients, Link, Measured, Work
 from anybatch.scale.gpus import Needed, speedup
 from anybatch.scale.loop import Loop
+from anybatch.units import show_seconds
 
 MOST = 8
 """GPUs of the table where no goal asks for more."""
@@ -54,7 +55,7 @@ class Goal:
             return _said(loop.gpus_for(self.speedup), f"{self.speedup:g} times as fast")
         if self.deadline is not None:
             needed = loop.gpus_by(self.deadline, steps=self.steps)
-            return _said(needed, f"{self.steps} steps in {self.deadline:g} s")
+            return _said(needed, f"{self.steps} steps in {show_seconds(self.deadline)}")
         return None, ""
 
 

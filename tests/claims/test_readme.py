@@ -13,6 +13,7 @@ import pytest
 import torch
 import typer
 from torch import nn
+from typer.testing import CliRunner
 
 import anybatch
 from anybatch.apps.cli import app
@@ -128,6 +129,35 @@ def test_every_command_of_the_pages_is_one() -> None:
         ("anybatch", "plan"),
         ("anybatch", "check"),
     } <= seen
+
+
+def test_the_newcomers_hour_runs_from_the_first_command_to_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every command of that section, in its order, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "guide.md").read_text()
+    begin = text.index("## From a model and some memory to a trained run")
+    section = text[begin : text.index("\n## ", begin)]
+    said = []
+    for _, block in blocks(section, "bash"):
+        for line in block.splitlines():
+            words = shlex.split(line)[1:]
+            threads = [] if words[0] == "report" else ["--threads", "1"]
+            result = CliRunner().invoke(app, [*words, *threads])
+            assert result.exit_code == 0, f"{line}\n{result.output}"
+            said.append(result.output)
+    assert len(said) == 8
+    assert "runner-up" in said[0]
+    assert "an epoch of" in said[0]
+    assert said[1].startswith("exact:")
+    assert "R_O" in said[2]
+    assert (tmp_path / "plan.html").exists()
+    assert (tmp_path / "runs" / "hour" / "report.html").exists()
+    assert (tmp_path / "hour.html").read_text().startswith("<!doctype html>")
+    assert "3 times as fast" in said[6]
+    assert "Lemma 3.1" in said[6]
+    assert "steps in 6 h: 1 GPU" in said[7]
 
 
 def test_batchnorm_with_algorithm_1_and_what_is_compiled_is_refused() -> None:

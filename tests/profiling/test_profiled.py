@@ -74,6 +74,8 @@ def test_a_stage_takes_what_it_shows_or_more() -> None:
     assert (found.stage(LOAD).takes, found.stage(LOAD).shows) == (0.9, 0.2)
     assert found.stage(COMPUTE).takes == 1.0
     assert found.bottleneck.name == COMPUTE
+    with pytest.raises(ValueError, match="a stage must be one of .* and it is 'coffee'"):
+        found.stage("coffee")
 
 
 def test_it_prints_and_is_data() -> None:

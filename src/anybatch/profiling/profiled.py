@@ -78,8 +78,18 @@ class Profile:
         return max(self.stages, key=lambda one: one.share)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage of a name."""
-        return next(one for one in self.stages if one.name == name)
+        """Return one of the stages.
+
+        Args:
+            name: of it, as the guide has it: "data loading", "computing" ...
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        for one in self.stages:
+            if one.name == name:
+                return one
+        raise ValueError(f"a stage must be one of {STAGES}, and it is {name!r}")
 
     def __str__(self) -> str:
         rate = self.samples / self.seconds if self.seconds else 0.0
