@@ -213,5 +213,8 @@ def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
     assert found.states is not None
     assert found.states.store == "file"
     assert found == planned(tight, optimizer, states="file")
+    told = planned(tight, optimizer, states="auto", loader=[batch])
+    assert told.pace is None
+    assert "whole steps were not measured" in told.reasons[-1]
     with pytest.raises(anybatch.BudgetError):
         planned(weights, None, states="auto")

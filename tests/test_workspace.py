@@ -105,6 +105,11 @@ def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
         assert last.predicted_bytes is not None
         assert last.predicted_bytes <= 700 * KIB
         assert owners(engine.plan)[WORKSPACE] == space
+        memory = engine.plan.memory
+        assert memory is not None
+        rows = {c.micro_batch: c.peak_bytes for c in memory.candidates if not c.away}
+        assert rows.get(engine.plan.micro_batch, memory.predicted) == memory.predicted
+        assert memory.floor <= memory.predicted
 
     if how == "of a context":
         with anybatch.convolutions("200KiB"):

@@ -31,6 +31,7 @@ from anybatch.states.optimizers import device_of
 from anybatch.states.planned import plan_away, states_of
 
 AUTO = "auto"
+NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
 STEPS, ENOUGH = 20, 5.0
 """Steps of a loop that are measured at most, and seconds after which no further one is begun."""
 
@@ -92,9 +93,9 @@ def plan(
             "auto" shares the budget with them where a step is faster so (`anybatch.sharing`).
         loader: of the training's mini-batches; a few steps of the loop with it are measured as
             `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch,
-            unless the optimizer's state is to wait elsewhere. It needs `optimizer`. Default None:
-            the plan tells those of candidates only. With it the plan also tells what more GPUs
-            would bring, at the same mini-batch.
+            unless the optimizer's state is to wait elsewhere, which it says. It needs `optimizer`.
+            Default None: the plan tells those of candidates only. With it the plan also tells what
+            more GPUs would bring, at the same mini-batch.
         gpus: how many of them are wanted. Default None: the table alone.
         speedup: how many times as fast as one GPU they are to be.
         deadline: seconds that all `epochs` may take; the loader must know its length.
@@ -144,8 +145,10 @@ def plan(
     )
     within = asked.shared if workspace == AUTO else partial(asked.foresee, workspace)
     found = asked.with_states(partial(within, timed=timed), states)
-    if loader is None or found.states is not None:
+    if loader is None:
         return found
+    if found.states is not None:
+        return replace(found, reasons=(*found.reasons, NOT_MEASURED))
     assert optimizer is not None
     enough = inf if several() else ENOUGH  # whose clocks differ
     steps = profile(loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough)

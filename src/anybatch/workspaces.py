@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from anybatch._memory import Memory
 from anybatch._plan import Away
 from anybatch.contest import InLanes
 from anybatch.conv.chooser import Chooser
@@ -112,4 +113,25 @@ class Workspaces:
         if total(after) > predicted:  # now it is the update that holds most
             owners, predicted = after, total(after)
         rows = tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
-        return replace(found, memory=replace(found.memory, predicted=predicted, owners=rows))
+        return replace(found, memory=_settled(found, predicted, rows))
+
+
+def _settled(found: Allowed, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
+    """Return what is known of memory, the chosen candidate with the bytes that it will hold.
+
+    The others keep all the workspace that they may take: theirs was not looked at.
+    """
+    memory = found.memory
+    candidates = tuple(
+        replace(one, peak_bytes=min(one.peak_bytes, predicted))
+        if (one.micro_batch, one.away) == (found.micro_batch, False)
+        else one
+        for one in memory.candidates
+    )
+    return replace(
+        memory,
+        predicted=predicted,
+        owners=rows,
+        candidates=candidates,
+        floor=min(memory.floor, predicted),
+    )

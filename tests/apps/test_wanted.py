@@ -46,6 +46,7 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
         (("--gpus", 2, "--speedup", 2), "at most one goal can be reached"),
         (("--deadline", "soon"), 'deadline must be a time such as "30min"'),
         (("--network", "10GB"), "network must be bits a second"),
+        (("--gpus", 2, "--states", "file"), "not measured today where the optimizer's state"),
     ],
 )
 def test_what_means_nothing_is_refused(
@@ -54,3 +55,11 @@ def test_what_means_nothing_is_refused(
     result = command(*PLAN, *words)
     assert result.exit_code == 1
     assert told in result.output
+
+
+def test_where_states_wait_elsewhere_it_is_said_that_steps_were_not_measured(
+    command: Command,
+) -> None:
+    result = command(*PLAN, "--measure", "--states", "file")
+    assert result.exit_code == 0, result.output
+    assert "whole steps were not measured" in result.output

@@ -71,6 +71,7 @@ from anybatch.apps.team import Team
 from anybatch.apps.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.apps.views import Batch
 from anybatch.apps.wanted import Wanted
+from anybatch.planning import NOT_MEASURED
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
@@ -132,6 +133,7 @@ def plan(
             *(workspace, workspace_total, cache, memory), convolutions=convolutions, json=json
         )
         wanted = Wanted.of(gpus, speedup, deadline, network)
+        wanted.refuse(states)
         measure = measure or wanted.anything
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
@@ -179,6 +181,8 @@ def plan(
             found, told = replace(found, states=where), describe(settings, parts)
             if measure and where is None:
                 found = wanted.measured(found, settings, parts, engine, stepped)
+            elif measure:
+                found = replace(found, reasons=(*found.reasons, NOT_MEASURED))
             rows = explained.rows(found, parts, batch)
         lines = [
             allocated,

@@ -64,6 +64,18 @@ class Wanted:
         given = self.gpus, self.speedup, self.deadline, self.network
         return any(one is not None for one in given)
 
+    def refuse(self, states: str | None) -> None:
+        """Refuse a goal that cannot be answered.
+
+        Raises:
+            SettingsError: the optimizer's state is to wait elsewhere.
+        """
+        if self.anything and states is not None:
+            raise SettingsError(
+                "what more GPUs bring follows from whole steps, and they are not measured today "
+                f"where the optimizer's state waits elsewhere; got states {states}. Leave it out."
+            )
+
     def measured(
         self,
         found: Plan,
