@@ -21,21 +21,21 @@ from benchmarks.mbs.problem import Problem, term
 TOKENS = 256
 
 
-def batchnorm20(batch: int = 64) -> Problem:
+def batchnorm20(batch: int = 32) -> Problem:
     """ResNet-20 with BatchNorm on 32x32 images: micro-batches go in lanes."""
     inputs, targets = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
     model = resnet(20, num_classes=10, norm="batch")
     return Problem(model, torch.nn.CrossEntropyLoss(), None, inputs, targets, batch)
 
 
-def dense(batch: int = 32) -> Problem:
+def dense(batch: int = 24) -> Problem:
     """A small DenseNet with BatchNorm on 16x16 images: concatenations, and lanes."""
     inputs, targets = torch.randn(batch, 3, 16, 16), torch.randint(10, (batch,))
     model = densenet((4, 4, 4), growth=8)
     return Problem(model, torch.nn.CrossEntropyLoss(), None, inputs, targets, batch)
 
 
-def lstm(batch: int = 64) -> Problem:
+def lstm(batch: int = 48) -> Problem:
     """An LSTM of two layers on 64 tokens, whose kernel keeps a workspace that no fake knows of."""
     tokens = torch.randint(TOKENS, (batch, 65))
     sums = term(
@@ -47,10 +47,10 @@ def lstm(batch: int = 64) -> Problem:
 
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
-    "ResNet-20, GroupNorm": lambda: resnet20(64),
+    "ResNet-20, GroupNorm": lambda: resnet20(32),
     "ResNet-20, BatchNorm": batchnorm20,
     "U-Net": lambda: unet96(8),
-    "transformer": lambda: transformer(64),
+    "transformer": lambda: transformer(32),
     "LSTM": lstm,
     "DenseNet, BatchNorm": dense,
 }

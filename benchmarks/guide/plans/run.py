@@ -147,8 +147,8 @@ def main(
     *,
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
-    each: Annotated[int, typer.Option(help="budgets of a training")] = 5,
-    rounds: Annotated[int, typer.Option(help="of steps of all candidates")] = 5,
+    each: Annotated[int, typer.Option(help="budgets of a training")] = 4,
+    rounds: Annotated[int, typer.Option(help="of steps of all candidates")] = 4,
 ) -> None:
     """Plan, run everything, and write results.json."""
     names = [*QUICK] if quick else [*PROBLEMS]
