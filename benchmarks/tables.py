@@ -10,6 +10,10 @@ from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.agbn.overlap import rows as overlap_rows
+from benchmarks.guide.gpus import rows as guide_gpus
+from benchmarks.guide.numbers import rows as guide_numbers
+from benchmarks.guide.plans import rows as guide_plans
+from benchmarks.guide.servers import rows as guide_servers
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -105,6 +109,17 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_solver": ("ucudnn/solver", conv_solver.conv_solver),
     "conv_training": ("ucudnn/training", conv_training.conv_training),
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
+    "guide_plans": ("guide/plans", guide_plans.guide_plans),
+    "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
+    "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
+    "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
+    "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
+    "guide_servers": ("guide/servers", guide_servers.servers),
+    "guide_servers_summary": ("guide/servers", guide_servers.servers_summary),
+    "guide_servers_real": ("guide/servers", guide_servers.servers_real),
+    "guide_numbers": ("guide/numbers", guide_numbers.numbers),
+    "guide_numbers_memory": ("guide/numbers", guide_numbers.numbers_memory),
+    "guide_numbers_table2": ("guide/numbers", guide_numbers.numbers_table2),
     "schedules": ("outofcore/schedules", outofcore.schedules),
     "schedules_summary": ("outofcore/schedules", outofcore.schedules_summary),
     "adaptive_speed": ("agbn/adaptive_speed", agbn_speed.adaptive_speed),
@@ -148,6 +163,10 @@ TITLES = {
     "conv_parallel": "u-cuDNN: several processes that measure at a time",
     "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
+    "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
+    "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
+    "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",
+    "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -167,6 +186,9 @@ MORE = {
     "conv_kernels": ("conv_step",),
     "conv_paper": tuple(write.__name__ for write in conv_paper.MORE),
     "conv_training": ("conv_training_same",),
+    "guide_plans": ("guide_plans_foreseen",),
+    "guide_servers": ("guide_servers_real",),
+    "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {
