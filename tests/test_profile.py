@@ -253,6 +253,23 @@ def test_what_cannot_be_profiled_is_refused() -> None:
         anybatch.profile([], engine, opt)
 
 
+def test_what_is_lazy_or_waits_elsewhere_is_refused() -> None:
+    batches = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))]
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
+    engine = Engine(lazy, F.cross_entropy, micro_batch=4)
+    optimizer = torch.optim.SGD(lazy[1].parameters(), lr=0.1)
+    with pytest.raises(anybatch.NotYetError, match="parameters must have data before"):
+        anybatch.profile(batches, engine, optimizer)
+    model = nn.Linear(4, 3)
+    adam = torch.optim.AdamW(model.parameters())
+    plan = anybatch.plan(
+        model, F.cross_entropy, batches[0], memory="1MiB", optimizer=adam, states="file"
+    )
+    engine = Engine(model, F.cross_entropy, optimizer=adam, plan=plan)
+    with pytest.raises(anybatch.NotYetError, match="optimizer's state waits elsewhere"):
+        anybatch.profile(batches, engine, adam)
+
+
 def exchanged(_rank: int, _size: int) -> tuple[Any, bool]:
     _, model, opt, engine = a_loop("AdamW", trained=False)
     batches = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))]

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from anybatch._pace import Pace
@@ -72,7 +73,7 @@ def profile(
     Raises:
         ValueError: `steps` is less than 1, `enough` is finite over ranks, or `loader` yields
             nothing.
-        NotYetError: the plan has the optimizer's state wait elsewhere.
+        NotYetError: the plan has the optimizer's state wait elsewhere, or a parameter is lazy.
         AnybatchError: what `Engine.backward` would refuse.
 
     Example:
@@ -95,6 +96,11 @@ def profile(
     given = engine._given
     modules = given.modules()
     leaves = trained(modules, optimizer)
+    if any(is_lazy(leaf) for leaf in leaves):
+        raise NotYetError(
+            "parameters must have data before a loop is profiled, since all is put back, and some "
+            "are still lazy: run the model on one sample first"
+        )
     with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
         watched = Watched(loader, engine, optimizer, split or pair, clock)
         passed = watched.pass_through(steps, progress or (lambda _done, _all: None), enough)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import anybatch
-from anybatch.apps.models.resnet import resnet
+from anybatch.apps.models.resnet import resnet20 as resnet20_of
 from benchmarks.mbs.choice.problems import resnet20, transformer, unet96
 from benchmarks.mbs.prediction.models import Recurrent, densenet, next_token
 from benchmarks.mbs.problem import Problem, term
@@ -24,7 +24,7 @@ TOKENS = 256
 def batchnorm20(batch: int = 32) -> Problem:
     """ResNet-20 with BatchNorm on 32x32 images: micro-batches go in lanes."""
     inputs, targets = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
-    model = resnet(20, num_classes=10, norm="batch")
+    model = resnet20_of(num_classes=10, in_channels=3, norm="batch")
     return Problem(model, torch.nn.CrossEntropyLoss(), None, inputs, targets, batch)
 
 
