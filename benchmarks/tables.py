@@ -12,6 +12,7 @@ from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.agbn.overlap import rows as overlap_rows
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.numbers import rows as guide_numbers
+from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
 from benchmarks.mbs.choice import rows as choice
@@ -112,6 +113,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
+    "guide_pace": ("guide/pace", guide_pace.guide_pace),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
     "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
     "guide_servers": ("guide/servers", guide_servers.servers),
@@ -164,6 +166,7 @@ TITLES = {
     "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
+    "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
     "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",
     "guide_numbers": "Guide: its own numbers, and Table 2",

@@ -10,6 +10,8 @@ from benchmarks.guide.gpus import rows as gpus_rows
 from benchmarks.guide.gpus import run as gpus
 from benchmarks.guide.numbers import run as numbers
 from benchmarks.guide.numbers.rows import numbers as numbers_table
+from benchmarks.guide.pace import run as pace
+from benchmarks.guide.pace.rows import guide_pace
 from benchmarks.guide.servers import rows as servers_rows
 from benchmarks.guide.servers import run as servers
 
@@ -52,3 +54,13 @@ def test_the_numbers_are_computed(tmp_path: Path) -> None:
     same = ("lemmas", "traffic", "memory", "table 2", "classes")
     assert {k: found[k] for k in same} == {k: kept[k] for k in same}
     assert "Lemma 3.1" in numbers_table(found)
+
+
+def test_a_tiny_run_is_foreseen_and_trained(tmp_path: Path) -> None:
+    pace.main(quick=True, out=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    (run,) = results["runs"].values()
+    low, middle, high = run["foreseen"]
+    assert 0 < low <= middle <= high
+    assert 0 < run["trained"] < run["whole"]
+    assert guide_pace(results).count("\n") == 2

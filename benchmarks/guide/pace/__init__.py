@@ -1,0 +1,1 @@
+"""The seconds of a whole run, foreseen and taken."""
