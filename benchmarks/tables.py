@@ -10,6 +10,7 @@ from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.agbn.overlap import rows as overlap_rows
+from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
@@ -113,6 +114,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
+    "guide_figures": ("guide/figures", guide_figures.guide_figures),
+    "guide_figures_errors": ("guide/figures", guide_figures.guide_figures_errors),
     "guide_pace": ("guide/pace", guide_pace.guide_pace),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
     "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
@@ -169,6 +172,7 @@ TITLES = {
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
     "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",
+    "guide_figures": "Guide: Figures 2 and 3, throughput and convergence by mini-batch",
     "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "demo": "Digits: what `make demo` trains",
@@ -190,11 +194,16 @@ MORE = {
     "conv_paper": tuple(write.__name__ for write in conv_paper.MORE),
     "conv_training": ("conv_training_same",),
     "guide_plans": ("guide_plans_foreseen",),
+    "guide_figures": ("guide_figures_errors",),
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {
+    "guide_figures": (
+        ("figure_2.png", "samples a second by mini-batch, within one memory"),
+        ("figure_3.png", "test error by epoch, for a range of mini-batches"),
+    ),
     "frontier": (("frontier.png", "seconds of a step against the memory that it holds"),),
     "schedules": (
         ("figure_3.png", "the largest budgets that allocators serve, by batch"),

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.guide.figures import run as figures
+from benchmarks.guide.figures.rows import guide_figures, guide_figures_errors
 from benchmarks.guide.gpus import rows as gpus_rows
 from benchmarks.guide.gpus import run as gpus
 from benchmarks.guide.numbers import run as numbers
@@ -14,6 +16,8 @@ from benchmarks.guide.pace import run as pace
 from benchmarks.guide.pace.rows import guide_pace
 from benchmarks.guide.servers import rows as servers_rows
 from benchmarks.guide.servers import run as servers
+from benchmarks.ucudnn.models import LARGE, NETWORKS, Network
+from torch import nn
 
 from anybatch.scale.costs import Link
 
@@ -64,3 +68,17 @@ def test_a_tiny_run_is_foreseen_and_trained(tmp_path: Path) -> None:
     assert 0 < low <= middle <= high
     assert 0 < run["trained"] < run["whole"]
     assert guide_pace(results).count("\n") == 2
+
+
+def test_tiny_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Network(
+        "small", lambda: nn.Sequential(nn.Conv2d(3, 4, 5), nn.Flatten()), (3, 8, 8), 1, 1, ""
+    )
+    monkeypatch.setitem(NETWORKS, LARGE, small)
+    figures.main(quick=True, out=tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [row["samples"] for row in results["figure 2"]] == [2]
+    assert guide_figures(results).count("\n") == 2
+    assert guide_figures_errors(results).count("\n") == 2
+    assert (tmp_path / "figure_2.png").stat().st_size > 1000
+    assert (tmp_path / "figure_3.png").stat().st_size > 1000
