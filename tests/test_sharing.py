@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conv.problems import distance
+from tests.ranks.pool import ranks
 from tests.test_workspace import LOSS, Measured, batch, gradients, net, true
+from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan
@@ -114,3 +116,31 @@ def test_a_step_that_is_tried_leaves_no_trace(fourier: Measured) -> None:
     assert not fourier.inside
     assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
     assert all(p.grad is None for p in model.parameters())
+
+
+def shared_over_ranks(_rank: int, _size: int) -> list[str]:
+    model, (x, y) = net(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for words in ({"workspace": "auto"}, {"gpus": 2}, {"network": "1Gbit"}):
+        with pytest.raises(anybatch.NotYetError) as refused:
+            anybatch.plan(
+                *(model, LOSS, (x, y)), memory="1MiB", optimizer=optimizer, loader=[(x, y)], **words
+            )
+        found.append(str(refused.value))
+    plan = anybatch.plan(
+        *(model, LOSS, (x, y)), memory="1MiB", optimizer=optimizer, loader=[(x, y)], timed=False
+    )
+    assert plan.pace is not None
+    assert plan.scale is None
+    return found
+
+
+def test_what_one_process_can_do_is_refused_elsewhere() -> None:
+    lazy = anybatch.LazyBatch(TensorDataset(*batch()))
+    with pytest.raises(anybatch.NotYetError, match="a LazyBatch can be run once only"):
+        anybatch.plan(net(), LOSS, lazy, memory="1MiB", workspace="auto")
+    with ranks(2) as pool:
+        for told in pool.run(shared_over_ranks):
+            assert "not shared with convolutions over ranks" in told[0]
+            assert all("foreseen from one process" in one for one in told[1:])

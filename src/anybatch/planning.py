@@ -20,11 +20,12 @@ from anybatch._plan import Plan
 from anybatch._profile import pace_of, profile, step_seconds
 from anybatch.batch import LazyBatch, TensorBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
-from anybatch.errors import BudgetError
+from anybatch.errors import BudgetError, NotYetError
 from anybatch.goals import goal_of, scale_of
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
 from anybatch.ranks.crew import several
+from anybatch.scaled import Goal
 from anybatch.sharing import shared
 from anybatch.spill import takes
 from anybatch.states.optimizers import device_of
@@ -109,6 +110,7 @@ def plan(
     Raises:
         BudgetError: a micro-batch of one sample does not fit, whatever leaves.
         StoreError: what leaves does not fit where it goes.
+        NotYetError: `workspace="auto"` with a `LazyBatch` or over ranks; a goal over ranks.
         AnybatchError: what `Engine.backward` would refuse.
         ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
             `optimizer`; there is a goal and no loader, or several goals; `offload`, `states` or
@@ -135,6 +137,7 @@ def plan(
             "give optimizer="
         )
 
+    _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
     asked = _Asked(
         model,
         optimizer,
@@ -152,8 +155,31 @@ def plan(
     assert optimizer is not None
     enough = inf if several() else ENOUGH  # whose clocks differ
     steps = profile(loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough)
-    scale = scale_of(found, steps, optimizer, wanted, network)
+    scale = None if several() else scale_of(found, steps, optimizer, wanted, network)
     return replace(found, pace=pace_of(steps, loader), scale=scale)
+
+
+def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
+    """Refuse what one process can do with a batch that is there, and others cannot.
+
+    Raises:
+        NotYetError: ranks would find other seconds, or a batch can be run once only.
+    """
+    if shares and isinstance(batch, LazyBatch):
+        raise NotYetError(
+            "a budget is shared with convolutions by running steps of a mini-batch, and a "
+            "LazyBatch can be run once only: give a pair of tensors, or a workspace in bytes"
+        )
+    if shares and several():
+        raise NotYetError(
+            "a budget is not shared with convolutions over ranks today, whose clocks differ: give "
+            "a workspace in bytes"
+        )
+    if foresees and several():
+        raise NotYetError(
+            "what more GPUs bring is foreseen from one process, and there are several: plan "
+            "without torchrun"
+        )
 
 
 @dataclass(frozen=True)
