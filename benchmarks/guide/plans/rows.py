@@ -97,14 +97,20 @@ def guide_plans_summary(results: Results) -> str:
 
 
 def _peers(cell: Results) -> Iterator[tuple[str, float | None]]:
-    """The seconds of each finder's size, with all in memory; None where it found none."""
-    table = {one["micro_batch"]: one["seconds"] for one in cell["candidates"] if not one["away"]}
+    """The seconds of each finder's size, with all in memory.
+
+    None where it found none, or one that does not fit: its search has run the loop by hand, which
+    holds no accumulator.
+    """
+    fit = [one for one in cell["candidates"] if not one["away"] and not one["over"]]
+    table = {one["micro_batch"]: one["seconds"] for one in fit}
     for name, size in cell["peers"].items():
         yield name, None if size is None else table.get(size)
 
 
 def _best(cell: Results) -> Results:
-    found: Results = min(cell["candidates"], key=lambda one: one["seconds"])
+    fit = [one for one in cell["candidates"] if not one["over"]]
+    found: Results = min(fit, key=lambda one: one["seconds"])
     return found
 
 

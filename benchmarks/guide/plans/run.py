@@ -3,8 +3,9 @@
 For each training and budget `anybatch.plan` is asked, and all candidates are planned one by one
 with their size and mechanism fixed: 2, 4, 8 ... and all samples in a micro-batch, with all saved
 tensors in memory, and where that does not fit with some in a file. Every one that fits is run: its
-first step under the meter, which tells its peak, and then all of them in turns, so that their
-seconds can be compared. `share` is the time of the fastest over that of the plan's own choice.
+first two steps under the meter, which tells its peak, and then all of them in turns, so that their
+seconds can be compared. `share` is the time of the fastest over that of the plan's own choice; what
+has held more than the budget is no candidate.
 Those who look for the most that fits choose among the same sizes where the gradient is the same
 without lanes: their search runs under the meter's limit, and their size is looked up in the table
 (one that is not there is run, too).
@@ -22,6 +23,7 @@ import typer
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan
+from anybatch.meter import Meter
 from benchmarks.environment import environment
 from benchmarks.guide.plans.cells import PROBLEMS, Cell, cells
 from benchmarks.mbs.choice.registry import FINDERS, missing
@@ -46,14 +48,24 @@ class Candidate:
         self._problem, self.plan = cell.problem, plan
         fixed: dict[str, Any] = {"plan": plan} if plan is not None else {"micro_batch": size}
         self._engine = Engine(cell.problem.model, cell.problem.loss_fn, **fixed)
-        self.step()
+        self.step()  # saved tensors that may leave are recorded, and all of them leave
         last, made = self._engine.last, self._engine.plan
         assert last is not None
         assert made is not None
         self.micro_batch, self.mechanism = made.micro_batch, made.mechanism
         self.away = made.offload is not None
-        self.peak, self.predicted = last.peak_bytes, last.predicted_bytes
+        self.peak, self.predicted = self._metered(last.peak_bytes or 0), last.predicted_bytes
+        self.over = self.peak > cell.budget
         self.seconds: list[float] = []
+
+    def _metered(self, first: int) -> int:
+        """Return the most bytes that a step has held: the first, or one that follows its plan."""
+        model = self._problem.model
+        model.zero_grad()
+        there = {"there": [*model.parameters(), *model.buffers()]}
+        with Meter(torch.device("cpu"), there) as meter:
+            self._engine.backward(self._problem.inputs, self._problem.targets)
+        return max(first, int(meter.peak))
 
     def step(self) -> float:
         """Take a step, and return its seconds."""
@@ -69,6 +81,7 @@ class Candidate:
             "mechanism": self.mechanism,
             "away": self.away,
             "planned": self.plan is not None,
+            "over": self.over,
             "predicted": self.predicted,
             "peak": self.peak,
             "seconds": median(self.seconds),
