@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import inf, nan
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anybatch
 from anybatch import Plan
-from anybatch.goals import goal_of
+from anybatch.choice import step_seconds
+from anybatch.goals import goal_of, of_micro_batches
 from anybatch.scaled import FREE, Goal
 from anybatch.units import parse_bandwidth, parse_seconds
+
+
+class Stream(IterableDataset[Any]):
+    """A stream of unknown length, whose loader has `__len__` all the same."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from ((torch.ones(8), torch.tensor(0)) for _ in range(64))
+
+
+STREAM = DataLoader(Stream(), batch_size=32)
 
 
 def test_a_goal_is_what_was_said() -> None:
@@ -23,6 +38,7 @@ def test_a_goal_is_what_was_said() -> None:
     assert goal_of(None, 2.5, None, loader=[1]) == Goal(speedup=2.5)
     assert goal_of(None, None, 60, epochs=3, loader=[1, 2]) == Goal(deadline=60, steps=6)
     assert goal_of(None, None, None, loader=None) == Goal()
+    assert goal_of(np.int64(4), None, None, loader=[1]) == Goal(gpus=4)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +47,20 @@ def test_a_goal_is_what_was_said() -> None:
         ({"gpus": 2, "speedup": 2}, r"at most one goal.*\['gpus', 'speedup'\] came"),
         ({"gpus": 0}, "gpus must be a whole number of at least 1, and it is 0"),
         ({"gpus": 1.5}, "gpus must be a whole number"),
-        ({"speedup": -1}, "speedup must be above 0, and it is -1"),
-        ({"speedup": nan}, "speedup must be above 0"),
-        ({"deadline": inf}, "deadline must be above 0"),
+        ({"speedup": -1}, "speedup must be a number above 0, and it is -1"),
+        ({"speedup": nan}, "speedup must be a number above 0"),
+        ({"deadline": inf}, "deadline must be a number of seconds above 0"),
+        ({"deadline": "1h"}, "deadline must be a number of seconds above 0, and it is '1h'"),
+        ({"gpus": True}, "gpus must be a whole number of at least 1, and it is True"),
+        ({"gpus": 4.0}, "gpus must be a whole number of at least 1, and it is 4.0"),
+        ({"speedup": "3x"}, "speedup must be a number above 0, and it is '3x'"),
+        ({"deadline": 9, "epochs": None}, "epochs must be a whole number"),
         ({"deadline": 9, "epochs": 0}, "epochs must be a whole number of at least 1"),
         ({"gpus": 2, "loader": None}, "there is no loader for gpus: give loader="),
         ({"network": "10Gbit", "loader": None}, "there is no loader for network"),
         ({"network": "fast"}, 'network must be bits a second such as "10Gbit"'),
         ({"deadline": 9, "loader": iter(())}, "the loader does not know its length"),
+        ({"deadline": 9, "loader": STREAM}, "the loader does not know its length"),
     ],
 )
 def test_what_means_nothing_is_refused(given: dict[str, Any], told: str) -> None:
@@ -93,3 +115,34 @@ def test_a_plan_answers_a_goal() -> None:
     two = linked.scale.rows[1]
     assert two.seconds == pytest.approx(size, rel=1e-2)  # a byte a second, and it goes half twice
     assert linked.scale.fastest == 1
+
+
+@given(
+    st.integers(1, 100),
+    st.sets(st.integers(1, 100), min_size=1),
+    st.floats(0, 2),
+    st.floats(0.01, 1),
+)
+def test_seconds_of_micro_batches_are_those_whose_steps_were_timed(
+    size: int, sizes: set[int], fixed: float, each: float
+) -> None:
+    true = {n: fixed + each * n for n in sizes if n <= size}
+    steps = {n: step_seconds(true, n, size) for n in true}
+    assert of_micro_batches(steps, size) == pytest.approx(true)
+
+
+def test_a_stream_has_a_pace_and_no_epoch() -> None:
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.ones(32, 8), torch.zeros(32, dtype=torch.int64)
+    plan = anybatch.plan(
+        *(model, F.cross_entropy, batch), memory="1MiB", optimizer=optimizer, loader=STREAM
+    )
+    assert plan.pace is not None
+    assert plan.pace.epoch is None
+    assert plan.scale is not None
+    with pytest.raises(ValueError, match="gpus must be at most the 32 samples"):
+        anybatch.plan(
+            *(model, F.cross_entropy, batch), memory="1MiB", optimizer=optimizer, loader=STREAM,
+            gpus=33,
+        )  # fmt: skip

@@ -142,11 +142,13 @@ def test_seconds_are_shown_in_a_unit_that_a_person_would_use(seconds: float, sho
 
 
 def test_a_pace_is_told_and_goes_through_json() -> None:
-    pace = Pace(0.5, (0.25, 1.0), 4, 0.125, epoch=240)
+    pace = Pace(0.5, (0.25, 1.0), 9, 0.125, epoch=240)
     plan = replace(decide(FACTS), pace=pace)
     assert Plan.from_json(plan.to_json()) == plan
     lines = str(plan).splitlines()
     (at,) = [k for k, line in enumerate(lines) if line.startswith("  time ")]
-    assert lines[at].endswith("0.5 s (0.25 s to 1 s) a step, of 4 steps of the real loop")
+    assert lines[at].endswith("0.5 s (0.25 s to 1 s) a step, of 9 steps of the real loop")
     assert lines[at + 1].strip() == "2 min (60 s to 4 min) an epoch of 240 steps"
     assert pace.of(3) == (1.5, 0.75, 3.0)
+    few = replace(pace, steps=2)
+    assert few.told(1) == "0.5 s"  # two steps tell no interval

@@ -13,7 +13,7 @@ from anybatch.profiling.remedies import Conditions
 from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, UPDATE
 from anybatch.scale.costs import Link
 from anybatch.scale.gpus import speedup
-from anybatch.scaled import FREE, SHARED, Goal, loop_of, scaled
+from anybatch.scaled import AS_PARTS, FREE, SHARED, Goal, loop_of, scaled
 
 some = st.floats(0.01, 10.0)
 
@@ -34,7 +34,7 @@ def test_what_is_not_divided_is_the_lemma_to_the_digit(
             assert row.speedup == pytest.approx(row.lemma)
             assert row.lemma == pytest.approx(speedup((load + update) / compute, row.gpus))
             assert row.seconds == pytest.approx(compute / row.gpus + load + update)
-    assert found.assumed == (SHARED, FREE)
+    assert found.assumed == (SHARED, FREE, AS_PARTS)
 
 
 def test_preparation_is_divided_and_gradients_are_summed() -> None:
@@ -44,7 +44,7 @@ def test_preparation_is_divided_and_gradients_are_summed() -> None:
     for gpus in (1, 2, 4, 8):
         ring = 2 * (gpus - 1) / gpus
         assert loop.seconds(gpus) == pytest.approx(2 / gpus + 1 / gpus + 0.25 + 0.125 + ring)
-    assert scaled(found, 8, {}, 10**6, link, Goal()).assumed == (SHARED,)
+    assert scaled(found, 8, {}, 10**6, link, Goal()).assumed == (SHARED, AS_PARTS)
 
 
 def test_what_workers_hide_shows_again_when_computing_is_short() -> None:
@@ -108,3 +108,12 @@ def test_it_is_told_and_goes_through_json() -> None:
     (chosen,) = [line for line in text.splitlines() if line.endswith("<")]
     assert chosen.split()[0] == "5"
     assert isinstance(Plan.from_json(plan.to_json()).scale, Scale)
+
+
+@given(st.integers(0, 3), some, st.floats(0.0, 10.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
+def test_one_gpu_takes_what_it_took_whatever_workers_hide(
+    workers: int, compute: float, load: float, shows: float, takes: float
+) -> None:
+    found = profile(workers, {LOAD: takes + load, PREPARE: takes}, compute=compute, load=shows)
+    whole = sum(one.shows for one in found.stages)
+    assert loop_of(found, 8, {}, 0, None).seconds(1) == pytest.approx(whole)

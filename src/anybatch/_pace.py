@@ -10,14 +10,17 @@ from dataclasses import dataclass
 
 from anybatch.units import show_seconds
 
+FEW = 6
+"""Steps below which no interval is told."""
+
 
 @dataclass(frozen=True)
 class Pace:
     """What steps of the real loop have taken.
 
     Attributes:
-        seconds: of a step: waiting for its mini-batch, computing, and the update; median.
-        interval: of that median, 95 %, by resampling the steps.
+        seconds: of a step: waiting for its mini-batch, computing, and the update; mean.
+        interval: of that mean, 95 %, by resampling the steps; too narrow where they are few.
         steps: that were measured.
         overhead: R_O, what shows and is not computing, to computing.
         epoch: steps of an epoch; None where the loader does not say.
@@ -34,14 +37,14 @@ class Pace:
         low, high = self.interval
         return steps * self.seconds, steps * low, steps * high
 
+    def told(self, steps: int) -> str:
+        """Return the seconds of so many steps in words, with their interval if there is one."""
+        found, low, high = map(show_seconds, self.of(steps))
+        return f"{found} ({low} to {high})" if self.steps >= FEW else found
+
     def __str__(self) -> str:
         plural = "step" if self.steps == 1 else "steps"
-        lines = [f"{_row(self.of(1))} a step, of {self.steps} {plural} of the real loop"]
+        lines = [f"{self.told(1)} a step, of {self.steps} {plural} of the real loop"]
         if self.epoch is not None:
-            lines.append(f"{_row(self.of(self.epoch))} an epoch of {self.epoch} steps")
+            lines.append(f"{self.told(self.epoch)} an epoch of {self.epoch} steps")
         return f"\n{' ' * 15}".join(lines)
-
-
-def _row(times: tuple[float, float, float]) -> str:
-    found, low, high = map(show_seconds, times)
-    return f"{found} ({low} to {high})"

@@ -10,8 +10,9 @@ epochs".
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -27,13 +28,12 @@ from anybatch.engine import Engine
 from anybatch.errors import NotYetError
 from anybatch.modules import Modules, parameters
 from anybatch.probe import finish, told
+from anybatch.profiling.loaders import Clock, dice_of, length_of
 from anybatch.profiling.profiled import Profile, profiled
 from anybatch.profiling.remedies import Conditions
-from anybatch.profiling.watched import Clock, Watched
+from anybatch.profiling.watched import SYSTEM, Watched
 from anybatch.ranks.crew import several
 from anybatch.ranks.group import group_of
-
-SYSTEM = Clock()
 
 
 def profile(
@@ -50,13 +50,14 @@ def profile(
     """Run a few steps of a training loop, and return where the time goes; nothing is trained.
 
     Parameters, gradients, buffers, the optimizer's state and the dice are as before when it
-    returns; copies of them wait in memory of the host. The engine keeps the plan that it made. Over
+    returns; copies wait in memory of the host, those of buffers and gradients that are there on the
+    device. The engine keeps the plan that it made. Over
     ranks all must call it. Each part is waited for before the next begins, so what a GPU would have
     overlapped with the optimizer or the loader in Python is told as if it had not.
 
     Args:
-        loader: yields mini-batches; started again when it ends. A DataLoader's dataset is read some
-            more, to see what its workers do.
+        loader: yields mini-batches; started again when it ends. One of its workers reads
+            some more, to see what they do.
         engine: runs them.
         optimizer: steps after each.
         steps: that are measured, after two that are not. Default 20.
@@ -73,7 +74,8 @@ def profile(
     Raises:
         ValueError: `steps` is less than 1, `enough` is finite over ranks, or `loader` yields
             nothing.
-        NotYetError: the plan has the optimizer's state wait elsewhere, or a parameter is lazy.
+        NotYetError: the optimizer's state waits elsewhere, it steps with a closure, or a parameter
+            is lazy.
         AnybatchError: what `Engine.backward` would refuse.
 
     Example:
@@ -92,6 +94,12 @@ def profile(
         raise NotYetError(
             "a loop cannot be profiled today where the optimizer's state waits elsewhere: profile "
             "with a plan without states"
+        )
+    step = signature(optimizer.step).parameters.get("closure")
+    if step is not None and step.default is step.empty:
+        raise NotYetError(
+            f"a loop is profiled that calls optimizer.step() today, and {type(optimizer).__name__} "
+            "needs a closure: profile with another optimizer"
         )
     given = engine._given
     modules = given.modules()
@@ -134,15 +142,16 @@ def step_seconds(
         return perf_counter() - start
 
     modules = given.modules()
-    with as_it_was(modules, trained(modules, optimizer), optimizer):
+    with as_it_was(modules, trained(modules, optimizer), None):  # it does not step
         once()  # kernels are chosen, and what leaves is recorded
         return told(once)
 
 
 def trained(modules: Modules, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    """Return every parameter of a model and of an optimizer, once."""
+    """Return every parameter that a step may change, once: trained, or the optimizer's."""
     groups = [] if optimizer is None else optimizer.param_groups
-    every = [*parameters(modules), *(p for group in groups for p in group["params"])]
+    every = [p for p in parameters(modules) if p.requires_grad]
+    every += [p for group in groups for p in group["params"]]
     return list({id(p): p for p in every}.values())
 
 
@@ -153,20 +162,17 @@ def pace_of(found: Profile, loader: Iterable[Any]) -> Pace:
         found: of the steps.
         loader: of the mini-batches, which may know how many an epoch has.
     """
-    epoch = len(loader) if isinstance(loader, Sized) else None
-    return Pace(found.seconds, found.spread, found.steps, found.overhead, epoch)
+    return Pace(found.seconds, found.spread, found.steps, found.overhead, length_of(loader))
 
 
 @contextmanager
 def _sampled_as_before(loader: Iterable[Any]) -> Iterator[None]:
-    """Put back the dice of a loader that has its own."""
-    found = getattr(loader, "generator", None)
-    dice = found if isinstance(found, torch.Generator) else None
-    state = None if dice is None else dice.get_state()
+    """Put back the dice that a loader and its samplers have for themselves."""
+    states = [(dice, dice.get_state()) for dice in dice_of(loader)]
     try:
         yield
     finally:
-        if dice is not None and state is not None:
+        for dice, state in states:
             dice.set_state(state)
 
 

@@ -8,15 +8,20 @@ holds one (a schedule, an average, another optimizer) keeps holding the right on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybatch.errors import NotYetError
 from anybatch.modules import Modules, local
 from anybatch.undo import Before, uninterrupted
+
+Back = Callable[[], Any]
+"""Puts a thing back as it was, and returns it."""
 
 
 @contextmanager
@@ -32,68 +37,107 @@ def as_it_was(
             where none does.
 
     Raises:
-        RuntimeError: something could not be put back; its notes say what.
+        NotYetError: the optimizer's state waits elsewhere.
+        RuntimeError: something could not be put back; its notes say what. Where the body has
+            raised, that goes out instead, with these notes.
     """
     every = list(leaves)
-    before = Before(modules, every)
-    values = [(leaf, _copied(leaf)) for leaf in every]
-    states, groups = _noted(optimizer)
-    for leaf in every:
-        leaf.grad = None  # those that are there are not written to
+    steps: list[Back] = [kept(leaf) for leaf in every]
+    steps += [] if optimizer is None else [_states(optimizer), _options(optimizer)]
+    before, raised = Before(modules, every), None
     try:
+        for leaf in every:
+            leaf.grad = None  # those that are there are not written to
         yield
+    except BaseException as error:
+        raised = error
+        raise
     finally:
         with uninterrupted():
             failures = before.put_back()
             with torch.no_grad():
-                for leaf, value in values:
-                    local(leaf).copy_(value)
-                if optimizer is not None:
-                    _put_back(optimizer, states, groups)
+                failures += [failed for step in steps if (failed := _tried(step)) is not None]
         if failures:
-            error = RuntimeError("what steps that were tried have moved could not be put back")
+            found = raised or RuntimeError("what tried steps have moved could not be put back")
             for failure in failures:
-                error.add_note(str(failure))
-            raise error
+                found.add_note(f"and what was tried could not be put back: {failure}")
+            if raised is None:
+                raise found
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return local(tensor).detach().to("cpu", copy=True)
+def _tried(step: Back) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
 
 
-States = dict[Tensor, dict[str, tuple[Any, Any]]]
+def kept(one: Any) -> Back:
+    """Return what puts a thing back: a tensor's values, and all that a list or mapping holds.
+
+    Raises:
+        NotYetError: a tensor has no data: it waits elsewhere.
+    """
+    if isinstance(one, Tensor):
+        if one.is_meta:
+            raise NotYetError(
+                "all that a step moves is put back, and a tensor of the optimizer's state waits "
+                "elsewhere: bring it back first"
+            )
+        return partial(_values_back, one, local(one).detach().to("cpu", copy=True))
+    if isinstance(one, dict):
+        return partial(_entries_back, one, {name: kept(value) for name, value in one.items()})
+    if isinstance(one, list | tuple):
+        return partial(_items_back, one, [kept(value) for value in one])
+    return _left(one)
 
 
-def _noted(optimizer: torch.optim.Optimizer | None) -> tuple[States, list[dict[str, Any]]]:
-    """Return the state of each parameter, and the options of each group."""
-    if optimizer is None:
-        return {}, []
-    states = {leaf: _state_of(found) for leaf, found in optimizer.state.items()}
-    groups = optimizer.param_groups
-    return states, [{k: v for k, v in group.items() if k != "params"} for group in groups]
+def _left(one: Any) -> Back:
+    def same() -> Any:
+        return one
+
+    return same
 
 
-def _state_of(found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return each entry, with a copy of a tensor's values."""
-    return {
-        name: (one, _copied(one) if isinstance(one, Tensor) else None)
-        for name, one in found.items()
-    }
+def _values_back(tensor: Tensor, values: Tensor) -> Tensor:
+    local(tensor).copy_(values)
+    return tensor
 
 
-def _put_back(
-    optimizer: torch.optim.Optimizer, states: States, groups: list[dict[str, Any]]
-) -> None:
-    """Let the optimizer hold just the states that it held, in the same tensors, and its options."""
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update(options)
-    for leaf in [leaf for leaf in optimizer.state if leaf not in states]:
-        del optimizer.state[leaf]
-    for leaf, entries in states.items():
-        held = optimizer.state[leaf]
-        for name in [name for name in held if name not in entries]:
-            del held[name]
-        for name, (one, value) in entries.items():
-            held[name] = one
-            if value is not None:
-                local(one).copy_(value)
+def _entries_back(found: dict[Any, Any], entries: dict[Any, Back]) -> dict[Any, Any]:
+    for name in [name for name in found if name not in entries]:
+        del found[name]
+    for name, back in entries.items():
+        found[name] = back()
+    return found
+
+
+def _items_back(found: Any, items: list[Back]) -> Any:
+    values = [back() for back in items]
+    if isinstance(found, list):
+        found[:] = values
+    return found
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Back:
+    """Return what lets the optimizer hold just the states that it holds now."""
+    return partial(
+        _entries_back, optimizer.state, {leaf: kept(one) for leaf, one in optimizer.state.items()}
+    )
+
+
+def _options(optimizer: torch.optim.Optimizer) -> Back:
+    """Return what puts back the groups, and every option of each."""
+    groups = list(optimizer.param_groups)
+    entries = [
+        {name: _left(one) if name == "params" else kept(one) for name, one in group.items()}
+        for group in groups
+    ]
+
+    def back() -> None:
+        optimizer.param_groups[:] = groups
+        for group, options in zip(groups, entries, strict=True):
+            _entries_back(group, options)
+
+    return back

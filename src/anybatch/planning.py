@@ -53,6 +53,7 @@ def plan(
     spill: str | PathLike[str] | None = None,
     workspace: int | str | None = None,
     loader: Iterable[Any] | None = None,
+    split: Callable[[Any], tuple[Any, Any]] | None = None,
     gpus: int | None = None,
     speedup: float | None = None,
     deadline: float | None = None,
@@ -97,6 +98,7 @@ def plan(
             unless the optimizer's state is to wait elsewhere, which it says. It needs `optimizer`.
             Default None: the plan tells those of candidates only. With it the plan also tells what
             more GPUs would bring, at the same mini-batch.
+        split: what takes its mini-batches apart, as in `anybatch.profile`. Default: pairs.
         gpus: how many of them are wanted. Default None: the table alone.
         speedup: how many times as fast as one GPU they are to be.
         deadline: seconds that all `epochs` may take; the loader must know its length.
@@ -154,8 +156,10 @@ def plan(
         return replace(found, reasons=(*found.reasons, NOT_MEASURED))
     assert optimizer is not None
     enough = inf if several() else ENOUGH  # whose clocks differ
-    steps = profile(loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough)
-    scale = None if several() else scale_of(found, steps, optimizer, wanted, network)
+    steps = profile(
+        loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough, split=split
+    )
+    scale = None if several() else scale_of(found, steps, optimizer, wanted, network, asked.size)
     return replace(found, pace=pace_of(steps, loader), scale=scale)
 
 
@@ -202,6 +206,14 @@ class _Asked:
     make: Callable[..., Engine]
     chosen: dict[str, Any]
 
+    @property
+    def size(self) -> int:
+        """N_B, samples of the mini-batch."""
+        inputs, targets = self.batch
+        return (
+            inputs.size if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets).size
+        )
+
     def foresee(self, workspace: int | str | None, *, timed: bool) -> Plan:
         """Return the plan with so much workspace."""
         engine = self.make(workspace=workspace, **self.chosen)
@@ -233,6 +245,4 @@ class _Asked:
             store = takes(device_of(self.optimizer))[0]
         where = states_of(store, self.leaves["spill"], self.optimizer, self.chosen["memory"])
         assert self.optimizer is not None
-        inputs, targets = self.batch
-        rows = inputs if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets)
-        return plan_away(foresee, where, self.optimizer, self.model, rows.size)
+        return plan_away(foresee, where, self.optimizer, self.model, self.size)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from anybatch._scale import Scale, ScaleRow
 from anybatch.choice import between, step_seconds
 from anybatch.profiling.profiled import Profile
-from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE
+from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, Stage
 from anybatch.scale.costs import Gradients, Link, Measured, Work
 from anybatch.scale.gpus import Needed, speedup
 from anybatch.scale.loop import Loop
@@ -27,6 +27,7 @@ from anybatch.units import show_seconds
 MOST = 8
 """GPUs of the table where no goal asks for more."""
 
+AS_PARTS = "a share of a mini-batch takes its part of the seconds: no sizes were timed"
 FREE = "summing gradients costs nothing: name the network to count it"
 SHARED = "storage is shared by all, and each GPU has as many cores to prepare samples as here"
 
@@ -90,8 +91,8 @@ def scaled(
     for count in shown:
         seconds, lemma = loop.seconds(count), speedup(profile.overhead, count)
         rows.append(ScaleRow(count, seconds, alone / seconds, alone / seconds / count, lemma))
-    assumed = (SHARED,) if link is not None else (SHARED, FREE)
-    return Scale(tuple(rows), gpus, words, end.worth, end.fastest, assumed)
+    assumed = [SHARED, *([] if link else [FREE]), *([] if micro_batch in timed else [AS_PARTS])]
+    return Scale(tuple(rows), gpus, words, end.worth, end.fastest, tuple(assumed))
 
 
 def loop_of(
@@ -105,19 +106,36 @@ def loop_of(
     stages = {one.name: one for one in profile.stages}
     load, prepare = stages[LOAD], stages[PREPARE]
     computing, update = stages[COMPUTE].shows, stages[UPDATE].shows
-    work, hidden = Work(load.shows, prepare.shows), Work()
+    copies = stages[TRANSFER].shows
+    work, hidden = Work(load.shows + copies, prepare.shows), Work()
     if profile.workers:
-        hidden = Work(load.takes / profile.workers, prepare.takes / profile.workers)
-        late = max(0.0, hidden.seconds(1) - computing - update)
-        work = Work(max(0.0, load.shows + prepare.shows - late))
+        work, hidden = _hidden(load, prepare, profile.workers, computing + update + copies)
+        work = Work(work.serial + copies, work.parallel)
     return Loop(
         samples=profile.samples,
         compute=_computing(computing, profile.samples, micro_batch, timed),
-        work=Work(work.serial + stages[TRANSFER].shows, work.parallel),
+        work=work,
         hidden=hidden,
         update=update,
         gradients=None if link is None else Gradients(gradient_bytes, link),
     )
+
+
+def _hidden(load: Stage, prepare: Stage, workers: int, rest: float) -> tuple[Work, Work]:
+    """Return what of loading waits, and what workers hide, so that one GPU takes what it took.
+
+    Args:
+        load: waiting for the storage.
+        prepare: on a core.
+        workers: that share both.
+        rest: seconds of a step beside loading.
+    """
+    takes, shows = (load.takes + prepare.takes) / workers, load.shows + prepare.shows
+    hidden = Work(load.takes / workers, prepare.takes / workers)
+    if takes <= rest:  # they are fast enough, and what shows is something else
+        return Work(shows), hidden
+    share = (rest + shows) / takes
+    return Work(), Work(share * hidden.serial, share * hidden.parallel)
 
 
 def _computing(

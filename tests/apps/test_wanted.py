@@ -46,6 +46,7 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
         (("--gpus", 2, "--speedup", 2), "at most one goal can be reached"),
         (("--deadline", "soon"), 'deadline must be a time such as "30min"'),
         (("--network", "10GB"), "network must be bits a second"),
+        (("--gpus", 257), "gpus must be at most the 256 samples of a mini-batch"),
         (("--gpus", 2, "--states", "file"), "not measured today where the optimizer's state"),
     ],
 )

@@ -54,6 +54,7 @@ TIERS = {
     "trial": "trial",
     "arranged": "as_it_was arranged",
     "engine": "engine",
+    "loaders": "profiling.loaders",
     "watched": "profiling.watched",
     "profile": "_profile goals",
     "public": "_check planning _offload",

@@ -21,7 +21,7 @@ from anybatch.apps.profiled import loader_of, moving, split_of
 from anybatch.apps.settings import Settings
 from anybatch.goals import goal_of, scale_of
 from anybatch.planning import ENOUGH, STEPS
-from anybatch.units import parse_bandwidth, parse_seconds, show_seconds
+from anybatch.units import parse_bandwidth, parse_seconds
 
 ONLY_HERE = {
     *("gpus", "speedup", "deadline", "network", "measure", "timeline", "convolutions", "picture"),
@@ -100,14 +100,18 @@ class Wanted:
         goal = goal_of(
             *(self.gpus, self.speedup, self.deadline), epochs=parts.recipe.epochs, loader=loader
         )
-        return replace(pace, scale=scale_of(found, steps, optimizer, goal, self.network))
+        try:
+            size = min(settings.batch_size, len(parts.train))
+            scale = scale_of(found, steps, optimizer, goal, self.network, size)
+        except ValueError as error:
+            raise SettingsError(f"{error}.") from error
+        return replace(pace, scale=scale)
 
     def lines(self, found: Plan, parts: Parts, context: typer.Context) -> list[str]:
         """Return how long the whole training takes, and the line that runs it on several GPUs."""
         told, pace, epochs = list[str](), found.pace, parts.recipe.epochs
         if pace is not None and pace.epoch is not None:
-            every, low, high = map(show_seconds, pace.of(epochs * pace.epoch))
-            words = f"{every} ({low} to {high}); tests between them are not counted"
+            words = f"{pace.told(epochs * pace.epoch)}; tests between them are not counted"
             told.append(f"  {f'{epochs} epochs':<12} {words}")
         gpus = None if found.scale is None else found.scale.gpus
         if gpus is not None and gpus > 1:

@@ -27,6 +27,8 @@ RESAMPLED = 2000
 """Draws of the bootstrap."""
 LEVEL = 0.95
 """Of the interval."""
+FEW = 6
+"""Steps below which no interval is told: what was not drawn cannot be drawn again."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,10 @@ class Profile:
         stages: the seven steps in order.
         steps: that were measured.
         samples: of a mini-batch, median.
-        seconds: of a step, median.
-        spread: interval of that median, as below.
+        seconds: of a step, mean.
+        spread: interval of that mean, as below.
         overhead: R_O, what shows and is not computing, to computing.
-        interval: of R_O, 95 %, by resampling the steps.
+        interval: of R_O, 95 %, by resampling the steps; of few steps it is too narrow.
         workers: processes that load while the step computes; 0 for none.
         remedies: what would make it less, the largest gain first.
     """
@@ -94,6 +96,7 @@ class Profile:
     def __str__(self) -> str:
         rate = self.samples / self.seconds if self.seconds else 0.0
         low, high = self.interval
+        between = f" ({low:.3g} to {high:.3g})" if self.steps >= FEW else ""
         rows = [
             f"  {number} {one.name:<20} {one.takes:>10.4g} {one.shows:>10.4g} {one.share:>7.1%}"
             for number, one in enumerate(self.stages, 1)
@@ -101,12 +104,11 @@ class Profile:
         first = self.bottleneck
         lines = [
             f"profile        {self.steps} steps of {show_samples(self.samples)}, "
-            f"{self.seconds:.4g} s ({self.spread[0]:.4g} to {self.spread[1]:.4g}) each, "
-            f"{rate:.4g} samples a second",
+            f"{self.seconds:.4g} s each, {rate:.4g} samples a second",
             f"    {'seconds a step':<20} {'takes':>10} {'shows':>10} {'share':>7}",
             *rows,
-            f"  R_O          {self.overhead:.3g} ({low:.3g} to {high:.3g}): what shows and is not "
-            "computing, to computing",
+            f"  R_O          {self.overhead:.3g}{between}: what shows and is not computing, to "
+            "computing",
             f"  bottleneck   {first.name}, {first.share:.1%} of the time",
             *(f"  remedy       {one}" for one in self.remedies),
         ]
@@ -138,8 +140,8 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
     stages = tuple(
         Stage(
             name,
-            takes=float(np.median(takes[:, column])),
-            shows=float(np.median(shows[:, column])),
+            takes=float(takes[:, column].mean()),
+            shows=float(shows[:, column].mean()),
             share=float(shows[:, column].sum()) / every,
         )
         for column, name in enumerate(STAGES)
@@ -148,8 +150,8 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
         stages=stages,
         steps=len(passed),
         samples=int(np.median([one.samples for one in passed])),
-        seconds=float(np.median(shows.sum(axis=1))),
-        spread=_bounds(np.median(shows.sum(axis=1)[draws], axis=1)),
+        seconds=float(shows.sum(axis=1).mean()),
+        spread=_bounds(shows.sum(axis=1)[draws].mean(axis=1)),
         overhead=float(_overhead(shows.sum(axis=0))),
         interval=_bounds(_overhead(shows[draws].sum(axis=1))),
         workers=conditions.workers or 0,

@@ -96,7 +96,7 @@ def remedies(
 
     Args:
         stages: what each of the seven steps takes and shows.
-        seconds: of a step, median.
+        seconds: of a step, mean.
         waits: of each step for its mini-batch.
         conditions: of the loop.
     """

@@ -24,8 +24,8 @@ class Stage:
 
     Attributes:
         name: one of `STAGES`.
-        takes: median seconds of work in a step, hidden or not.
-        shows: median seconds that the loop waits for it.
+        takes: mean seconds of work in a step, hidden or not.
+        shows: mean seconds that the loop waits for it.
         share: of all the time of the loop, 0 to 1.
     """
 

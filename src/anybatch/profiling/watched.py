@@ -1,6 +1,6 @@
 """A training loop that is watched: the host's clock is read between its parts.
 
-What loading takes while workers hide it is measured beside the loop, in this process: its time on a
+What loading takes while workers hide it is measured beside the loop, in a worker: its time on a
 core is preparation, the rest is waiting for the storage.
 
     wait for a mini-batch │ zero_grad, backward     │ step
@@ -15,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from time import perf_counter, thread_time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from anybatch import tree
 from anybatch.batch import count_micro_batches
 from anybatch.engine import Engine
 from anybatch.kinds import bytes_of
 from anybatch.probe import finish
+from anybatch.profiling.loaders import ALONE, Clock, Loading, hidden_of, queue_of
 from anybatch.profiling.profiled import Passed
 from anybatch.profiling.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, TRANSFER, UPDATE
 from anybatch.ranks.crew import several
@@ -34,22 +34,7 @@ from anybatch.ranks.group import group_of
 WARM = 2
 """Steps before the first that counts: the engine plans, workers start, kernels are chosen."""
 
-ALONE = 3
-"""Mini-batches that are loaded beside the loop, and sums that ranks make beside it."""
-
-
-class Clock(NamedTuple):
-    """Seconds: of the wall, and of this thread on a core."""
-
-    wall: Callable[[], float] = perf_counter
-    core: Callable[[], float] = thread_time
-
-
-class Loading(NamedTuple):
-    """Seconds of a mini-batch: waiting for the storage, and on a core."""
-
-    load: float
-    prepare: float
+SYSTEM = Clock(perf_counter, thread_time)
 
 
 class Watched:
@@ -90,9 +75,14 @@ class Watched:
             progress: called with the steps done and all of them.
             enough: seconds after which no further step is begun.
         """
-        hidden, wall = self._hidden(), self._clock.wall
+        hidden, wall = hidden_of(self._loader, self._clock), self._clock.wall
         batches = again_and_again(self._loader)
         for _ in range(WARM):
+            self._step(batches, hidden, None)
+        begun = wall()
+        for _ in range(queue_of(self._loader)):  # what lay ready is no measure of a loader
+            if wall() - begun >= enough:
+                break
             self._step(batches, hidden, None)
         takes, begun = self._exchange_alone(), wall()
         found = list[Passed]()
@@ -121,9 +111,9 @@ class Watched:
         ended = wall()
         shows = _loading(loaded - start, busy, hidden)
         takes = {} if hidden is None else {LOAD: hidden.load, PREPARE: hidden.prepare}
-        if self._device.type == "cuda" and alone is not None:
+        if self._device.type == "cuda":  # its copies and its sums are waited for by no host
             shows[TRANSFER], takes[TRANSFER] = self._transfer(inputs, targets)
-            waited = alone
+            waited = alone or 0.0
         shows[EXCHANGE], takes[EXCHANGE] = waited, alone or 0.0
         used = shows.get(TRANSFER, 0.0) + waited
         shows |= {COMPUTE: max(0.0, computed - loaded - used), UPDATE: ended - computed}
@@ -146,22 +136,6 @@ class Watched:
         finish(self._device)
         first = wall() - start
         return first, first * count_micro_batches(size, n)
-
-    def _hidden(self) -> Loading | None:
-        """Return what workers take for a mini-batch, as this process takes it; None without any."""
-        loader, wall = self._loader, self._clock.wall
-        if not isinstance(loader, DataLoader) or not loader.num_workers:
-            return None
-        alone, seen = iter(_without_workers(loader)), []
-        for _ in range(ALONE):
-            start, busy = wall(), self._clock.core()
-            if next(alone, None) is None:
-                break
-            busy, spent = self._clock.core() - busy, wall() - start
-            seen.append(Loading(max(0.0, spent - busy), min(busy, spent)))
-        if not seen:
-            return None
-        return Loading(median(one.load for one in seen), median(one.prepare for one in seen))
 
     def _exchange_alone(self) -> float | None:
         """Return the seconds in which ranks sum as many bytes as the gradients have."""
@@ -199,8 +173,13 @@ def again_and_again(loader: Iterable[Any]) -> Iterator[tuple[bool, Any]]:
     """Yield mini-batches, epoch after epoch, and whether each is the first of one.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or it can be passed through once only.
     """
+    if iter(loader) is loader:
+        raise ValueError(
+            "loader must be one that can be started again, and it is an iterator, which ends: give "
+            "what it was made from"
+        )
     while True:
         first = True
         for batch in loader:
@@ -208,13 +187,3 @@ def again_and_again(loader: Iterable[Any]) -> Iterator[tuple[bool, Any]]:
             first = False
         if first:
             raise ValueError("loader must yield mini-batches, and it yields none")
-
-
-def _without_workers(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of the same mini-batches that loads in this process."""
-    common: dict[str, Any] = {"collate_fn": loader.collate_fn, "generator": loader.generator}
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-        common |= {"batch_size": loader.batch_size, "sampler": sampler}
-        return DataLoader(loader.dataset, **common)
-    return DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **common)

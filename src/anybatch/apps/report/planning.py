@@ -15,7 +15,7 @@ from anybatch.apps.report.known import Known
 from anybatch.apps.report.parts import Fact, Figure, Key, Section, Table
 from anybatch.apps.report.words import drawn, figure_of, percent, seconds
 from anybatch.conv.divide import Configuration, Part
-from anybatch.units import show_bytes, show_seconds
+from anybatch.units import show_bytes
 
 STRETCHES = 48
 """Rows of the table of a step."""
@@ -137,8 +137,8 @@ def explained(known: Known) -> list[Section]:
 
 def _pace(pace: Pace) -> tuple[Fact, ...]:
     def fact(name: str, steps: int) -> Fact:
-        found, low, high = map(show_seconds, pace.of(steps))
-        return Fact(name, found, f"{low} to {high}")
+        found, _, between = pace.told(steps).partition(" (")
+        return Fact(name, found, between.removesuffix(")"))
 
     epoch = () if pace.epoch is None else (fact("An epoch", pace.epoch),)
     return fact("A step of the real loop", 1), *epoch
