@@ -156,7 +156,7 @@ def scaled(plan: Plan, text: str = "") -> Plan:
     points = ((1, 1.0, 1.0), (2, 1.875, 1.75), (8, 4.0, 3.5))
     rows = tuple(ScaleRow(g, 2 / fast, fast, fast / g, lemma) for g, fast, lemma in points)
     found = Scale(rows, 2, f"twice as fast{text}", 3, 8, (f"nothing{text}",))
-    return replace(plan, pace=Pace(2.0, (1.5, 2.5), 4, 0.25, epoch=90), scale=found)
+    return replace(plan, pace=Pace(2.0, (1.5, 2.5), 9, 0.25, epoch=90), scale=found)
 
 
 def away(plan: Plan) -> Plan:
