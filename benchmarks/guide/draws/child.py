@@ -1,9 +1,10 @@
 """A draw is planned and trained in a process of its own, under a limit that the kernel keeps.
 
 The limit is RLIMIT_DATA: what the process maps when network, data and kernels are ready, plus the
-budget and, for what is no tensor, a quarter of it and what the interpreter takes to plan. The
-quarter is the rule by which anybatch takes four fifths of such a limit where no memory is given. A
-live meter around each step says, beside that, whether tensors keep to the budget itself.
+budget and, for what is no tensor, a quarter of it and a constant: the interpreter plans, and every
+thread of a lane keeps what its kernels work with. The quarter is the rule by which anybatch takes
+four fifths of such a limit where no memory is given. A live meter around the planning and around
+each step says, beside that, whether tensors keep to the budget itself.
 
 A refusal is taken at its word with the limit lifted: what it says is needed is given, and every
 micro-batch of 1, 2, 4 ... and all samples is run. It is true if none of these holds less than the
@@ -26,8 +27,8 @@ from benchmarks.mbs.tables.limited import STACK, DataLimit
 ROOM = 1.25
 """Times the budget, the data that the process may map more."""
 
-PLANNING = 48 << 20
-"""Bytes beside that for the interpreter's objects: rehearsals, graphs and their caches."""
+BESIDE = 256 << 20
+"""Bytes beside that: graphs and caches of rehearsals, and scratch of kernels, thread by thread."""
 
 STEPS = 3
 Found = dict[str, Any]
@@ -41,7 +42,7 @@ def child(seed: int) -> Found:
     training = draw.make()
     budget = draw.budget(training)
     _warm(draw)
-    limit = DataLimit(round(ROOM * budget) + PLANNING + draw.size * STACK)
+    limit = DataLimit(round(ROOM * budget) + BESIDE + draw.size * STACK)
     found: Found = {
         **{name: getattr(draw, name) for name in ("seed", "network", "optimizer", "size", "asked")},
         "budget": budget,
@@ -73,12 +74,13 @@ def _warm(draw: Draw) -> None:
 
 def _trained(training: Training, draw: Draw, budget: int) -> Found:
     """Plan, and take some steps; return what they held."""
-    plan = training.plan(budget, **draw.asked)
+    before = _resident()
+    with _meter(training) as meter:
+        plan = training.plan(budget, **draw.asked)
     peaks, engine = _steps(training, plan, STEPS)
     assert plan.memory is not None
-    assert engine.last is not None
     assert engine.plan is not None
-    over = max(peaks) > budget
+    over = max(*peaks, meter.peak) > budget
     return {
         "ended": "over" if over else "in budget",
         "micro_batch": plan.micro_batch,
@@ -88,27 +90,39 @@ def _trained(training: Training, draw: Draw, budget: int) -> Found:
         "predicted": plan.memory.predicted,
         "peaks": peaks,
         "now": engine.plan.micro_batch,
-        "grown": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "planning": meter.peak,
+        "grown": _resident() - before,
     }
 
 
 def _steps(training: Training, plan: Plan, steps: int) -> tuple[list[int], Engine]:
     """Take some steps of a plan; return the most bytes that each has held."""
     engine = Engine(training.model, training.loss_fn, optimizer=training.optimizer, plan=plan)
-    model, optimizer = training.model, training.optimizer
+    optimizer = training.optimizer
     peaks = []
     with engine.states or nullcontext():
         for _ in range(steps):
             optimizer.zero_grad()
-            known = {
-                "there": [*model.parameters(), *model.buffers()],
-                "optimizer": list(state_tensors(optimizer)),
-            }
-            with Meter(torch.device("cpu"), known) as meter:
+            with _meter(training) as meter:
                 engine.backward(*training.batch)
                 optimizer.step()
             peaks.append(int(meter.peak))
     return peaks, engine
+
+
+def _meter(training: Training) -> Meter:
+    """Return what counts the live bytes of a training, those of its batch not among them."""
+    model, optimizer = training.model, training.optimizer
+    known = {
+        "there": [*model.parameters(), *model.buffers()],
+        "optimizer": list(state_tensors(optimizer)),
+    }
+    return Meter(torch.device("cpu"), known)
+
+
+def _resident() -> int:
+    """Return the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _believed(training: Training, draw: Draw, budget: int, needed: int) -> Found:

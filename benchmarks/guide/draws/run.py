@@ -4,8 +4,8 @@ Networks with and without BatchNorm, with losses in which samples meet, an LSTM 
 convolutions; three optimizers; what a person may ask of a plan; and budgets from seven tenths of
 what one sample a micro-batch holds up to the undivided batch. Each is planned and trained for three
 steps in a process of its own, where the kernel refuses memory past the budget, a quarter of it and
-48 MiB for the interpreter (RLIMIT_DATA, above what is mapped when network, data and kernels are
-ready), and a live meter around each step compares the bytes of tensors with the budget itself.
+256 MiB for what is no tensor (RLIMIT_DATA, above what is mapped when network, data and kernels are
+ready), and a live meter around planning and steps compares tensors with the budget itself.
 
 A draw ends in the budget, or with a `BudgetError`. That is true where no candidate that is then
 tried without a limit (micro-batches of 1, 2, 4 ... and all samples, and what the error says is
@@ -42,6 +42,8 @@ def drawn(seed: int) -> Found:
             found = pool.submit(child, seed).result()
         except BrokenProcessPool as error:
             found = {"seed": seed, "ended": "killed", "why": str(error)}
+        except Exception as error:
+            found = {"seed": seed, "ended": "failed", "why": repr(error)[:400]}
     return {**found, "took": round(perf_counter() - start, 2)}
 
 
