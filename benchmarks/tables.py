@@ -10,6 +10,7 @@ from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.agbn.overlap import rows as overlap_rows
+from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.numbers import rows as guide_numbers
@@ -114,6 +115,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
+    "guide_draws": ("guide/draws", guide_draws.guide_draws),
+    "guide_draws_asked": ("guide/draws", guide_draws.guide_draws_asked),
     "guide_figures": ("guide/figures", guide_figures.guide_figures),
     "guide_figures_errors": ("guide/figures", guide_figures.guide_figures_errors),
     "guide_pace": ("guide/pace", guide_pace.guide_pace),
@@ -169,6 +172,7 @@ TITLES = {
     "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
+    "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
     "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",
@@ -194,6 +198,7 @@ MORE = {
     "conv_paper": tuple(write.__name__ for write in conv_paper.MORE),
     "conv_training": ("conv_training_same",),
     "guide_plans": ("guide_plans_foreseen",),
+    "guide_draws": ("guide_draws_asked",),
     "guide_figures": ("guide_figures_errors",),
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),

@@ -71,9 +71,11 @@ def test_sizes_are_tried_for_as_long_as_that_pays() -> None:
     bests = [8 * DEAR[8], 4 * 1.3, 2 * 1.7]
     wanted = [SLOWER * best * n / 64 for best, n in zip(bests, (16, 32, 64), strict=True)]
     assert [enough for _, enough in asked] == pytest.approx(wanted)
-    found, asked = tried(DEAR, {16: 3.0}, 64)
-    assert found == {16: 3.0}
-    assert [n for n, _ in asked] == [16]
+    found, asked = tried(DEAR, {16: 3.0, 32: 5.0}, 64)
+    assert found == {16: 3.0, 32: 5.0}
+    assert [n for n, _ in asked] == [16, 32]  # both have lost
+    found, asked = tried(DEAR, {16: 3.0, 32: 3.0, 64: 7.0}, 64)
+    assert found == {16: 3.0, 32: 3.0, 64: 7.0}  # the second one has won
     found, asked = tried(DEAR, {16: None}, 64)
     assert found == {}
 
@@ -90,6 +92,6 @@ def test_nothing_is_tried_where_nothing_is_to_be_won() -> None:
 
 def test_a_size_that_cannot_win_is_passed_over_for_one_that_can() -> None:
     timed = {4: 4.5, 8: 8.4}  # a step of 512: 537.6, and in sixteens no less than 518.4
-    found, asked = tried(timed, {32: 34.0}, 512)
-    assert found == {32: 34.0}
-    assert [n for n, _ in asked] == [32]
+    found, asked = tried(timed, {32: 34.0, 64: 70.0}, 512)
+    assert found == {32: 34.0, 64: 70.0}
+    assert [n for n, _ in asked] == [32, 64]

@@ -152,7 +152,7 @@ def test_all_stays_where_that_is_faster(clocks: Clocks, slower: float) -> None:
     model, batch = mlp(), rows()
     memory = room(mlp)
     plan = anybatch.plan(model, F.mse_loss, batch, memory=memory)
-    assert clocks.tried == [6]
+    assert clocks.tried == [6, 8]  # one may lose by its last micro-batch, of two samples
     assert plan.offload is None
     assert (plan.micro_batch, plan.mechanism) == (3, "streaming")
     text = str(plan)

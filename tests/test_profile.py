@@ -387,6 +387,19 @@ def test_ranks_see_what_they_exchange() -> None:
             assert found.stage(TRANSFER).takes == 0
 
 
+def test_a_step_that_plans_for_another_size_of_batch_is_not_counted() -> None:
+    """The last mini-batch of an epoch came third, and its forecast was told as a step's seconds."""
+    hands = Hands()
+    model = nn.Sequential(Timed(hands, 0.125), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, F.cross_entropy, memory="1MiB", micro_batch=2)
+    rows = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (8, 8, 5)]
+    found = profile(rows, engine, optimizer, steps=3, clock=hands.clock)
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "lanes"
+    assert found.stage(COMPUTE).shows == pytest.approx((4 + 4 + 3) * 0.125 / 3)
+
+
 def test_the_first_mini_batch_of_an_epoch_is_told_from_the_others() -> None:
     seen = [first for (first, _), _ in zip(again_and_again([*"abc"]), range(7), strict=False)]
     assert seen == [True, False, False, True, False, False, True]

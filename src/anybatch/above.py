@@ -8,8 +8,8 @@ that larger ones take. And what does not fit has to go and come back.
     seconds     t(8) │  t(16) ─ ─ ─ ─ the line goes on ─ ─ ─ ─>  at least so many
     bytes            │ cap        what is too much, out and back  at least so many seconds
 
-No trial where either leaves less than a twentieth of a step to be won, and none after one that has
-lost.
+No trial where either leaves less than a twentieth of a step to be won, and none after two in a row
+that have lost: one may lose by its last micro-batch, which is smaller.
 
 Source: Law 3 of this project's design, at a price.
 """
@@ -28,6 +28,9 @@ MOVED = 0.5
 
 SLOWER = 1.1
 """Times the best so far, after which a trial is not repeated: it has lost."""
+
+LOST = 2
+"""Trials in a row that have lost, after which there is none."""
 
 Trial = Callable[[int, float], float | None]
 """Samples, and the seconds after which it has lost -> seconds of a micro-batch with its saved
@@ -65,6 +68,7 @@ def try_above(
         Size -> seconds of one micro-batch, of those that were tried.
     """
     found: dict[int, float] = {}
+    lost = 0
     for n in sizes:
         worth = (1 - GAIN) * best
         if least_seconds(timed, n, size) > worth or moving(n) > worth:
@@ -74,9 +78,10 @@ def try_above(
             break
         found[n] = seconds
         now = step_seconds({**timed, **found}, n, size)
-        if now >= best:
+        lost = lost + 1 if now >= best else 0
+        if lost == LOST:
             break
-        best = now
+        best = min(best, now)
     return found
 
 

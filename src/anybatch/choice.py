@@ -6,6 +6,7 @@ cheap ones first: doubling from a small one for as long as that pays, then the o
 
     4  8  16  32  64      doubling, until two in a row are slower
           24  32  48      between the best and its neighbours; the close ones again
+          33              and no small last one: 100 samples are 33, 33 and 34 in no more steps
     a step of N samples:  floor(N / n) * t(n) + t(N mod n)
 
 Source: design of this project; MBS, section 4.3.2, determines the size "experimentally".
@@ -85,12 +86,15 @@ class _Search:
                 return  # it does not fit: sums of gradients cost more than undivided
 
     def between(self) -> None:
-        """Time the sizes around the fastest one: three quarters of it, and one and a half times."""
+        """Time the sizes around the fastest one: three quarters of it, and one and a half times.
+
+        And it: each in as many micro-batches, and these as equal as can be.
+        """
         if self.timed:
             best = self.best()
-            for n in (3 * best // 4, min(3 * best // 2, self.cap)):
+            for n in (3 * best // 4, best, min(3 * best // 2, self.cap)):
                 if n >= 1:
-                    self._step(n)
+                    self._step(even(self.size, n))
 
     def again(self) -> None:
         """Time once more what is close, and what ended the doubling: the shorter time counts."""

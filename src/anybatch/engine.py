@@ -168,6 +168,11 @@ class Engine:
         """What the last step was; None before the first one."""
         return self._last
 
+    @property
+    def _decisions(self) -> int:
+        """How often something has been planned: a step that raises it does more than train."""
+        return 0 if self._planner is None else self._planner.decided
+
     def backward(
         self,
         inputs: Any,

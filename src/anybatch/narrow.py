@@ -13,8 +13,8 @@ Source: design of this project, sections 5.3 and 5.7.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import partial
-from itertools import takewhile
 from typing import NoReturn
 
 import numpy as np
@@ -79,11 +79,13 @@ class Narrow:
         """Return the most samples, of 1, 2, 4 ..., that fit; 0 where none do.
 
         What leaves of larger lanes is no less, but they meet less often and their kernels are
-        larger. Over ranks all that there are may be in one lane.
+        larger. Over ranks all that there are may be in one lane. What holds more samples holds no
+        less, so a few of these sizes are rehearsed, and not all.
         """
         sizes = [1 << k for k in range(self._size.bit_length()) if 1 << k < self._size]
         sizes += [self._size] if self._foreseen.everyone else []
-        return max(takewhile(self.fits, sizes), default=0)
+        first = bisect_left(sizes, True, key=lambda n: not self.fits(n))
+        return sizes[first - 1] if first else 0
 
     def allowed(self, n: int) -> Allowed:
         """Return how a batch is run in lanes of `n` samples.

@@ -309,7 +309,11 @@ class Planner:
             if failed is not None:
                 raise failed
             return self._in_memory(asked, may=False)
-        n = min(self._fixed, kind.size) if self._fixed is not None else narrow.best() or 1
+        if self._fixed is not None:
+            n = min(self._fixed, kind.size)
+        else:  # what has been chosen for another mini-batch is rehearsed alone
+            known = 0 if self._best is None else self._pick(kind, kind.size)
+            n = known if known and narrow.fits(known) else narrow.best() or 1
         try:
             found = narrow.allowed(n)
         except BudgetError as error:

@@ -93,6 +93,7 @@ def planned(cell: Cell, **fixed: Any) -> Plan | None:
     """Return the plan of a cell; None where it does not fit."""
     problem = cell.problem
     batch = problem.inputs, problem.targets
+    problem.model.zero_grad()  # gradients that are there would count
     try:
         return anybatch.plan(problem.model, problem.loss_fn, batch, memory=cell.budget, **fixed)
     except BudgetError:

@@ -68,7 +68,7 @@ class Watched:
     def pass_through(
         self, steps: int, progress: Callable[[int, int], None], enough: float
     ) -> list[Passed]:
-        """Run the steps that do not count, then those that do.
+        """Run the steps that do not count, then those that do; one that plans is none of them.
 
         Args:
             steps: that count, at most.
@@ -85,9 +85,14 @@ class Watched:
                 break
             self._step(batches, hidden, None)
         takes, begun = self._exchange_alone(), wall()
-        found = list[Passed]()
+        found, planned = list[Passed](), list[Passed]()
         while len(found) < steps and (not found or wall() - begun < enough):
-            found.append(self._step(batches, hidden, takes))
+            before = self._engine._decisions
+            passed = self._step(batches, hidden, takes)
+            if self._engine._decisions != before and len(planned) < steps:
+                planned.append(passed)  # a mini-batch of another kind, as the last of an epoch is
+                continue
+            found.append(passed)
             progress(len(found), steps)
         return found
 
