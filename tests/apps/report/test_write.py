@@ -55,7 +55,7 @@ def test_a_run_leaves_a_page_with_its_own_numbers(run: Path) -> None:
     titles = [one.text for one in page.all("h2")]
     assert titles == [
         *("Figures at the end", "What was run", "Loss and metric", "Throughput", "Memory"),
-        "The plan, and why",
+        *("The plan, and why", "Scale-out"),
     ]
     assert page.by_id("run").text.count("--memory 1MiB") == 1
     assert not [one for one in page.walk() if one.has("missing")]
