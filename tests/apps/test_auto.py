@@ -90,7 +90,7 @@ def test_a_training_shares_its_budget_once(
     given = dataclasses.replace(given, threads=1)
     first, whole = tmp_path / "first", tmp_path / "whole"
     with pytest.raises(Interrupted):
-        train(dataclasses.replace(given, out=first), Stopped(1))
+        train(dataclasses.replace(given, out=first), Stopped(8))
     plan = plan_in(first)
     assert (plan.convolutions is not None) == faster
     assert plan.reasons[-1].startswith(TRIED)
@@ -103,7 +103,7 @@ def test_a_training_shares_its_budget_once(
     shutil.copytree(first, whole)
     resume(whole, {"workspace": "auto"})
     with pytest.raises(Interrupted):
-        resume(first, progress=Stopped(8))
+        resume(first, progress=Stopped(2))
     assert checkpoint(first)["step"] == 1
     resume(first)
     assert same_end(first, whole)
