@@ -92,7 +92,7 @@ def test_a_plan_shares_its_budget_where_that_is_faster(
         assert engine.plan is not None
         return 1.0 if (engine.plan.convolutions is not None) == faster else 2.0
 
-    monkeypatch.setattr("anybatch.planning.step_seconds", seconds)
+    monkeypatch.setattr("anybatch.question.step_seconds", seconds)
     monkeypatch.setattr("anybatch.sharing.LEAST", 1 << 10)
     model, (x, y) = net(), batch()
     found = anybatch.plan(model, LOSS, (x, y), memory="600KiB", workspace="auto", timed=False)

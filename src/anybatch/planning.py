@@ -7,7 +7,7 @@ not take and why. Nothing is left behind: gradients, buffers and dice are as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from os import PathLike
@@ -17,21 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from anybatch._plan import Plan
-from anybatch._profile import pace_of, profile, step_seconds
-from anybatch.batch import LazyBatch, TensorBatch
+from anybatch._profile import pace_of, profile
+from anybatch.batch import LazyBatch
 from anybatch.engine import BatchNormMode, Engine, RngMode
-from anybatch.errors import BudgetError, NotYetError
+from anybatch.errors import NotYetError
 from anybatch.goals import goal_of, scale_of
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
+from anybatch.question import AUTO, Question
 from anybatch.ranks.crew import several
 from anybatch.scaled import Goal
-from anybatch.sharing import shared
-from anybatch.spill import takes
-from anybatch.states.optimizers import device_of
-from anybatch.states.planned import plan_away, states_of
 
-AUTO = "auto"
 NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
 STEPS, ENOUGH = 20, 5.0
 """Steps of a loop that are measured at most, and seconds after which no further one is begun."""
@@ -140,16 +136,15 @@ def plan(
         )
 
     _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
-    asked = _Asked(
-        model,
-        optimizer,
-        (inputs, targets),
-        {"offload": offload, "spill": spill},
+    question = Question(
+        *(model, optimizer, (inputs, targets)),
         make=partial(Engine, model, loss_fn, optimizer=optimizer, batchnorm=batchnorm, rng=rng),
-        chosen={"memory": memory, "micro_batch": micro_batch},
+        memory=memory,
+        micro_batch=micro_batch,
+        offload=offload,
+        spill=spill,
     )
-    within = asked.shared if workspace == AUTO else partial(asked.foresee, workspace)
-    found = asked.with_states(partial(within, timed=timed), states)
+    found = question.answer(workspace, states, timed=timed)
     if loader is None:
         return found
     if found.states is not None:
@@ -157,9 +152,9 @@ def plan(
     assert optimizer is not None
     enough = inf if several() else ENOUGH  # whose clocks differ
     steps = profile(
-        loader, asked.make(plan=found), optimizer, steps=STEPS, enough=enough, split=split
+        loader, question.make(plan=found), optimizer, steps=STEPS, enough=enough, split=split
     )
-    scale = None if several() else scale_of(found, steps, optimizer, wanted, network, asked.size)
+    scale = None if several() else scale_of(found, steps, optimizer, wanted, network, question.size)
     return replace(found, pace=pace_of(steps, loader), scale=scale)
 
 
@@ -184,65 +179,3 @@ def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
             "what more GPUs bring is foreseen from one process, and there are several: plan "
             "without torchrun"
         )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is planned: a mini-batch, what makes an engine, and what a person has said.
-
-    Attributes:
-        model: whose parameters may leave.
-        optimizer: whose state may.
-        batch: inputs and targets.
-        leaves: `offload` and `spill`.
-        make: makes an engine; takes what a plan decides, or the plan.
-        chosen: `memory` and `micro_batch`.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None
-    batch: tuple[Any, Any]
-    leaves: dict[str, Any]
-    make: Callable[..., Engine]
-    chosen: dict[str, Any]
-
-    @property
-    def size(self) -> int:
-        """N_B, samples of the mini-batch."""
-        inputs, targets = self.batch
-        return (
-            inputs.size if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets).size
-        )
-
-    def foresee(self, workspace: int | str | None, *, timed: bool) -> Plan:
-        """Return the plan with so much workspace."""
-        engine = self.make(workspace=workspace, **self.chosen)
-        return engine.foresee(*self.batch, timed=timed, **self.leaves)
-
-    def shared(self, *, timed: bool) -> Plan:
-        """Return the plan whose step takes the fewest seconds, whatever workspace that is."""
-
-        def seconds(found: Plan) -> float:
-            return step_seconds(self.make(plan=found), self.optimizer, *self.batch)
-
-        return shared(partial(self.foresee, timed=timed), seconds)
-
-    def with_states(
-        self, foresee: Callable[..., Plan], states: Literal["host", "file", "auto"] | None
-    ) -> Plan:
-        """Return the plan with the optimizer's state where it is told to wait, or has to.
-
-        Raises:
-            BudgetError: not even one sample fits.
-        """
-        store: str | None = states
-        if store is None or store == AUTO:
-            try:
-                return foresee()
-            except BudgetError:
-                if store is None or self.optimizer is None:
-                    raise
-            store = takes(device_of(self.optimizer))[0]
-        where = states_of(store, self.leaves["spill"], self.optimizer, self.chosen["memory"])
-        assert self.optimizer is not None
-        return plan_away(foresee, where, self.optimizer, self.model, self.size)

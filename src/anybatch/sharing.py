@@ -31,6 +31,9 @@ LEAST = 1 << 20
 GAIN = 0.98
 """Of the seconds without workspace, from which on a share is worth it: steps scatter."""
 
+TRIED = "the budget was shared with convolutions in some ways"
+"""How the reason begins that a plan has which was found so."""
+
 
 def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], float]) -> Plan:
     """Return the plan whose step takes the fewest seconds, of a few shares of the budget.
@@ -70,6 +73,4 @@ def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], floa
 def _told(without: float, taken: dict[int, float]) -> str:
     rows = [f"{show_seconds(without)} without workspace"]
     rows += [f"{show_seconds(found)} within {show_bytes(one)}" for one, found in taken.items()]
-    return (
-        f"the budget was shared with convolutions in some ways, and a step takes {', '.join(rows)}"
-    )
+    return f"{TRIED}, and a step takes {', '.join(rows)}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anybatch.apps.progress import Gauge, Silent
 
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "computing_seconds", "waiting_seconds", "images_per_second")
 MEASURED = (*TIMES, "peak_bytes")  # the first step of a process is measured
 OWN = (*TIMES, "train_seconds", "resumed")  # what two ends may differ in
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,41 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"run cannot be written: Not a directory"):
         RunFolder(tmp_path / "file" / "run").open({})
+
+
+def test_a_picture_that_fails_costs_neither_the_run_nor_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((tmp_path / "summary.json").read_text())
+        return found
+
+    folder = RunFolder(tmp_path)
+    folder.open({})
+    folder.close({"best": 0.5})
+    assert ended()["curves"] == "not drawn: no epoch has ended"
+    folder.log(EPOCH)
+    with largest_file(4_000):
+        folder.close({"best": 0.6})
+    assert ended()["curves"].startswith("not drawn: curves.png cannot be written")
+    assert ended()["best"] == 0.6
+    assert not (tmp_path / "curves.png").exists()
+    assert not list(tmp_path.glob(".*.part"))
+
+    def broken(*_: object) -> bytes:
+        raise ZeroDivisionError("no ink.")
+
+    monkeypatch.setattr("anybatch.apps.run_folder.draw_curves", broken)
+    folder.close({"best": 0.7})
+    assert (ended()["curves"], ended()["best"]) == ("not drawn: no ink", 0.7)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder._log, "close", full)
+    with pytest.raises(RunFolderError, match=r"events.* cannot be written .*No space left"):
+        folder.close({"best": 0.8})
+    assert ended()["best"] == 0.8
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ TIERS = {
     "loaders": "profiling.loaders",
     "watched": "profiling.watched",
     "profile": "_profile goals",
+    "question": "question",
     "public": "_check planning _offload",
     "front": "",
     "apps": "apps __main__",

@@ -6,7 +6,6 @@ and because the heap that one training leaves behind would be room for the next.
 
 import json
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -97,8 +96,7 @@ def warm_up() -> None:
     row = EpochRow(
         epoch=1, metric="accuracy", train_loss=1, test_loss=1, train_value=0, test_value=0
     )
-    with tempfile.TemporaryDirectory() as folder:
-        draw_curves([row], Path(folder) / "curves.png")
+    draw_curves([row])
 
 
 def main() -> None:

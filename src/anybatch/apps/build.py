@@ -27,6 +27,7 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.summary import versions
 from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Loader, Share, Views, make_views
+from anybatch.question import AUTO
 from anybatch.spill import takes
 
 
@@ -62,13 +63,18 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     """
     settings.checked()
     device = find_device(team.device(settings.device))
-    if settings.states not in (None, *takes(device)):
-        allowed = " or ".join(takes(device))
+    if settings.states not in (None, AUTO, *takes(device)):
+        allowed = " or ".join([*takes(device), AUTO])
         raise SettingsError(f"states must be {allowed} on {device.type}; got {settings.states}.")
     if settings.workspace is not None and device.type not in divides_on():
         raise SettingsError(
             f"workspace is for convolutions on {' and '.join(divides_on())}; the device is "
             f"{device.type}. Leave it out."
+        )
+    if settings.workspace == AUTO and team.several:
+        raise SettingsError(
+            "workspace must be bytes where several processes share each mini-batch, since their "
+            "clocks differ; got auto. Name it, such as --workspace 64MiB."
         )
     data = open_data(settings, chosen_image_size(settings))
     recipe = choose(settings, data.task)

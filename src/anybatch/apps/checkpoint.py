@@ -92,9 +92,19 @@ class Trained:
     optimizer: optim.Optimizer
     schedule: LRScheduler
 
-    def state(self) -> State:
-        """Return the states of all three, under their names."""
-        return {name: part.state_dict() for name, part in vars(self).items()}
+    def state(self, *, copies: bool) -> State:
+        """Return the states of all three, under their names.
+
+        With `copies` parameters are copied, one after another: where they leave memory when no
+        kernel reads them, whoever writes one itself to a file would keep it there for good.
+        """
+        found = {name: part.state_dict() for name, part in vars(self).items()}
+        if copies:
+            found["model"] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in found["model"].items()
+            }
+        return found
 
     def put_back(self, state: State) -> None:
         """Put all three back.

@@ -52,6 +52,7 @@ from anybatch.apps.options import (
     ResumeOption,
     ScheduleOption,
     SeedOption,
+    SharedOption,
     SizeOption,
     SkipOption,
     SpillOption,
@@ -59,7 +60,6 @@ from anybatch.apps.options import (
     TaskOption,
     ThreadsOption,
     WorkersOption,
-    WorkspaceOption,
 )
 from anybatch.apps.outcome import ending, summary_table
 from anybatch.apps.process import allocate
@@ -111,7 +111,7 @@ def train(
     offload: OffloadOption = "auto",
     states: StatesOption = None,
     spill: SpillOption = None,
-    workspace: WorkspaceOption = None,
+    workspace: SharedOption = None,
     epochs: EpochsOption = None,
     out: OutOption = None,
     resume: ResumeOption = None,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from io import BytesIO
 from typing import Any
+
+from anybatch.apps.picture import refuse_without_matplotlib
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,16 @@ class EpochRow:
         )
 
 
-def draw_curves(rows: Sequence[EpochRow], path: Path) -> bool:
-    """Draw the curves of `rows` to the PNG file `path`; return False where matplotlib is missing.
+def draw_curves(rows: Sequence[EpochRow]) -> bytes:
+    """Return the curves of at least one row, a PNG file.
 
-    Without any row nothing is drawn and the answer is the same.
+    Raises:
+        MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    if not rows:
-        return True
+    refuse_without_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -63,5 +63,6 @@ def draw_curves(rows: Sequence[EpochRow], path: Path) -> bool:
         axes.set(xlabel="epoch", ylabel=title)
         axes.grid(visible=True, alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=120)
-    return True
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=120)
+    return file.getvalue()

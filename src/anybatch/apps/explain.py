@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from anybatch import Engine, Plan, StepTimeline
+from anybatch import Plan, StepTimeline
 from anybatch import check as check_gradients
 from anybatch.apps.build import Parts, build, describe, seeded
 from anybatch.apps.explained import Explained
@@ -45,6 +45,7 @@ from anybatch.apps.options import (
     PictureArgument,
     RecipeOption,
     SeedOption,
+    SharedOption,
     SizeOption,
     SkipOption,
     SpeedupOption,
@@ -54,10 +55,9 @@ from anybatch.apps.options import (
     ThreadsOption,
     TimelineOption,
     TotalOption,
-    WorkspaceOption,
 )
 from anybatch.apps.outcome import ending
-from anybatch.apps.planned import let_states_leave, refuse_to_plan
+from anybatch.apps.planned import question_of, refuse_to_plan
 from anybatch.apps.process import allocate
 from anybatch.apps.progress import Silent
 from anybatch.apps.reading import Reading
@@ -91,7 +91,7 @@ def plan(
     offload: OffloadOption = "auto",
     states: StatesOption = None,
     spill: SpillOption = None,
-    workspace: WorkspaceOption = None,
+    workspace: SharedOption = None,
     measure: MeasureOption = False,
     gpus: GpusOption = None,
     speedup: SpeedupOption = None,
@@ -165,22 +165,12 @@ def plan(
             parts, batch = first_batch(settings)
             refuse_to_plan(settings, parts.device)
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
-            where = let_states_leave(settings, stepped)
-            engine = Engine(
-                parts.model,
-                parts.loss,
-                memory=memory,
-                optimizer=stepped,
-                micro_batch=micro_batch,
-                batchnorm=Norms(settings, batch_size).given,
-            )
+            asked = question_of(settings, parts, stepped, Norms(settings, batch_size), batch)
             with explained.context():
-                found = engine.foresee(
-                    batch.inputs, batch.targets, timed=measure, offload=offload, spill=spill
-                )
-            found, told = replace(found, states=where), describe(settings, parts)
-            if measure and where is None:
-                found = wanted.measured(found, settings, parts, engine, stepped)
+                found = asked.answer(explained.share, states, timed=measure)
+            step, told = asked.engine_of(found).timeline(), describe(settings, parts)
+            if measure and found.states is None:
+                found = wanted.measured(found, settings, parts, asked.make(plan=found), stepped)
             elif measure:
                 found = replace(found, reasons=(*found.reasons, NOT_MEASURED))
             rows = explained.rows(found, parts, batch)
@@ -193,9 +183,8 @@ def plan(
         typer.echo(found.to_json() if json else "\n".join(lines))
         explained.show(rows, picture)
         if timeline:
-            _draw(engine.timeline(), picture, chart=not json)
+            _draw(step, picture, chart=not json)
         if html is not None:
-            step = engine.timeline()
             shown = None if step is None else Envelope.of(step)
             write_page(page_of(Known("plan", told, plan=found, step=shown)), html)
             typer.echo(f"The plan is explained in {html}.", err=json)

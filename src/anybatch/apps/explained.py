@@ -30,7 +30,10 @@ from anybatch.apps.timeline import write
 from anybatch.apps.views import Batch
 from anybatch.conv.costs import Costs
 from anybatch.conv.problem import Problem
+from anybatch.question import AUTO
 from anybatch.units import parse_bytes
+
+UNTAKEN = "Convolutions are torch's own: no share of the budget was worth it as their workspace."
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Explained:
     """What is asked about convolutions.
 
     Attributes:
-        workspace: what each may have, as it was given; None: they are torch's.
+        workspace: what each may have, as it was given, or "auto"; None: they are torch's.
         total: bytes for all of them together; None: each has its own.
         cache: file of measurements; None is the one in the user's cache folder.
         wanted: there is to be a table.
@@ -72,20 +75,31 @@ class Explained:
                 "workspace-total and cache are for convolutions; neither --convolutions nor "
                 "--workspace was given. Add one."
             )
+        if workspace == AUTO and (total is not None or cache is not None):
+            raise SettingsError(
+                "workspace-total and cache are for a workspace in bytes; workspace is auto, which "
+                "divides the budget itself and keeps what it measures in your cache folder. Leave "
+                "them out."
+            )
         try:
             whole = None if total is None else parse_bytes(total, "workspace-total")
             if convolutions and workspace is None:
                 workspace = whole or _default(memory)
-            if workspace is not None:
+            if workspace not in (None, AUTO):
                 parse_bytes(workspace, "workspace")
         except ValueError as error:
             raise SettingsError(f"{error}.") from error
         return cls(workspace, whole, cache, convolutions, not json)
 
+    @property
+    def share(self) -> str | None:
+        """What the plan has to find out by itself."""
+        return AUTO if self.workspace == AUTO else None
+
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Divide the convolutions of the body, if any are to be."""
-        if self.workspace is None:
+        """Divide the convolutions of the body, if any are to be in so many bytes."""
+        if self.workspace is None or self.workspace == AUTO:
             yield
             return
         with divided(self.workspace, cache=True if self.cache is None else self.cache):
@@ -109,6 +123,9 @@ class Explained:
         if not self.wanted:
             return
         console = console_of(stderr=not self.prints)
+        if self.workspace == AUTO and not rows:
+            console.print(UNTAKEN, soft_wrap=True)
+            return
         if self.prints:
             console.print(table_of(rows))
             console.print(summary_of(rows), soft_wrap=True)

@@ -91,8 +91,18 @@ class Log:
         self._waiting = b""
 
 
-def step_row(at: Mapping[str, Any], report: StepReport, seconds: float) -> dict[str, Any]:
-    """Return the line of a step; of several ranks, micro-batches and bytes are those of rank 0."""
+def step_row(
+    at: Mapping[str, Any], report: StepReport, seconds: float, computed: float, waited: float
+) -> dict[str, Any]:
+    """Return the line of a step; of several ranks, micro-batches and bytes are those of rank 0.
+
+    Args:
+        at: what comes first.
+        report: of its micro-batches.
+        seconds: of all of it but the wait.
+        computed: seconds of them until the loss was there.
+        waited: seconds for its mini-batch, before.
+    """
     return {
         "kind": "step",
         **at,
@@ -100,6 +110,8 @@ def step_row(at: Mapping[str, Any], report: StepReport, seconds: float) -> dict[
         "micro_batches": report.micro_batches,
         "peak_bytes": report.peak_bytes,
         "seconds": seconds,
+        "computing_seconds": computed,
+        "waiting_seconds": waited,
         "images_per_second": report.samples / max(seconds, 1e-9),
     }
 

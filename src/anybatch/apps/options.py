@@ -60,7 +60,8 @@ StatesOption = Annotated[
     StatesName | None,
     typer.Option(
         help="Where the optimizer's state waits between its steps: host memory (from a GPU) or a "
-        "file (from the CPU). Default: it stays on the device."
+        "file (from the CPU); auto: where nothing fits otherwise. If nothing fits with that, "
+        "parameters and gradients leave too. Default: all stay on the device."
     ),
 ]
 WorkspaceOption = Annotated[
@@ -68,6 +69,14 @@ WorkspaceOption = Annotated[
     typer.Option(
         help="What one convolution may allocate so that it is faster, such as 64MiB; on the CPU. "
         "Default: convolutions are torch's own."
+    ),
+]
+SharedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workspace",
+        help="What one convolution may allocate so that it is faster, such as 64MiB; on the CPU. "
+        "auto: a share of --memory, if a step is faster so. Default: convolutions are torch's own.",
     ),
 ]
 TotalOption = Annotated[

@@ -13,18 +13,26 @@ Where BatchNorm becomes exact in the course of a run, what was planned is anothe
 plan is made before the next step. Of several ranks each plans for its own device, and all keep to
 the smallest micro-batch; the plan of rank 0 is the run's.
 
+What leaves as the plan has it is away from there on: the optimizer's state at once, and parameters
+and gradients while the run is inside `with planned:`.
+
 Source: design, section 4, "A run folder's plan is the run's plan".
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 
 from anybatch import Engine, Plan, StepTimeline
 from anybatch._plan import States
+from anybatch._states import OffloadedStates
 from anybatch.apps.build import Parts
 from anybatch.apps.faults import RunFolderError, SettingsError
 from anybatch.apps.norms import Norms
@@ -32,15 +40,17 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.team import ALONE, Team
 from anybatch.apps.views import Batch
 from anybatch.memory import left
+from anybatch.question import Question
+from anybatch.sharing import TRIED
 from anybatch.spill import spill_of
 from anybatch.states.planned import away, states_of
 
 
 class Planned:
-    """An engine, and the plan that it follows.
+    """An engine, and the plan that it follows; entered while the run trains.
 
     Attributes:
-        engine: the engine.
+        engine: the engine; where the plan is still to be made it has none.
         plan: None until there is one.
         waits: the plan is still to be made, by `make`, before the first step.
     """
@@ -55,27 +65,37 @@ class Planned:
     ) -> None:
         self._settings, self._parts, self._optimizer = settings, parts, optimizer
         self._norms, self._team = norms, team
-        self._states = let_states_leave(settings, optimizer)
+        self._away: OffloadedStates | None = None
+        self._states: States | None = None
+        self._entered = False
         self.forget()
 
     def forget(self) -> None:
-        """Begin as if nothing had been planned."""
+        """Begin as if nothing had been planned; all that was away is here again."""
         self.plan: Plan | None = None
         self.waits = self._settings.planned
         self._made = False
         self._step: StepTimeline | None = None
-        self.engine = self._new(self._settings.micro_batch)
+        self._obey(micro_batch=self._settings.micro_batch)
+        if self._settings.states is not None and not self.waits:
+            self._states = where = self._where()
+            self._away = away(where, self._optimizer)
 
-    def _new(self, micro_batch: int | None) -> Engine:
-        return Engine(
-            self._parts.model,
-            self._parts.loss,
-            optimizer=self._optimizer,
-            memory=self._settings.memory,
-            micro_batch=micro_batch,
-            batchnorm=self._norms.given,
-            workspace=self._settings.workspace,
-        )
+    def __enter__(self) -> Self:
+        self._entered = True
+        self._enter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Bring parameters and gradients back; the optimizer's state is given up."""
+        self._entered = False
+        if self._away is not None:
+            self._away.close()
 
     @property
     def micro_batch(self) -> int:
@@ -88,6 +108,11 @@ class Planned:
         """Bytes that a step may hold; None where nothing was planned."""
         memory = self.plan.memory if self.plan is not None else None
         return memory.budget if memory is not None else None
+
+    @property
+    def pages(self) -> bool:
+        """Whether parameters come and go: what looks at them must let them go again."""
+        return self._away is not None and self._away.paged
 
     def timeline(self) -> StepTimeline | None:
         """Return the planned step as it passes; None where nothing was foreseen."""
@@ -106,7 +131,7 @@ class Planned:
         if text is None:
             return
         try:
-            self.plan = self._with_states(Plan.from_json(text))
+            self.plan = Plan.from_json(text)
         except ValueError as error:
             raise RunFolderError(
                 f"the checkpoint must hold a plan of this version of anybatch; {error}. Use "
@@ -114,17 +139,7 @@ class Planned:
             ) from error
         if obeyed:
             self.waits = False
-            self.engine = self._obedient(self.plan)
-
-    def _obedient(self, plan: Plan) -> Engine:
-        """Return an engine that does as a plan says, in this process and in all later ones."""
-        return Engine(
-            self._parts.model,
-            self._parts.loss,
-            optimizer=self._optimizer,
-            batchnorm=self._norms.given,
-            plan=replace(plan, states=None),  # they are away already
-        )
+            self._obey(plan=self.plan)
 
     def make(self, batch: Batch) -> None:
         """Make the plan from a mini-batch; nothing is trained.
@@ -136,26 +151,41 @@ class Planned:
         self._parts.model.train()
         self._optimizer.zero_grad()
         self._norms.choose(sum(int(samples) for [samples] in self._team.gather(len(batch.inputs))))
-        plan = self._team.together(lambda: self._foresee(batch))
+        asked, plan = self._team.together(partial(self._answer, self._settings, batch))
         whole = plan.micro_batch >= len(batch.inputs)
         least = min(n for [n] in self._team.gather(math.inf if whole else plan.micro_batch))
         if least < plan.micro_batch:
-            self.engine = self._new(int(least))
-            plan = self._foresee(batch)
-        self._step = self.engine.timeline()
-        if plan.convolutions is not None:  # those of later steps are not to be measured
-            self.engine = self._obedient(plan)
+            asked, plan = self._answer(replace(self._settings, micro_batch=int(least)), batch)
+        self._step = asked.engine_of(plan).timeline()
+        if plan.convolutions is None and plan.states is None:
+            self.engine = asked.engine_of(plan)
+        else:  # kernels of later steps are not to be measured
+            self._obey(plan=plan)
         self.plan, self.waits, self._made = plan, False, True
 
-    def _foresee(self, batch: Batch) -> Plan:
-        """Return the plan of the present engine."""
-        told = self._settings
-        found = self.engine.foresee(*batch[:2], offload=told.offload, spill=told.spill)
-        return self._with_states(found)
+    def _answer(self, settings: Settings, batch: Batch) -> tuple[Question, Plan]:
+        asked = question_of(settings, self._parts, self._optimizer, self._norms, batch)
+        return asked, asked.answer(settings.workspace, settings.states)
 
-    def _with_states(self, plan: Plan) -> Plan:
-        """Return the plan as that of a training whose optimizer's state is where it was told."""
-        return replace(plan, states=self._states)
+    def _obey(self, **chosen: Any) -> None:
+        """Do as it was chosen, or as a plan says, in this process and in all later ones."""
+        if self._away is not None:
+            self._away.back()
+        make = maker_of(self._parts, self._optimizer, self._norms)
+        self.engine = make(**chosen)
+        plan, self._away = self.engine.plan, self.engine.states
+        self._states = None if plan is None else plan.states
+        self._enter()
+
+    def _enter(self) -> None:
+        if self._entered and self._away is not None:
+            self._away.__enter__()
+
+    def _where(self) -> States:
+        """Return where the optimizer's state waits that nothing was planned for."""
+        told = self._settings
+        assert told.states is not None
+        return states_of(told.states, told.spill, self._optimizer, told.memory)
 
     def follow(self, batch: Batch) -> bool:
         """Take in what a step has shown, and say whether the plan is another one now.
@@ -166,26 +196,43 @@ class Planned:
         before, report = self.plan, self.engine.last
         assert report is not None
         if before is None or report.retries:
-            self.plan = None if self.engine.plan is None else self._with_states(self.engine.plan)
+            self.plan = self._whole(self.engine.plan)
         elif self._made and len(batch.inputs):
             self._optimizer.zero_grad()
-            found = self.engine.foresee(batch.inputs, batch.targets, timed=False)
-            self.plan = self._with_states(found)
+            self.plan = self._whole(self.engine.foresee(*batch[:2], timed=False))
         self._made = self._made and not len(batch.inputs)
         return self.plan != before
 
+    def _whole(self, plan: Plan | None) -> Plan | None:
+        """Return an engine's plan with what the run knows: where states are, what was tried."""
+        if plan is None:
+            return None
+        known = self.plan.reasons if self.plan is not None else ()
+        tried = tuple(one for one in known if one.startswith(TRIED))
+        return replace(plan, states=self._states, reasons=(*plan.reasons, *tried))
 
-def let_states_leave(settings: Settings, optimizer: torch.optim.Optimizer) -> States | None:
-    """Let the optimizer's state leave, if it is to; return where it waits.
 
-    Raises:
-        StoreError: there is no room for it.
-    """
-    if settings.states is None:
-        return None
-    found = states_of(settings.states, settings.spill, optimizer, settings.memory)
-    away(found, optimizer)
-    return found
+def maker_of(parts: Parts, optimizer: torch.optim.Optimizer, norms: Norms) -> Callable[..., Engine]:
+    """Return what makes an engine of a run; it takes what a plan decides, or the plan."""
+    return partial(Engine, parts.model, parts.loss, optimizer=optimizer, batchnorm=norms.given)
+
+
+def question_of(
+    settings: Settings,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer,
+    norms: Norms,
+    batch: Batch,
+) -> Question:
+    """Return what the plan of a run answers, of which this is a mini-batch."""
+    return Question(
+        *(parts.model, optimizer, (batch.inputs, batch.targets)),
+        make=maker_of(parts, optimizer, norms),
+        memory=settings.memory,
+        micro_batch=settings.micro_batch,
+        offload=settings.offload,
+        spill=settings.spill,
+    )
 
 
 def refuse_to_plan(settings: Settings, device: torch.device) -> None:

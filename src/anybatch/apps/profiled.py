@@ -53,6 +53,7 @@ from anybatch.apps.recipes import make_optimizer
 from anybatch.apps.settings import Settings, parse_image_size
 from anybatch.apps.team import Team
 from anybatch.apps.views import Batch
+from anybatch.question import AUTO
 
 StepsOption = Annotated[int, typer.Option(help="That are measured, after two that are not.")]
 ProfileJsonOption = Annotated[
@@ -102,6 +103,11 @@ def profile(
         team.refuse("profile")
         if steps < 1:
             raise SettingsError(f"steps must be at least 1; got {steps}.")
+        if workspace == AUTO:
+            raise SettingsError(
+                "workspace must be bytes where one loop is measured; got auto. Name it, such as "
+                "--workspace 64MiB; plan --workspace auto finds one."
+            )
         allocated = allocate(context, malloc, device, budgeted=memory is not None)
         settings = Settings(
             data=data,

@@ -107,6 +107,7 @@ class Run:
         """Train every epoch that is left; whatever ends it, write checkpoint and summary first."""
         with contextlib.ExitStack() as stack:
             try:
+                stack.enter_context(self.planned)
                 self._begin()
                 stack.enter_context(self.team.calm())
                 self.all_epochs()
@@ -196,17 +197,18 @@ class Run:
         part = self.part = self.part or Part(make_metric(self.parts.data.task))
         expected = self.train_loader.micro_batches(self.planned.micro_batch, part.batches)
         self.progress.begin_epoch(epoch, self.parts.recipe.epochs, expected)
-        self.mark = self.clock()
+        self.mark = ready = self.clock()
         for batches, batch in self.reading.epoch(self.train_loader, epoch, part.batches):
-            self._step(epoch, part, batch, batches)
+            self._step(epoch, part, batch, batches, self.clock() - ready)
             if self.clock() - self.saved >= 60 * self.settings.checkpoint_minutes:
                 with unbroken():
                     self._save()
                 self.mark = self.clock()
+            ready = self.clock()
         return part.figures()
 
-    def _step(self, epoch: int, part: Part, batch: Batch, batches: int) -> None:
-        """Take one optimizer step with the gradient of the whole mini-batch."""
+    def _step(self, epoch: int, part: Part, batch: Batch, batches: int, waited: float) -> None:
+        """Take one optimizer step with the gradient of the whole mini-batch, after a wait."""
         seen = self.team.apart(part.metric, partial(make_metric, self.parts.data.task))
 
         def observe(outputs: Tensor, targets: Tensor) -> None:
@@ -221,6 +223,7 @@ class Run:
         with WholeStep(self.parts.model, part.metric) as step:
             optimizer.zero_grad()
             loss = float(self.planned.engine.backward(batch.inputs, batch.targets, observe=observe))
+            computed = self.clock() - started
             refuse_not_finite(loss, self.counts.step + 1, epoch)
             self.team.add(part.metric, seen)
             with unbroken():
@@ -229,7 +232,7 @@ class Run:
                 step.done()
                 report = self._count(part, batches, loss)
                 at = {"epoch": epoch, "step": self.counts.step, "loss": loss, "lr": lr}
-                self.folder.log(step_row(at, report, self.clock() - started))
+                self.folder.log(step_row(at, report, self.clock() - started, computed, waited))
                 if self.counts.step == 1:
                     self.folder.keep()
                 if self.planned.follow(batch):
@@ -257,7 +260,7 @@ class Run:
         self.folder.save_checkpoint(
             {
                 "format": checkpoint.FORMAT,
-                **self.trained.state(),
+                **self.trained.state(copies=self.planned.pages),
                 "epoch": self.counts.epoch,
                 "step": self.counts.step,
                 "counts": {**dataclasses.asdict(self.counts), "seconds": seconds},

@@ -11,18 +11,15 @@
     events.out.*    the same for TensorBoard, where it is installed
     report.html     all of this as a page
 
-`torch.save` to the final name leaves half a file when the disk is full or the process dies. Here a
-file is written beside its place, forced to the disk, and then takes the old one's name in one step
-(os.replace), so the old one is whole until the new one is.
+Each is whole or not there (`files`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +30,7 @@ from anybatch.apps import lock, log
 from anybatch.apps.curves import EpochRow, draw_curves
 from anybatch.apps.earlier import Earlier
 from anybatch.apps.faults import MissingExtraError, RunFolderError
+from anybatch.apps.files import CHECKPOINT, Files
 from anybatch.apps.interrupts import unbroken
 from anybatch.apps.picture import draw_step
 from anybatch.apps.report import saved, write
@@ -40,7 +38,7 @@ from anybatch.apps.report.envelope import Envelope
 from anybatch.apps.report.page import page_of
 
 NAMES = (
-    *("config.json", "metrics.jsonl", "plan.json", "checkpoint.pt", "summary.json", "curves.png"),
+    *("config.json", "metrics.jsonl", "plan.json", CHECKPOINT, "summary.json", "curves.png"),
     *("timeline.png", saved.STEP, write.NAME),
 )
 EVENTS = "events.out.tfevents."
@@ -68,6 +66,7 @@ class RunFolder:
         self._earlier = Earlier(path, _is_ours)
         self._lock = lock.Lock(path)
         self._log = log.Log(path)
+        self._files = Files(path)
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"out must be a folder; {str(path)!r} is a file. Choose another.")
         if resumed or overwrite or not path.is_dir():
@@ -167,6 +166,19 @@ class RunFolder:
         """Name of the page about the run, or why there is none; None before the run has ended."""
         return self.extras.get("report")
 
+    def _draw_curves(self) -> str:
+        """Draw the curves; return the picture's name, or why there is none; nothing is raised."""
+        if not self.epochs:
+            return "not drawn: no epoch has ended"
+        try:
+            picture = draw_curves(self.epochs)
+            self._replace("curves.png", lambda file: file.write(picture))
+        except MissingExtraError:
+            return ABSENT.format("report")
+        except Exception as error:
+            return f"not drawn: {_first_line(error)}"
+        return "curves.png"
+
     def _write_report(self, summary: Mapping[str, Any]) -> str:
         """Write the page about the run; return its name, or why there is none.
 
@@ -184,9 +196,9 @@ class RunFolder:
         """Write checkpoint.pt; when it is there, so is every line logged before it."""
         if self.path is None:
             return
-        with self._failing(log.NAME):
+        with self._files.failing(log.NAME):
             self._log.sync()
-        self._replace("checkpoint.pt", lambda file: torch.save(dict(state), file))
+        self._replace(CHECKPOINT, lambda file: torch.save(dict(state), file))
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Return what checkpoint.pt holds, on the host.
@@ -196,7 +208,7 @@ class RunFolder:
         """
         assert self.path is not None
         try:
-            found = torch.load(self.path / "checkpoint.pt", map_location="cpu", weights_only=True)
+            found = torch.load(self.path / CHECKPOINT, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise RunFolderError(
                 f"{self.path} must hold a checkpoint to be resumed; there is none: the run ended "
@@ -204,7 +216,7 @@ class RunFolder:
             ) from error
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise RunFolderError(
-                f"{self.path / 'checkpoint.pt'} must be a whole checkpoint; it cannot be read "
+                f"{self.path / CHECKPOINT} must be a whole checkpoint; it cannot be read "
                 f"({_first_line(error)}). Put a copy of it back, or start again with --overwrite."
             ) from error
         return dict(found)
@@ -214,18 +226,17 @@ class RunFolder:
         if record["kind"] == "epoch":
             self.epochs.append(EpochRow.of(record))
         if self.path is not None:
-            with self._failing(log.NAME):
+            with self._files.failing(log.NAME):
                 self._log.write(record)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Draw the curves, and write the report and summary.json, which says what was left out."""
+        """Write summary.json, then curves and report, and what became of them into summary.json."""
         if self.path is None or not self._opened:
             return
-        with self._failing(f"{EVENTS}*"):
+        self.write_json("summary.json", {**summary, **self.extras})  # whatever comes after it
+        with self._files.failing(f"{EVENTS}*"):
             self._log.close()
-        with self._failing("curves.png"):
-            drawn = draw_curves(self.epochs, self.path / "curves.png")
-        self.extras["curves"] = "curves.png" if drawn else ABSENT.format("report")
+        self.extras["curves"] = self._draw_curves()
         self.extras["report"] = self._write_report(summary)
         self.write_json("summary.json", {**summary, **self.extras})
 
@@ -262,54 +273,13 @@ class RunFolder:
             self.path.rmdir()
 
     def _start_events(self, after_step: int | None) -> None:
-        with self._failing(f"{EVENTS}*"):
+        with self._files.failing(f"{EVENTS}*"):
             there = self._log.start_events(after_step)
         self.extras["tensorboard"] = f"{EVENTS}*" if there else ABSENT.format("tensorboard")
 
     def _replace(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
-        """Write a file under a temporary name, then give it its own."""
-        if self.path is None:
-            return
-        beside = self.path / f".{name}.part"
-        try:
-            with self._failing(name):
-                with beside.open("wb") as file:
-                    write(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(self.path / name)
-                _sync_folder(self.path)
-        finally:
-            beside.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def _failing(self, name: str) -> Iterator[None]:
-        """Turn the system's error in a block into one that says what to do about `name`."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:  # torch.save wraps the system's error
-            found: BaseException | None = error
-            while found is not None and not isinstance(found, OSError):
-                found = found.__context__
-            reason = found.strerror if isinstance(found, OSError) else str(error)
-            raise RunFolderError(
-                f"{name} cannot be written to {self.path}: {reason}. {self._what_is_there()}"
-            ) from error
-
-    def _what_is_there(self) -> str:
-        if not self.has("checkpoint.pt"):
-            return "No step is kept yet; make room, then start the run again."
-        return f"What was written before is whole; make room, then go on with --resume {self.path}."
-
-
-def _sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk: that a file took another's name is one of them."""
-    if os.name == "posix":
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if self.path is not None:
+            self._files.replace(name, write)
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.models.norm import NormName
+from anybatch.question import AUTO
 from anybatch.spill import spill_of
 from anybatch.units import parse_bytes
 
@@ -23,7 +24,7 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 BatchNormMode = Literal["exact", "local", "adaptive"]
 LossName = Literal["cross-entropy", "bce", "bce+dice", "bce+dice-per-image"]
 OffloadName = Literal["auto", "off", "host", "file"]
-StatesName = Literal["host", "file"]
+StatesName = Literal["host", "file", "auto"]
 PolicyName = Literal["powerOfTwo", "all", "undivided"]
 RecipeName = Literal["mbs-resnet", "mbs-amoebanet", "mbs-unet"]
 
@@ -44,9 +45,12 @@ class Settings:
     them, and `memory` that of each.
 
     `offload`, `states` and `spill` are as for `anybatch.plan`: where saved tensors go, if they have
-    to leave, and where the optimizer's state waits between its steps.
+    to leave, and where the optimizer's state waits between its steps. Where a plan is made,
+    parameters and gradients leave too if nothing fits otherwise; "auto" has the state stay if it
+    can.
 
-    `workspace` is what one convolution may allocate so that it is faster, as for `anybatch.plan`.
+    `workspace` is what one convolution may allocate so that it is faster, as for `anybatch.plan`;
+    "auto" shares the memory with them.
 
     `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples stays local.
 
@@ -106,7 +110,7 @@ class Settings:
         try:
             if self.memory is not None:
                 parse_bytes(self.memory)
-            if self.workspace is not None:
+            if self.workspace not in (None, AUTO):
                 parse_bytes(self.workspace, "workspace")
             if self.offload in get_args(OffloadName):
                 spill_of(self.offload, self.spill)
@@ -115,6 +119,14 @@ class Settings:
         spills = self.spill is not None and self.states is None
         if not self.planned and (self.offload in ("host", "file") or spills):
             return ["offload and spill need a budget to keep to; memory was not given"]
+        if self.memory is None and self.micro_batch is not None:
+            autos = {"workspace": self.workspace, "states": self.states}
+            return [
+                f"memory must be given for {name} auto beside a micro-batch, since there is no "
+                "budget else; it was not"
+                for name, value in autos.items()
+                if value == AUTO
+            ]
         return []
 
     def _wrong_choices(self) -> list[str]:

@@ -21,6 +21,7 @@ from anybatch.apps.profiled import loader_of, moving, split_of
 from anybatch.apps.settings import Settings
 from anybatch.goals import goal_of, scale_of
 from anybatch.planning import ENOUGH, STEPS
+from anybatch.question import AUTO
 from anybatch.units import parse_bandwidth, parse_seconds
 
 ONLY_HERE = {
@@ -68,9 +69,9 @@ class Wanted:
         """Refuse a goal that cannot be answered.
 
         Raises:
-            SettingsError: the optimizer's state is to wait elsewhere.
+            SettingsError: the optimizer's state is to wait elsewhere in any case.
         """
-        if self.anything and states is not None:
+        if self.anything and states not in (None, AUTO):
             raise SettingsError(
                 "what more GPUs bring follows from whole steps, and they are not measured today "
                 f"where the optimizer's state waits elsewhere; got states {states}. Leave it out."

@@ -110,9 +110,17 @@ def read(html: str) -> Node:
 
 
 def log_of(
-    epochs: int = 3, each: int = 4, metric: str = "accuracy", loss: Callable[[int], float] = float
+    epochs: int = 3,
+    each: int = 4,
+    metric: str = "accuracy",
+    loss: Callable[[int], float] = float,
+    *,
+    apart: bool = False,
 ) -> bytes:
-    """Return a metrics.jsonl of so many epochs, of `each` steps."""
+    """Return a metrics.jsonl of so many epochs, of `each` steps; seconds of steps may be `apart`.
+
+    R_O is 1/4 but in the first step, whose memory is measured.
+    """
     lines = list[dict[str, Any]]()
     for epoch in range(1, epochs + 1):
         for step in range((epoch - 1) * each + 1, epoch * each + 1):
@@ -120,6 +128,10 @@ def log_of(
             seconds = 0.01 + step / 1000
             found |= {"samples": 64, "micro_batches": 2, "seconds": seconds}
             found |= {"peak_bytes": MIB if step == 1 else None, "images_per_second": 64 / seconds}
+            if apart:
+                found |= {"computing_seconds": 8 * seconds / 9, "waiting_seconds": seconds / 9}
+            if apart and step == 1:
+                found |= {"computing_seconds": seconds, "waiting_seconds": 7 * seconds}
             lines.append(found)
         row = {"kind": "epoch", "epoch": epoch, "step": epoch * each, "metric": metric}
         row |= {"train_loss": 2.5 / epoch, "test_loss": 2.75 / epoch, "seconds": 1.0}

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.apps.report.pages import away, in_order, known_of, plan_of
+from tests.apps.report.pages import away, in_order, known_of, log_of, plan_of
 
+from anybatch.apps.report.history import History
 from anybatch.apps.report.page import page_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -104,7 +105,8 @@ def chromium() -> Iterator[Any]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything that a page can have, and long names."""
     path = tmp_path_factory.mktemp("page") / "report.html"
-    known = known_of(f" {LONG}", step=in_order(), plan=away(plan_of(LONG)))
+    history = History.of(log_of(apart=True))
+    known = known_of(f" {LONG}", step=in_order(), plan=away(plan_of(LONG)), history=history)
     path.write_text(page_of(known))
     return path
 

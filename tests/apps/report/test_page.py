@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import replace
@@ -14,8 +15,9 @@ from tests.apps.report.pages import Node, away, in_order, known_of, log_of, plan
 
 from anybatch._memory import verdicts
 from anybatch.apps.report import drawing
-from anybatch.apps.report.history import History
+from anybatch.apps.report.history import History, Spent, Step
 from anybatch.apps.report.known import Known
+from anybatch.apps.report.overhead import Overhead
 from anybatch.apps.report.page import page_of, parts_of
 from anybatch.apps.report.svg import ROLES
 from anybatch.apps.report.words import number, percent, seconds
@@ -29,6 +31,7 @@ PAGES = {
     "no epoch": known_of(history=History.of(log_of().splitlines()[0])),
     "long": known_of(history=History.of(log_of(epochs=90, each=30))),
     "plan": known_of(command="plan", summary=None, history=History()),
+    "own steps": known_of(history=History.of(log_of(apart=True)), plan=plan_of()),
     "bare": Known("train", {}),
     "not finite": known_of(history=History.of(log_of().replace(b"2.75", b"NaN"))),
 }
@@ -255,6 +258,61 @@ def test_convolutions_and_scale_out_are_tables() -> None:
     without = read(page_of(known_of(plan=plan_of()))).text
     assert "Scale-out" not in without
     assert "A step of the real loop" not in without
+
+
+def test_the_steps_of_a_run_tell_what_more_gpus_could_bring() -> None:
+    """R_O is 1/4: so it is 1.25 / (1/4 + 1/G) times as fast, and never 5 times."""
+    history = History.of(log_of(epochs=4, apart=True))
+    page = read(page_of(known_of(history=history, plan=plan_of())))
+    rows = table(page, "scaling-numbers")
+    gpus = [int(row[0]) for row in rows]
+    assert gpus == [1, 2, 3, 4, 6, 8, 12, 16]
+    fast = [1.25 / (0.25 + 1 / g) for g in gpus]
+    assert [row[2] for row in rows] == [number(one) for one in fast]
+    assert [row[3] for row in rows] == [percent(one / g) for one, g in zip(fast, gpus, strict=True)]
+    section = page.by_id("scale").text
+    for word in ("R_O 0.25", "gets beyond 5 times", "Measured: 15 steps", "Left out: summing grad"):
+        assert word in section
+    few = {"settings": {"batch_size": 3}}
+    short = read(page_of(known_of(history=history, plan=None, config=few)))
+    assert [row[0] for row in table(short, "scaling-numbers")] == ["1", "2", "3"]
+    single, several = {"settings": {"batch_size": 1}}, {"process": {"ranks": 2}}
+    for config in (single, several):
+        bare = read(page_of(known_of(history=history, plan=None, config=config)))
+        assert "Scale-out" not in bare.text
+    foreseen = read(page_of(known_of(history=history)))
+    assert table(foreseen, "scaling-numbers")[1] == ["2", "1.07 s", "1.875", "93.75 %", "1.75"]
+
+
+@given(
+    st.lists(
+        st.tuples(*[st.floats(0, 1e3) for _ in range(3)], st.one_of(st.none(), st.integers(0, 9))),
+        max_size=6,
+    )
+)
+def test_overhead_is_that_of_the_sums(rows: list[tuple[float, float, float, int | None]]) -> None:
+    steps = [Step(i, 1.0, 1.0, row[3], Spent(*row[:3])) for i, row in enumerate(rows)]
+    found = Overhead.of(steps)
+    counted = [row for row in rows if row[3] is None] or rows[1:]
+    waiting, computing, rest = (sum(row[i] for row in counted) for i in range(3))
+    if found is None:
+        assert computing == 0 or not math.isfinite((waiting + rest) / computing)
+        return
+    assert found.steps == len(counted)
+    assert found.ratio == pytest.approx((waiting + rest) / computing)
+    assert found.seconds(1) == pytest.approx((waiting + computing + rest) / len(counted))
+
+
+def test_a_log_without_such_seconds_or_with_nonsense_tells_nothing() -> None:
+    assert Overhead.of(History.of(log_of()).steps) is None
+    log = log_of(epochs=1, apart=True)
+    assert (
+        Overhead.of(History.of(log.replace(b'"seconds": ', b'"seconds": 1e999, "was": ')).steps)
+        is None
+    )
+    assert History.of(
+        log.replace(b'"waiting_seconds": ', b'"waiting_seconds": null, "was": ')
+    ).broken
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.apps.report.pages import Node, log_of, read
+from tests.apps.report.pages import Node, log_of, read, scaled
 from tests.apps.runs import Stopped
 from tests.apps.test_run_folder import largest_file
 from typer.testing import Result
@@ -19,6 +19,7 @@ from anybatch.apps.faults import RunFolderError, SettingsError
 from anybatch.apps.report import saved
 from anybatch.apps.report.envelope import Envelope
 from anybatch.apps.report.page import page_of
+from anybatch.apps.report.words import number
 from anybatch.apps.report.write import write_page
 from anybatch.apps.run_folder import RunFolder
 from anybatch.apps.settings import Settings
@@ -55,11 +56,24 @@ def test_a_run_leaves_a_page_with_its_own_numbers(run: Path) -> None:
     titles = [one.text for one in page.all("h2")]
     assert titles == [
         *("Figures at the end", "What was run", "Loss and metric", "Throughput", "Memory"),
-        "The plan, and why",
+        *("The plan, and why", "Scale-out"),
     ]
+    plain = [step for step in steps if step["peak_bytes"] is None]
+    computing = sum(step["computing_seconds"] for step in plain)
+    shows = sum(step["seconds"] + step["waiting_seconds"] for step in plain) - computing
+    assert shows > 0
+    assert f"R_O {number(shows / computing)} " in page.by_id("scale").text
     assert page.by_id("run").text.count("--memory 1MiB") == 1
     assert not [one for one in page.walk() if one.has("missing")]
     assert json.loads((run / "summary.json").read_text())["report"] == "report.html"
+
+
+def test_a_scale_out_in_the_plan_of_a_run_is_shown(copied: Path) -> None:
+    plan = Plan.from_json((copied / "plan.json").read_text())
+    (copied / "plan.json").write_text(scaled(plan, " at last").to_json())
+    page = read(page_of(saved.known_of(copied)))
+    assert [row[0] for row in page.by_id("scaling-numbers").cells()] == ["1", "2", "8"]
+    assert "twice as fast at last" in page.by_id("scale").text
 
 
 def test_the_planned_step_is_kept_as_data(run: Path) -> None:

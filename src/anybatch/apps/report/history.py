@@ -17,6 +17,14 @@ import numpy as np
 from anybatch.apps.curves import EpochRow
 
 
+class Spent(NamedTuple):
+    """Where the seconds of a step went: waiting for its mini-batch, computing, and all else."""
+
+    waiting: float
+    computing: float
+    rest: float
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step.
@@ -26,12 +34,14 @@ class Step:
         loss: of the whole mini-batch.
         speed: samples a second.
         peak: bytes held at most; None where that was not measured.
+        spent: its seconds; None in the log of a version that did not write them apart.
     """
 
     step: int
     loss: float
     speed: float
     peak: int | None
+    spent: Spent | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +142,16 @@ def _step(record: Mapping[str, Any]) -> Step:
         _number(record["loss"]),
         _number(record["images_per_second"]),
         None if peak is None else _whole(peak),
+        _spent(record),
     )
+
+
+def _spent(record: Mapping[str, Any]) -> Spent | None:
+    if "computing_seconds" not in record:
+        return None
+    computing = _number(record["computing_seconds"])
+    rest = max(0.0, _number(record["seconds"]) - computing)
+    return Spent(_number(record["waiting_seconds"]), computing, rest)
 
 
 def _epoch(record: Mapping[str, Any]) -> EpochRow:

@@ -1,0 +1,121 @@
+"""What a plan answers: a mini-batch, how much of a device it may take, and what may go elsewhere.
+
+One forecast answers it where everything stays. Where a budget is to be shared with convolutions, or
+something has to leave first, several are made, each by an engine of its own, until one is taken:
+
+    workspace      engine ──> plan, one or a few     the fastest        (`anybatch.sharing`)
+    states         all stay │ state leaves │ all of the model leaves    the first that fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch._plan import Plan
+from anybatch._profile import step_seconds
+from anybatch.batch import LazyBatch, TensorBatch
+from anybatch.engine import Engine
+from anybatch.errors import BudgetError
+from anybatch.sharing import shared
+from anybatch.spill import takes
+from anybatch.states.optimizers import device_of
+from anybatch.states.planned import plan_away, states_of
+
+AUTO = "auto"
+"""What has a workspace, or where states wait, found out."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned: a mini-batch, what makes an engine, and what a person has said.
+
+    Attributes:
+        model: whose parameters may leave.
+        optimizer: whose state may.
+        batch: inputs and targets.
+        make: makes an engine; takes what a plan decides, or the plan.
+        memory: of a step, as for `Engine`.
+        micro_batch: samples, or None.
+        offload: as for `anybatch.plan`.
+        spill: as for `anybatch.plan`.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    batch: tuple[Any, Any]
+    make: Callable[..., Engine]
+    memory: int | str | None = None
+    micro_batch: int | None = None
+    offload: str = AUTO
+    spill: str | PathLike[str] | None = None
+    _made: list[tuple[Plan, Engine]] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """N_B, samples of the mini-batch."""
+        inputs, targets = self.batch
+        return (
+            inputs.size if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets).size
+        )
+
+    def answer(
+        self, workspace: int | str | None = None, states: str | None = None, *, timed: bool = True
+    ) -> Plan:
+        """Return the plan.
+
+        Args:
+            workspace: of one convolution; "auto" shares the budget; None (default) has none.
+            states: "host" or "file": where the optimizer's state waits, and parameters and
+                gradients where nothing fits otherwise; "auto" has it wait where nothing fits
+                otherwise; None (default) has all stay.
+            timed: time the sizes that fit. Default True.
+
+        Raises:
+            BudgetError: not even one sample fits.
+        """
+        within = self._shared if workspace == AUTO else partial(self._foresee, workspace)
+        return self._with_states(partial(within, timed=timed), states)
+
+    def engine_of(self, plan: Plan) -> Engine:
+        """Return the engine that has foreseen a plan that was an answer."""
+        return next(
+            engine
+            for found, engine in reversed(self._made)
+            if (found.memory, found.convolutions) == (plan.memory, plan.convolutions)
+        )
+
+    def _foresee(self, workspace: int | str | None, *, timed: bool = True) -> Plan:
+        """Return the plan with so much workspace."""
+        engine = self.make(memory=self.memory, micro_batch=self.micro_batch, workspace=workspace)
+        found = engine.foresee(*self.batch, timed=timed, offload=self.offload, spill=self.spill)
+        self._made.append((found, engine))
+        return found
+
+    def _shared(self, *, timed: bool = True) -> Plan:
+        """Return the plan whose step takes the fewest seconds, whatever workspace that is."""
+
+        def seconds(found: Plan) -> float:
+            return step_seconds(self.make(plan=found), self.optimizer, *self.batch)
+
+        return shared(partial(self._foresee, timed=timed), seconds)
+
+    def _with_states(self, foresee: Callable[..., Plan], states: str | None) -> Plan:
+        """Return the plan with the optimizer's state where it is told to wait, or has to."""
+        store = states
+        if store is None or store == AUTO:
+            try:
+                return foresee()
+            except BudgetError:
+                if store is None or self.optimizer is None:
+                    raise
+            store = takes(device_of(self.optimizer))[0]
+        where = states_of(store, self.spill, self.optimizer, self.memory)
+        assert self.optimizer is not None
+        return plan_away(foresee, where, self.optimizer, self.model, self.size)
