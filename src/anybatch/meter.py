@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from anybatch.modules import local
 from anybatch.timeline import Timeline, record
+from anybatch.hidden import completed, terms
 
 STEP = "activations"
 """The owner of what a step allocates and nobody else has claimed."""
@@ -39,14 +40,6 @@ FOREIGN = ""
 FROM_OUTSIDE = "aten.lift_fresh.default"
 """The kernel through which ``torch.tensor(...)`` brings in memory it has just made."""
 
-
-FULL = (
-    "aten.mse_loss.default",
-    "aten.smooth_l1_loss.default",
-    "aten.binary_cross_entropy.default",
-    "aten.soft_margin_loss.default",
-)
-"""Kernels whose mean is a scalar in the memory of all its terms; a fake one has only the scalar."""
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -146,14 +139,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         running = _running()
         running.append(self)
         try:
-            result = func(*args, **kwargs)
+            result = completed(name, args, func(*args, **kwargs))
         finally:
             running.pop()
             self._inside = False
         here = False
         for tensor in tensors_in(result):
             here = here or self._counts(tensor)
-            self._see(tensor, STEP, _terms(name, args) if isinstance(tensor, FakeTensor) else 0)
+            self._see(tensor, STEP, terms(name, args) if isinstance(tensor, FakeTensor) else 0)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
         self.peak = max(self.peak, self.live)
@@ -200,13 +193,6 @@ class _Span:
         self.owner, self.size, self.first, self.told = owner, size, first, told
         self.end: int | None = None
         self.watch: Any = None
-
-
-def _terms(name: str, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the terms that a real kernel's mean is a part of; 0 for most kernels."""
-    if name not in FULL:
-        return 0
-    return int(max(args[0].numel(), args[1].numel()) * args[0].element_size())
 
 
 _RUNNING = threading.local()
