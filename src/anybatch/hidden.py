@@ -3,16 +3,19 @@
 A kernel on fakes returns the shapes that torch's formulas for them name, and some of these are not
 what the real kernel returns. Two kinds are known:
 
-    a mean           its scalar lies in the memory of all its terms
-    an LSTM, a GRU   what forward keeps for backward is foreseen as empty
+    a mean     its scalar lies in the memory of all its terms
+    an LSTM    what its forward keeps for backward is foreseen as empty, and its backward returns
+               the gradients of two biases, foreseen as one
 
-What the second one keeps is the library's secret: some buffers, each of so many bytes a row and
+What an LSTM keeps is the library's secret: some buffers, each of so many bytes a row and
 rounded up to a page. So a few rows of zeros are run once, and r rows are bounded by
 
-    bytes(r) <= r * bytes(R) / R + BUFFERS * PAGE           R = 4
+    bytes(r) <= r * bytes(R) / R + pages          no pages where R = 1
 
-as every buffer of R rows holds at least R times what a row does. Anything else is found by the
-small real step that each forecast is compared with (`anybatch.ladder`).
+as every buffer of R rows holds at least R times what a row does. That run takes memory. A step of
+one row has as much as R = 1 needs, and the gradients of the layer's weights beside it; more rows
+are run where a budget has room for them. Anything else is found by the small real step that each
+forecast is compared with (`anybatch.ladder`).
 
 Source: design of this project, section 5.5; oneDNN's guide to its RNN primitive, "Workspace".
 """
@@ -21,12 +24,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 FULL = (
     "aten.mse_loss.default",
@@ -37,16 +40,22 @@ FULL = (
 """Kernels whose mean is a scalar in the memory of all its terms; a fake one has only the scalar."""
 
 RECURRENT = "aten.mkldnn_rnn_layer.default"
-"""The kernel of one recurrent layer on a CPU; its last result is what backward needs."""
+"""The kernel of one layer and direction of an LSTM on a CPU; its last result is for backward."""
 
-OF_ROWS, TRAIN = (0, 5, 6), 15
-"""Its arguments that have rows, [..., rows, features], and whether it keeps anything."""
+BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
+"""Its backward."""
 
-ROWS = 4
-"""Rows that are run to learn what it keeps."""
+BIASES = 3, 4
+"""Which of its results are the gradients of the two biases."""
 
-BUFFERS, PAGE = 8, 4096
-"""Parts of what it keeps, and the bytes that each is rounded up to."""
+OF_ROWS = (0, 5, 6)
+"""Its arguments that have rows, [..., rows, features]."""
+
+MOST = 8
+"""Rows that are run at most: what is rounded up is then an eighth of it for each."""
+
+PAGES = 8 * 4096
+"""Bytes that all its buffers are rounded up by, at most."""
 
 
 def terms(name: str, args: tuple[Any, ...]) -> int:
@@ -56,54 +65,87 @@ def terms(name: str, args: tuple[Any, ...]) -> int:
     return int(max(args[0].numel(), args[1].numel()) * args[0].element_size())
 
 
-def completed(name: str, args: tuple[Any, ...], result: Any) -> Any:
+def completed(name: str, args: tuple[Any, ...], result: Any, spare: int) -> Any:
     """Return a fake kernel's results as large as the real ones are.
 
     Args:
         name: of the kernel.
         args: that it was given.
         result: what it returned.
+        spare: bytes within which some rows of zeros may be run.
     """
-    if name != RECURRENT or not isinstance(result[-1], FakeTensor):
+    if name == RECURRENT and torch.is_grad_enabled():  # without, it keeps nothing
+        return _with_workspace(args, result, spare)
+    if name == BACKWARD:
+        return _with_both_biases(result)
+    return result
+
+
+def _with_both_biases(result: Any) -> Any:
+    """Return the results of a backward with a gradient for each of the two biases."""
+    one, other = (result[index] for index in BIASES)
+    if not isinstance(one, FakeTensor) or one is not other:
         return result
-    if not args[TRAIN] or not torch.is_grad_enabled():
+    return (*result[: BIASES[1]], torch.empty_like(other), *result[BIASES[1] + 1 :])
+
+
+def _with_workspace(args: tuple[Any, ...], result: Any, spare: int) -> Any:
+    """Return the results of a forward with what it keeps for backward."""
+    kept = result[-1]
+    if not isinstance(kept, FakeTensor) or kept.numel():
         return result
-    few = tuple(
-        _Sizes.of(value, -2 if index in OF_ROWS else None)
-        if isinstance(value, Tensor)
-        else tuple(value)
-        if isinstance(value, list)
-        else value
-        for index, value in enumerate(args)
-    )
     rows = int(args[0].shape[-2])
-    return (*result[:-1], result[-1].new_empty(-(-rows * _kept(few) // ROWS) + BUFFERS * PAGE))
+    a_row, once = _kept(tuple(map(_described, range(len(args)), args)), spare)
+    return (*result[:-1], kept.new_empty(rows * a_row + once))
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """A tensor of zeros that can be made: its sizes, with `ROWS` rows where it has some."""
+    """What is known of a tensor: its sizes, without its rows, and its type."""
 
-    shape: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     dtype: torch.dtype
+    has_rows: bool
 
-    @classmethod
-    def of(cls, tensor: Tensor, where: int | None) -> _Sizes:
-        """Return those of a tensor whose rows are in a dimension, or that has none."""
-        shape = [int(size) for size in tensor.shape]
-        if where is not None:
-            shape[where] = ROWS
-        return cls(tuple(shape), tensor.dtype)
+    def zeros(self, rows: int) -> Tensor:
+        """Return such a tensor; weights have the memory of one number."""
+        if self.has_rows:
+            shape = *self.before, rows, *self.after
+            return torch.zeros(shape, dtype=self.dtype, device="cpu")
+        return torch.zeros((), dtype=self.dtype, device="cpu").expand(self.before)
 
-    def zeros(self) -> Tensor:
-        """Return such a tensor."""
-        return torch.zeros(self.shape, dtype=self.dtype)
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of its elements, or of those of a row."""
+        return prod((*self.before, *self.after)) * self.dtype.itemsize
+
+
+def _described(index: int, value: Any) -> Any:
+    """Return an argument as it is kept in mind."""
+    if not isinstance(value, Tensor):
+        return tuple(value) if isinstance(value, list) else value
+    shape = tuple(map(int, value.shape))
+    if index in OF_ROWS:
+        return _Sizes(shape[:-2], shape[-1:], value.dtype, has_rows=True)
+    return _Sizes(shape, (), value.dtype, has_rows=False)
+
+
+def _kept(args: tuple[Any, ...], spare: int) -> tuple[int, int]:
+    """Return the bytes that a layer keeps for each row, and once: it is run."""
+    weights = sum(arg.bytes for arg in args if isinstance(arg, _Sizes) and not arg.has_rows)
+    every, kept = _run(args, 1)
+    rows = min(MOST, max(1 + weights // every, spare // every))
+    if rows == 1:
+        return kept, 0
+    return -(-_run(args, rows)[1] // rows), PAGES
 
 
 @cache
-def _kept(args: tuple[Any, ...]) -> int:
-    """Return the bytes that a recurrent layer of `ROWS` rows keeps: it is run."""
-    with _disable_current_modes(), torch.enable_grad():
-        real = [value.zeros() if isinstance(value, _Sizes) else value for value in args]
-        kept: Tensor = torch.ops.aten.mkldnn_rnn_layer.default(*real)[-1]
-        return kept.numel()
+def _run(args: tuple[Any, ...], rows: int) -> tuple[int, int]:
+    """Return the bytes that a layer of zeros takes, with its rows, and those that it keeps."""
+    with unset_fake_temporarily(), torch.enable_grad():
+        given = [arg.zeros(rows) if isinstance(arg, _Sizes) else arg for arg in args]
+        made = torch.ops.aten.mkldnn_rnn_layer.default(*given)
+        there = [*(given[index] for index in OF_ROWS), *made]
+        return sum(t.untyped_storage().nbytes() for t in there), int(made[-1].numel())

@@ -27,9 +27,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from anybatch.hidden import completed, terms
 from anybatch.modules import local
 from anybatch.timeline import Timeline, record
-from anybatch.hidden import completed, terms
 
 STEP = "activations"
 """The owner of what a step allocates and nobody else has claimed."""
@@ -41,7 +41,6 @@ FROM_OUTSIDE = "aten.lift_fresh.default"
 """The kernel through which ``torch.tensor(...)`` brings in memory it has just made."""
 
 
-
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count live bytes on one device inside ``with meter:``.
 
@@ -50,6 +49,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: only tensors on this type of device count.
         known: owner -> tensors that are there already and count.
+        spare: bytes that may be tried with real tensors where a kernel on fakes tells too little
+            (`anybatch.hidden`). Default 0: what a step of one row has anyway.
 
     Attributes:
         live: bytes live now.
@@ -64,11 +65,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, device: torch.device, known: Mapping[str, Iterable[Tensor]] | None = None
+        self,
+        device: torch.device,
+        known: Mapping[str, Iterable[Tensor]] | None = None,
+        *,
+        spare: int = 0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._device = device.type
+        self._device, self._spare = device.type, spare
         self._events: list[str] = []
         self._inside = False
         modes = _get_current_dispatch_mode_stack()
@@ -139,7 +144,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         running = _running()
         running.append(self)
         try:
-            result = completed(name, args, func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            if self._fakes:
+                result = completed(name, args, result, self._spare)
         finally:
             running.pop()
             self._inside = False
