@@ -10,11 +10,12 @@ what the real kernel returns. Two kinds are known:
 What an LSTM keeps is the library's secret: some buffers, each of so many bytes a row and
 rounded up to a page. So a few rows of zeros are run once, and r rows are bounded by
 
-    bytes(r) <= r * bytes(R) / R + pages          no pages where R = 1
+    bytes(r) <= r * bytes(R) / R + pages
 
 as every buffer of R rows holds at least R times what a row does. That run takes memory. A step of
 one row has as much as R = 1 needs, and the gradients of the layer's weights beside it; more rows
-are run where a budget has room for them. Anything else is found by the small real step that each
+are run where a budget has room for them, twice as many again and again, so that more room never
+tells of more. Anything else is found by the small real step that each
 forecast is compared with (`anybatch.ladder`).
 
 Source: design of this project, section 5.5; oneDNN's guide to its RNN primitive, "Workspace".
@@ -52,7 +53,7 @@ OF_ROWS = (0, 5, 6)
 """Its arguments that have rows, [..., rows, features]."""
 
 MOST = 8
-"""Rows that are run at most: what is rounded up is then an eighth of it for each."""
+"""Rows that are run at most, a power of two: what is rounded up is an eighth of it for each."""
 
 PAGES = 8 * 4096
 """Bytes that all its buffers are rounded up by, at most."""
@@ -95,8 +96,8 @@ def _with_workspace(args: tuple[Any, ...], result: Any, spare: int) -> Any:
     if not isinstance(kept, FakeTensor) or kept.numel():
         return result
     rows = int(args[0].shape[-2])
-    a_row, once = _kept(tuple(map(_described, range(len(args)), args)), spare)
-    return (*result[:-1], kept.new_empty(rows * a_row + once))
+    a_row = _kept(tuple(map(_described, range(len(args)), args)), spare)
+    return (*result[:-1], kept.new_empty(rows * a_row + PAGES))
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,13 @@ def _described(index: int, value: Any) -> Any:
     return _Sizes(shape, (), value.dtype, has_rows=False)
 
 
-def _kept(args: tuple[Any, ...], spare: int) -> tuple[int, int]:
-    """Return the bytes that a layer keeps for each row, and once: it is run."""
+def _kept(args: tuple[Any, ...], spare: int) -> int:
+    """Return the bytes that a layer keeps for each row, but for some pages: it is run."""
     weights = sum(arg.bytes for arg in args if isinstance(arg, _Sizes) and not arg.has_rows)
-    every, kept = _run(args, 1)
-    rows = min(MOST, max(1 + weights // every, spare // every))
-    if rows == 1:
-        return kept, 0
-    return -(-_run(args, rows)[1] // rows), PAGES
+    every, _ = _run(args, 1)
+    room = min(MOST, max(1 + weights // every, spare // every))
+    rows = 1 << (room.bit_length() - 1)
+    return -(-_run(args, rows)[1] // rows)
 
 
 @cache
