@@ -50,6 +50,7 @@ class Case:
         sharded: has made the model whole; None where it is.
         paged: ids of the parameters whose memory comes and goes, within `room`.
         room: bytes for them and their gradients.
+        spare: bytes that may be tried with real tensors while fakes are rehearsed.
     """
 
     model: nn.Module
@@ -69,6 +70,7 @@ class Case:
     sharded: Sharded | None = None
     paged: frozenset[int] = frozenset()
     room: int = 0
+    spare: int = 0
 
     @property
     def fake(self) -> bool:

@@ -106,6 +106,8 @@ class Fakes:
     def rows(self, batch: Any, size: int, count: int) -> Any:
         """Return `count` rows like those of `batch`: fakes for tensors, repeated rows for the rest.
 
+        They lie in memory as those of `batch` do: kernels copy some that do not lie densely.
+
         Args:
             batch: tree whose tensors have `size` rows.
             size: its rows.
@@ -128,8 +130,19 @@ class Fakes:
             return self.of(leaf)
         shape = (count, *leaf.shape[1:])
         with self.mode:
-            rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            if leaf.layout != torch.strided or leaf.is_contiguous():
+                rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            else:
+                strides = _strides(leaf, count)
+                rows = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
         return rows.requires_grad_(leaf.requires_grad)
+
+
+def _strides(leaf: Tensor, count: int) -> tuple[int, ...]:
+    """Return how `count` rows would lie in memory that lie like those of `leaf`."""
+    times = -(-count // max(1, len(leaf)))
+    row, *others = leaf.stride()
+    return (row, *(stride if stride <= row else stride * times for stride in others))
 
 
 @contextmanager

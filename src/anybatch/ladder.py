@@ -4,9 +4,10 @@
     2  two rehearsals on a few real rows: n = 2 and 3         where a value is read, or 1 is wrong
     3  the peaks of a few small steps, on a line              where events differ from run to run
 
-Whether rung 1 is right is not believed: one real rehearsal at two samples is measured beside it
-(kernels such as the CPU's LSTM keep a workspace that no fake knows of). Rung 3 is a guess with a
-margin, and says so; what is wrong with it, a step's own way out of an out-of-memory error mends.
+Whether rung 1 is right is not believed: one real rehearsal at two samples is measured beside it (a
+kernel may keep a workspace that no fake knows of; that of the CPU's LSTM is known by now, see
+`anybatch.hidden`). Rung 3 is a guess with a margin, and says so; what is wrong with it, a step's
+own way out of an out-of-memory error mends.
 
 Source: design of this project, section 5.5.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.errors import AnybatchError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
+from anybatch.modules import tensors_of
 from anybatch.paged import OWNER
 from anybatch.ranks.pieces import copied_bytes, small_bytes
 from anybatch.states.optimizers import room_of
@@ -91,7 +94,8 @@ def forecast(
     update, held = _state(case, optimizer)
     state = update, held | _shards(case) | ({OWNER: case.room} if case.room else {})
     try:
-        found = _rehearsed(as_fakes(case), state, FAKE)
+        fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), room))
+        found = _rehearsed(fakes, state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
@@ -118,6 +122,15 @@ def forecast(
     if far is not None:
         return _farther(found, few(case, far * MICRO_BATCHES), far)
     return replace(found, divided=_roughly(found.divided), undivided=_roughly(found.undivided))
+
+
+def _spare(case: Case, held: int, room: int) -> int:
+    """Return the bytes that are left of `room` beside what is there: states and gradients."""
+    modules = [module for _, module in case.modules]
+    every = [tensors_of(modules, kind) for kind in ("_parameters", "_buffers")]
+    there = {id(t): t for t in (*chain(*every), *case.leaves)}.values()
+    gradients = (t.grad for t in there if t.grad is not None)
+    return max(0, room - held - sum(map(bytes_of, (*there, *gradients))))
 
 
 State = tuple[Timeline | None, dict[str, int]]

@@ -3,7 +3,7 @@
 Smaller micro-batches send less: the same room holds a larger share of them. Larger ones compute
 faster. So sizes are timed as they would be run, and without timing the one that sends least is
 taken. What was chosen is rehearsed once more on real rows, with all of it away, because kernels
-keep workspace that no fake knows of; that also tells how fast the store is.
+may keep workspace that no fake knows of; that also tells how fast the store is.
 
     floor on fakes <= budget ──> sizes ──> timed ──> one ──> recorded on real rows ──> rooms, stall
 """

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from anybatch.hidden import completed, terms
 from anybatch.modules import local
 from anybatch.timeline import Timeline, record
 
@@ -40,15 +41,6 @@ FROM_OUTSIDE = "aten.lift_fresh.default"
 """The kernel through which ``torch.tensor(...)`` brings in memory it has just made."""
 
 
-FULL = (
-    "aten.mse_loss.default",
-    "aten.smooth_l1_loss.default",
-    "aten.binary_cross_entropy.default",
-    "aten.soft_margin_loss.default",
-)
-"""Kernels whose mean is a scalar in the memory of all its terms; a fake one has only the scalar."""
-
-
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count live bytes on one device inside ``with meter:``.
 
@@ -57,6 +49,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: only tensors on this type of device count.
         known: owner -> tensors that are there already and count.
+        spare: bytes that may be tried with real tensors where a kernel on fakes tells too little
+            (`anybatch.hidden`). Default 0: what a step of one row has anyway.
 
     Attributes:
         live: bytes live now.
@@ -71,11 +65,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, device: torch.device, known: Mapping[str, Iterable[Tensor]] | None = None
+        self,
+        device: torch.device,
+        known: Mapping[str, Iterable[Tensor]] | None = None,
+        *,
+        spare: int = 0,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._device = device.type
+        self._device, self._spare = device.type, spare
         self._events: list[str] = []
         self._inside = False
         modes = _get_current_dispatch_mode_stack()
@@ -147,13 +145,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         running.append(self)
         try:
             result = func(*args, **kwargs)
+            if self._fakes:
+                result = completed(name, args, result, self._spare)
         finally:
             running.pop()
             self._inside = False
         here = False
         for tensor in tensors_in(result):
             here = here or self._counts(tensor)
-            self._see(tensor, STEP, _terms(name, args) if isinstance(tensor, FakeTensor) else 0)
+            self._see(tensor, STEP, terms(name, args) if isinstance(tensor, FakeTensor) else 0)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
         self.peak = max(self.peak, self.live)
@@ -200,13 +200,6 @@ class _Span:
         self.owner, self.size, self.first, self.told = owner, size, first, told
         self.end: int | None = None
         self.watch: Any = None
-
-
-def _terms(name: str, args: tuple[Any, ...]) -> int:
-    """Return the bytes of the terms that a real kernel's mean is a part of; 0 for most kernels."""
-    if name not in FULL:
-        return 0
-    return int(max(args[0].numel(), args[1].numel()) * args[0].element_size())
 
 
 _RUNNING = threading.local()

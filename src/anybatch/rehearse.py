@@ -331,7 +331,7 @@ def _metered(case: Case) -> Iterator[tuple[Meter, Before]]:
     with (
         quietly(),
         put_back(case) as before,
-        Meter(case.device, known) as meter,
+        Meter(case.device, known, spare=case.spare) as meter,
         uncounted(meter, case.leaves, case.paged),
     ):
         yield meter, before

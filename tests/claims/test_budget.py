@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.mbs.models import LSTM, MLP, ResNet, TransformerLM, UNet
+from tests.hiding import Hiding
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -180,6 +181,12 @@ def recurrent() -> Draw:
     return Draw(model, tokenwise, *tokens(8, 512), optimizer)
 
 
+def hiding() -> Draw:
+    model = Hiding()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return Draw(model, tokenwise, *tokens(8, 512), optimizer)
+
+
 def lengths(count: int) -> list[tuple[Tensor, Tensor]]:
     dice_of = random.Random(0)
     return [tokens(8, dice_of.randint(4, 512)) for _ in range(count)]
@@ -208,10 +215,14 @@ def classifier() -> Draw:
         (lambda: language(4096), lengths, 8, 500),
         (language, lengths, 8, 500),
         (recurrent, lengths, 8, 500),
+        (hiding, lengths, 8, 500),
         (language, sizes, 8, 500),
         (classifier, image_sizes, 24, 200),
     ],
-    ids=["lengths", "a table of 512 positions", "LSTM", "batch sizes", "image sizes"],
+    ids=[
+        *("lengths", "a table of 512 positions", "LSTM", "a hidden workspace", "batch sizes"),
+        "image sizes",
+    ],
 )
 def test_changing_shapes_cost_a_handful_of_rehearsals_and_stay_within_the_budget(
     make: Callable[[], Draw],
@@ -276,14 +287,26 @@ def test_below_the_floor_is_said_before_anything_runs(seed: int) -> None:
 
 
 def test_a_floor_that_hides_workspace_is_found_by_following_the_error() -> None:
-    it = Draw(model := LSTM(), tokenwise, *tokens(8, 20), torch.optim.SGD(model.parameters()))
-    memory = 1024
+    it = Draw(model := Hiding(), tokenwise, *tokens(8, 20), torch.optim.SGD(model.parameters()))
+    memory, refused = 1024, 0
     for _ in range(4):
         try:
             it.engine(memory, timed=False).backward(it.x, it.y)
         except BudgetError as error:
-            memory = max(error.needed, memory + 1)
+            memory, refused = max(error.needed, memory + 1), refused + 1
     assert all(p.grad is not None for p in model.parameters())
+    assert refused > 1  # what is hidden shows when there is room to look
+
+
+@pytest.mark.parametrize("length", [5, 20, 100])
+def test_the_floor_of_an_lstm_is_right_at_once(length: int) -> None:
+    it = Draw(model := LSTM(), tokenwise, *tokens(8, length), torch.optim.SGD(model.parameters()))
+    with pytest.raises(BudgetError) as error:
+        it.engine(1024, timed=False).backward(it.x, it.y)
+    needed = error.value.needed
+    engine = it.engine(needed, timed=False)
+    assert metered_step(it, engine, it.x, it.y) <= needed  # what is looked at meanwhile, too
+    assert metered_step(it, engine, it.x, it.y) <= needed
 
 
 def test_a_micro_batch_that_does_not_fit_is_said_with_the_largest_that_does() -> None:

@@ -31,7 +31,7 @@ TIERS = {
     "scaled": "scaled",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step guard look records refusals memory_errors retry "
-    "meter tracing fakes case given discover memory kinds kept reach updates measure "
+    "hidden meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen checksums stores copier book hold pager paged paging slots turns lanes "
     "surroundings ranks dice gathered segments states.optimizers states.parts",
     "mechanisms": "undivided stream gather",

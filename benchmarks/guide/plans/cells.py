@@ -36,7 +36,7 @@ def dense(batch: int = 24) -> Problem:
 
 
 def lstm(batch: int = 48) -> Problem:
-    """An LSTM of two layers on 64 tokens, whose kernel keeps a workspace that no fake knows of."""
+    """An LSTM of two layers on 64 tokens, whose kernel keeps a workspace for backward."""
     tokens = torch.randint(TOKENS, (batch, 65))
     sums = term(
         lambda o, t: functional.cross_entropy(o.flatten(0, 1), t.flatten(), reduction="sum"),

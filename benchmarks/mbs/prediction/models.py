@@ -1,8 +1,9 @@
 """What is foreseen and measured: the usual networks, each with a loss and any number of rows.
 
 DenseNet keeps every layer's output alive to the end of its block and joins them again for each
-layer, so its peak is made of concatenations. An LSTM's kernel on the CPU keeps a workspace that no
-tensor without data shows. The others are those of the command line and of the other benchmarks.
+layer, so its peak is made of concatenations. An LSTM's kernel on the CPU keeps a workspace in
+pages, which is learned from a few rows of zeros. The others are those of the command line
+and of the other benchmarks.
 """
 
 from collections.abc import Callable

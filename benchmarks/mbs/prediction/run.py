@@ -7,9 +7,9 @@ largest do, since an optimizer's state is the same at every event of forward and
 heavy models are divided at fewer sizes; the sizes are listed below. Then the
 engine takes two steps of each, forward, backward and update, with the optimizer's state there,
 under a meter of this benchmark's own. No peak may be above what was foreseen, and what was foreseen
-at most one percent above the second step's (two for the LSTM, whose kernel's workspace only real
-rows show). The meter is judged by torch's allocator, which the profiler hears, at the ends of
-kernels; what it holds beside that inside of them is no live tensor, and is shown.
+at most one percent above the second step's (two for the LSTM, whose kernel rounds its
+workspace up to pages). The meter is judged by torch's allocator, which the profiler hears, at the
+ends of kernels; what it holds beside that inside of them is no live tensor, and is shown.
 
 The process: a child process for each malloc mode trains five steps by a plan made in another one.
 Its growth, and the tensors that were there before, must be within 1.15 x what was foreseen and
