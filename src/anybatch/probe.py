@@ -28,7 +28,8 @@ RUNS = 3
 RECORDED = 2
 """Micro-batches that are recorded: one that finds no sums of gradients, and one that does.
 
-Of a batch that is not divided it is one."""
+Of a batch that is not divided it is one. The next one decides what leaves, which takes longer than
+to do it, so it is not timed either."""
 
 LONG = 0.5
 """Seconds after which a first run is taken as it is."""
@@ -51,7 +52,8 @@ def seconds(
         n: samples in the micro-batch.
         apart: its gradients are added to an accumulator, which small micro-batches pay for more
             often. Default False.
-        away: where its saved tensors may go; the first of each kind are recorded, and not timed.
+        away: where its saved tensors may go; the first of each kind are recorded, and one more is
+            planned: these are not timed.
         enough: seconds after which a first run is taken as it is. Default: those of a long one.
 
     Returns:
@@ -74,7 +76,7 @@ def seconds(
                     leaf.grad = None  # nothing is beside a batch that is not divided
                 return _timed(step, micro)
 
-            for _ in range(0 if away is None else 1 if alone else RECORDED):
+            for _ in range(0 if away is None else 2 if alone else RECORDED + 1):
                 once()
             return told(once, enough)
     except Exception as error:
