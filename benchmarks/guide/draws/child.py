@@ -131,8 +131,8 @@ def _believed(training: Training, draw: Draw, budget: int, needed: int) -> Found
     sizes = [fixed] if fixed else [*{*(2**k for k in range(size.bit_length())), size}]
     offload = draw.asked.get("offload", "auto")
     tries: list[tuple[int | str, Found]] = [(needed, draw.asked)]
-    alike = {key: draw.asked[key] for key in ("rng", "workspace") if key in draw.asked}
-    told = {"offload": "off", "timed": False, **alike}
+    alike: Found = {key: draw.asked[key] for key in ("rng", "workspace") if key in draw.asked}
+    told: Found = {"offload": "off", "timed": False, **alike}
     tries += [("1TiB", {"micro_batch": n, **told}) for n in sizes]
     held = {}
     for memory, asked in tries if offload != "file" else tries[:1]:
