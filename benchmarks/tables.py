@@ -116,6 +116,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
     "guide_draws": ("guide/draws", guide_draws.guide_draws),
+    "guide_draws_summary": ("guide/draws", guide_draws.guide_draws_summary),
     "guide_draws_asked": ("guide/draws", guide_draws.guide_draws_asked),
     "guide_figures": ("guide/figures", guide_figures.guide_figures),
     "guide_figures_errors": ("guide/figures", guide_figures.guide_figures_errors),

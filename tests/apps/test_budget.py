@@ -199,6 +199,7 @@ def test_a_micro_batch_in_a_budget_is_kept_to(command: Command, tmp_path: Path) 
             "compare-steps must be at least 1; got 0",
         ),
         (("--compare", "--resume", "run"), "compare needs trainings from their first step; --res"),
+        (("--compare", "--states", "auto"), "compare trains with everything in memory"),
         (("--replan",), "replan needs a run whose plan is made anew; --resume was not given"),
     ],
 )

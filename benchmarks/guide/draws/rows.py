@@ -28,6 +28,11 @@ def guide_draws(results: Results) -> str:
     return markdown(head, [*rows, _row("all", results["draws"])])
 
 
+def guide_draws_summary(results: Results) -> str:
+    """How all of them ended."""
+    return markdown(["", "draws", *ENDS, "fullest step"], [_row("all", results["draws"])])
+
+
 def guide_draws_asked(results: Results) -> str:
     """A line for each thing that was asked of a plan."""
     by: dict[str, list[Results]] = {}

@@ -158,6 +158,8 @@ def train(
         if compare:
             team.refuse("compare")
         _refuse_together(resume=resume is not None, replan=replan, compare=compare)
+        if compare:
+            _refuse_leaving(offload, states, spill)
         budgeted = memory is not None or (resume is not None and SavedRun.read(resume).budgeted)
         allocated = allocate(context, malloc, device, budgeted=budgeted)
         console.print(allocated, highlight=False, soft_wrap=True)
@@ -231,6 +233,22 @@ def _refuse_together(*, resume: bool, replan: bool, compare: bool) -> None:
     if compare and resume:
         raise SettingsError(
             "compare needs trainings from their first step; --resume was given too. Leave one out."
+        )
+
+
+def _refuse_leaving(offload: str, states: str | None, spill: str | None) -> None:
+    """Refuse to compare what leaves the device.
+
+    Raises:
+        SettingsError: something is to.
+    """
+    asked = {"offload": offload, "states": states, "spill": spill}
+    left = [f"--{name} {value}" for name, value in asked.items() if value not in ("auto", None)]
+    left += ["--states auto"] if states == "auto" else []
+    if left:
+        raise SettingsError(
+            "compare trains with everything in memory, as a loop by hand does; "
+            f"{', '.join(left)} was given too. Leave it out."
         )
 
 

@@ -61,7 +61,8 @@ StatesOption = Annotated[
     typer.Option(
         help="Where the optimizer's state waits between its steps: host memory (from a GPU) or a "
         "file (from the CPU); auto: where nothing fits otherwise. If nothing fits with that, "
-        "parameters and gradients leave too. Default: all stay on the device."
+        "parameters and gradients leave too, but over ranks and with --micro-batch alone. Default: "
+        "all stay on the device."
     ),
 ]
 WorkspaceOption = Annotated[
