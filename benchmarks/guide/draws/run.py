@@ -54,13 +54,14 @@ def main(
     count: Annotated[int, typer.Option(help="draws")] = COUNT,
     first: Annotated[int, typer.Option(help="seed of the first draw")] = 0,
 ) -> None:
-    """Plan and train every draw, and write results.json."""
+    """Plan and train every draw, and write results.json, after each of them."""
     seeds = QUICK if quick else range(first, first + count)
-    found = [drawn(seed) for seed in track(seeds, "draws", console=console)]
-    for one in found:
-        if one["ended"] not in ("in budget", "refused"):
-            console.print(one)
-    write(out / "results.json", {"environment": environment(), "draws": found})
+    found: list[Found] = []
+    for seed in track(seeds, "draws", console=console):
+        found.append(drawn(seed))
+        if found[-1]["ended"] not in ("in budget", "refused"):
+            console.print(found[-1])
+        write(out / "results.json", {"environment": environment(), "draws": found})
 
 
 if __name__ == "__main__":
