@@ -29,6 +29,8 @@ from benchmarks.results import console, write
 HERE = Path(__file__).parent
 COUNT = 200
 QUICK = (0, 1)
+OFTEN = 10
+"""Draws after which they are written down."""
 Found = dict[str, Any]
 
 
@@ -54,14 +56,15 @@ def main(
     count: Annotated[int, typer.Option(help="draws")] = COUNT,
     first: Annotated[int, typer.Option(help="seed of the first draw")] = 0,
 ) -> None:
-    """Plan and train every draw, and write results.json, after each of them."""
+    """Plan and train every draw, and write results.json, now and then and at the end."""
     seeds = QUICK if quick else range(first, first + count)
     found: list[Found] = []
     for seed in track(seeds, "draws", console=console):
         found.append(drawn(seed))
         if found[-1]["ended"] not in ("in budget", "refused"):
             console.print(found[-1])
-        write(out / "results.json", {"environment": environment(), "draws": found})
+        if len(found) % OFTEN == 0 or len(found) == len(seeds):
+            write(out / "results.json", {"environment": environment(), "draws": found})
 
 
 if __name__ == "__main__":
