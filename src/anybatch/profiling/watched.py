@@ -84,14 +84,15 @@ class Watched:
             if wall() - begun >= enough:
                 break
             self._step(batches, hidden, None)
-        takes, begun = self._exchange_alone(), wall()
-        found, planned = list[Passed](), list[Passed]()
-        while len(found) < steps and (not found or wall() - begun < enough):
-            before = self._engine._decisions
+        takes, spent, planned = self._exchange_alone(), 0.0, 0
+        found = list[Passed]()
+        while len(found) < steps and (not found or spent < enough):
+            before, begun = self._engine._decisions, wall()
             passed = self._step(batches, hidden, takes)
-            if self._engine._decisions != before and len(planned) < steps:
-                planned.append(passed)  # a mini-batch of another kind, as the last of an epoch is
+            if self._engine._decisions != before and planned < steps:
+                planned += 1  # a mini-batch of another kind, as the last one of an epoch is
                 continue
+            spent += wall() - begun
             found.append(passed)
             progress(len(found), steps)
         return found
