@@ -42,6 +42,7 @@ class Foreseen:
         self.rehearsed = 0
         self._known: list[tuple[Kind, Forecast]] = []
         self._same: set[Any] = set()
+        self._more = 0
 
     def plain(self, kind: Kind) -> Kind:
         """Return the kind without its numbers, where these are known to decide nothing."""
@@ -56,7 +57,11 @@ class Foreseen:
         )
 
     def hold_more(self, count: int) -> None:
-        """Add `count` bytes to every forecast: a step has held more than was foreseen."""
+        """Add `count` bytes to every forecast: a step has held more than was foreseen.
+
+        Where there is none, because a plan was obeyed, to those that come.
+        """
+        self._more += 0 if self._known else count
         self._known = [(known, f.with_more("activations", count)) for known, f in self._known]
 
     def bound(self, kind: Kind) -> Forecast | None:
@@ -90,6 +95,7 @@ class Foreseen:
             found = forecast(case, optimizer, room=room, verify=True)
             if case.device.type == "cuda":
                 found = on_cuda(found, case, optimizer)
+        found = found.with_more("activations", self._more) if self._more else found
         self._known.append((bound, found))
         self._compare(bound, found)
         return found

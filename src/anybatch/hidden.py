@@ -12,11 +12,10 @@ rounded up to a page. So a few rows of zeros are run once, and r rows are bounde
 
     bytes(r) <= r * bytes(R) / R + pages
 
-as every buffer of R rows holds at least R times what a row does. That run takes memory. A step of
-one row has as much as R = 1 needs, and the gradients of the layer's weights beside it; more rows
-are run where a budget has room for them, twice as many again and again, so that more room never
-tells of more. Anything else is found by the small real step that each
-forecast is compared with (`anybatch.ladder`).
+as every buffer of R rows holds at least R times what a row does. That run takes memory: a step of
+one row has as much as R = 1 needs, and more rows are run where a budget has room for them, twice as
+many again and again, so that more room never tells of more. Anything else is found by the small
+real step that each forecast is compared with (`anybatch.ladder`).
 
 Source: design of this project, section 5.5; oneDNN's guide to its RNN primitive, "Workspace".
 """
@@ -134,9 +133,8 @@ def _described(index: int, value: Any) -> Any:
 
 def _kept(args: tuple[Any, ...], spare: int) -> int:
     """Return the bytes that a layer keeps for each row, but for some pages: it is run."""
-    weights = sum(arg.bytes for arg in args if isinstance(arg, _Sizes) and not arg.has_rows)
     every, _ = _run(args, 1)
-    room = min(MOST, max(1 + weights // every, spare // every))
+    room = min(MOST, max(1, spare // every))
     rows = 1 << (room.bit_length() - 1)
     return -(-_run(args, rows)[1] // rows)
 

@@ -132,6 +132,31 @@ def test_a_long_epoch_has_checkpoints_by_the_clock(
     assert shown.found[:6] == found
 
 
+def test_an_optimizer_that_fails_amid_its_step_leaves_the_last_checkpoint(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of the parameters had made the step, and was saved as if all had."""
+    out, calls, right = tmp_path / "run", 0, torch.optim.AdamW.step
+
+    def breaks(self: torch.optim.AdamW, closure: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 5:  # the second of the second epoch
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise OSError("no room for the others")
+        return right(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", breaks)
+    with pytest.raises(OSError, match="no room for the others"):
+        train(dataclasses.replace(DIGITS, out=out))
+    assert "the last checkpoint stands" in json.loads((out / "summary.json").read_text())["stopped"]
+    assert checkpoint(out)["step"] == 3
+    monkeypatch.undo()
+    resume(out)
+    assert same_end(out, whole)
+
+
 def test_mini_batches_that_are_done_are_not_read_again(
     stopped: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,13 +6,15 @@ from typing import Any
 from benchmarks.mbs.rows import markdown
 
 Results = dict[str, Any]
-ENDS = ("in budget", "refused", "refused too early", "over", "failed", "killed")
+ENDS = ("in budget", "refused", "refused too early", "said too little", "over", "failed", "killed")
 
 
 def ended(draw: Results) -> str:
     """Return how a draw has ended, in a word or two of `ENDS`."""
     if draw["ended"] == "refused" and not draw["true"]:
         return "refused too early"
+    if draw["ended"] == "refused" and not draw["as needed"]:
+        return "said too little"
     found: str = draw["ended"]
     return found
 

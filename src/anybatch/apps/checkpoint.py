@@ -100,10 +100,9 @@ class Trained:
         """
         found = {name: part.state_dict() for name, part in vars(self).items()}
         if copies:
-            found["model"] = {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in found["model"].items()
-            }
+            model = found["model"]  # which also says the versions of its modules
+            for name, value in model.items():
+                model[name] = value.clone() if isinstance(value, Tensor) else value
         return found
 
     def put_back(self, state: State) -> None:

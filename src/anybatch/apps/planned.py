@@ -199,7 +199,9 @@ class Planned:
             self.plan = self._whole(self.engine.plan)
         elif self._made and len(batch.inputs):
             self._optimizer.zero_grad()
-            self.plan = self._whole(self.engine.foresee(*batch[:2], timed=False))
+            told = self._settings
+            leaves = {"offload": told.offload, "spill": told.spill}
+            self.plan = self._whole(self.engine.foresee(*batch[:2], timed=False, **leaves))
         self._made = self._made and not len(batch.inputs)
         return self.plan != before
 

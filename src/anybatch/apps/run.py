@@ -47,6 +47,9 @@ from anybatch.apps.views import Batch
 
 Clock = Callable[[], float]
 
+NOT_WHOLE = "The optimizer had made a part of its step, so the last checkpoint stands."
+"""Is added to why a run has stopped."""
+
 
 class Run:
     """One training run: what it is made of and how far it has come."""
@@ -75,7 +78,7 @@ class Run:
         self.counts = Counts()
         self.part: Part | None = None
         self.config: Mapping[str, Any] | None = None
-        self.begun = False
+        self.begun, self.whole = False, True
         self.reading = Reading(progress, skip_corrupt=settings.skip_corrupt, team=team)
         self.rows: list[dict[str, Any]] = []
         self.started = self.saved = self.mark = started
@@ -227,9 +230,11 @@ class Run:
             refuse_not_finite(loss, self.counts.step + 1, epoch)
             self.team.add(part.metric, seen)
             with unbroken():
+                self.whole = False  # an optimizer that fails has stepped a part of the parameters
                 optimizer.step()
                 self.trained.schedule.step()
                 step.done()
+                self.whole = True
                 report = self._count(part, batches, loss)
                 at = {"epoch": epoch, "step": self.counts.step, "loss": loss, "lr": lr}
                 self.folder.log(step_row(at, report, self.clock() - started, computed, waited))
@@ -283,12 +288,15 @@ class Run:
     def end(self, *, interrupted: bool = False, stopped: str | None = None) -> Summary:
         """Write checkpoint and summary, and return the summary.
 
-        Where there is no room for the checkpoint, the summary is still written.
+        Where there is no room for the checkpoint, the summary is still written. Where the optimizer
+        has failed amid its step, the last checkpoint stands.
         """
+        if stopped and not self.whole:
+            stopped = f"{stopped} {NOT_WHOLE}"
         summary = self._summary(interrupted=interrupted, stopped=stopped)
         with unbroken():
             try:
-                if interrupted or stopped:
+                if (interrupted or stopped) and self.whole:
                     self._save()
             finally:
                 self.folder.close(dataclasses.asdict(summary))

@@ -89,7 +89,8 @@ class Watched:
         while len(found) < steps and (not found or spent < enough):
             before, begun = self._engine._decisions, wall()
             passed = self._step(batches, hidden, takes)
-            if self._engine._decisions != before and planned < steps:
+            alone = self._group is None  # ranks must go on together, and may not all have planned
+            if alone and self._engine._decisions != before and planned < steps:
                 planned += 1  # a mini-batch of another kind, as the last one of an epoch is
                 continue
             spent += wall() - begun
