@@ -387,6 +387,27 @@ def test_ranks_see_what_they_exchange() -> None:
             assert found.stage(TRANSFER).takes == 0
 
 
+def one_is_longer(rank: int, _size: int) -> int:
+    model = nn.Sequential(nn.Linear(4, 3), Shortened())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, F.cross_entropy, optimizer=optimizer, memory="64MiB")
+    long = [40 if (rank, index) == (0, 3) else 8 for index in range(6)]
+    rows = [(torch.randn(6, length, 4), torch.randint(3, (6,))) for length in long]
+    return profile(rows, engine, optimizer, steps=3).steps
+
+
+class Shortened(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, L, classes] -> [n, classes]."""
+        return x.mean(1)
+
+
+def test_ranks_take_as_many_steps_where_one_of_them_plans_anew() -> None:
+    """One did not count the step that its longer mini-batch planned, and waited for the other."""
+    with ranks(2) as pool:
+        assert pool.run(one_is_longer) == [3, 3]
+
+
 def test_a_step_that_plans_for_another_size_of_batch_is_not_counted() -> None:
     """The last mini-batch of an epoch came third, and its forecast was told as a step's seconds."""
     hands = Hands()

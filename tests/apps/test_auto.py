@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.apps.runs import Stopped, checkpoint, equal, same_end
 from tests.apps.test_kernels import MODEL, measured
 from torch import nn
@@ -17,6 +18,7 @@ from typer.testing import Result
 
 from anybatch import Engine, Plan
 from anybatch.apps.build import build, seeded
+from anybatch.apps.checkpoint import Trained
 from anybatch.apps.explain import first_batch
 from anybatch.apps.faults import SettingsError
 from anybatch.apps.norms import Norms
@@ -27,6 +29,8 @@ from anybatch.apps.summary import Interrupted
 from anybatch.apps.team import Team
 from anybatch.apps.train import resume, train
 from anybatch.conv import costs
+from anybatch.kinds import Kind
+from anybatch.planner import Planner
 from anybatch.sharing import TRIED
 from anybatch.states.paging import PagedModel
 
@@ -243,3 +247,49 @@ def test_a_new_plan_begins_with_all_in_memory(tmp_path: Path) -> None:
                 state = optimizer.state.values()
                 assert {v.device.type for one in state for v in one.values()} == {"cpu"}
                 optimizer.zero_grad()
+
+
+def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine that obeys has no forecast to add it to; the one that comes later has it."""
+    learn, more = Planner.learn, 60 << 10
+
+    def held_more(self: Planner, kind: Kind, peak: int, states: int) -> None:
+        learn(self, kind, peak + more, states)
+
+    monkeypatch.setattr(Planner, "learn", held_more)
+    settings = Settings(
+        model=DEEP,
+        optimizer="adamw",
+        batch_size=300,
+        threads=1,
+        states="file",
+        memory="400KiB",
+        offload="off",
+    )
+    with seeded(0, 1):
+        parts, batch = first_batch(settings)
+        optimizer = make_optimizer(parts.recipe, parts.model.parameters())
+        with Planned(settings, parts, optimizer, Norms(settings, 300)) as planned:
+            planned.make(batch)
+            assert planned.plan is not None
+            before, reports = planned.plan.micro_batch, []
+            for _ in range(3):
+                optimizer.zero_grad()
+                planned.engine.backward(batch.inputs, batch.targets)
+                optimizer.step()
+                planned.follow(batch)
+                reports.append(planned.engine.last)
+    first, *later = [report for report in reports if report is not None]
+    assert first.micro_batch == before
+    assert all(report.micro_batch < before for report in later)
+
+
+def test_versions_of_modules_are_kept_where_parameters_are_copied() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    kept = Trained(model, optimizer, schedule).state(copies=True)["model"]
+    assert kept._metadata == model.state_dict()._metadata
+    assert kept["0.weight"].data_ptr() != model[0].weight.data_ptr()

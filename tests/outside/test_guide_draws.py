@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from benchmarks.guide.draws import run
 from benchmarks.guide.draws.draws import Draw
-from benchmarks.guide.draws.rows import ended, guide_draws, guide_draws_asked
+from benchmarks.guide.draws.rows import ended, guide_draws, guide_draws_asked, guide_draws_summary
 
 
 def test_no_draw_fails_under_the_limit(counted: Callable[[int], int]) -> None:
-    for seed in range(counted(200)):
+    for seed in range(counted(30)):
         found = run.drawn(seed)
         assert ended(found) in ("in budget", "refused"), found
 
@@ -29,11 +29,13 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"seed": 0, "network": "a", "asked": {}, "ended": "in budget", "peaks": [9], "budget": 10},
         {"seed": 1, "network": "a", "asked": {}, "ended": "refused", "true": False},
         {"seed": 2, "ended": "killed", "why": "gone"},
+        {"seed": 3, "network": "a", "ended": "refused", "true": True, "as needed": False},
     ]
-    monkeypatch.setattr(run, "QUICK", range(3))
+    monkeypatch.setattr(run, "QUICK", range(4))
     monkeypatch.setattr(run, "drawn", rows.__getitem__)
     run.main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
-    assert "| a | 2 | 1 | 0 | 1 | 0 | 0 | 0 | 90.0% of its budget |" in guide_draws(results)
-    assert "| all | 3 | 1 | 0 | 1 | 0 | 0 | 1 |" in guide_draws(results)
-    assert "| nothing | 3 |" in guide_draws_asked(results)
+    assert "| a | 3 | 1 | 0 | 1 | 1 | 0 | 0 | 0 | 90.0% of its budget |" in guide_draws(results)
+    assert "| all | 4 | 1 | 0 | 1 | 1 | 0 | 0 | 1 |" in guide_draws(results)
+    assert "| all | 4 | 1 | 0 | 1 | 1 | 0 | 0 | 1 |" in guide_draws_summary(results)
+    assert "| nothing | 4 |" in guide_draws_asked(results)
