@@ -6,7 +6,7 @@ cheap ones first: doubling from a small one for as long as that pays, then the o
 
     4  8  16  32  64      doubling, until two in a row are slower
           24  32  48      between the best and its neighbours; the close ones again
-          33              and no small last one: 100 samples are 33, 33 and 34 in no more steps
+             34           and no small last one: 100 are 34, 34 and 32 as soon as 48, 48 and 4
     a step of N samples:  floor(N / n) * t(n) + t(N mod n)
 
 Source: design of this project; MBS, section 4.3.2, determines the size "experimentally".

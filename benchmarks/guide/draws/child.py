@@ -1,8 +1,8 @@
 """A draw is planned and trained in a process of its own, under a limit that the kernel keeps.
 
 The limit is RLIMIT_DATA: what the process maps when network, data and kernels are ready, plus the
-budget and, for what is no tensor, a quarter of it and a constant: the interpreter plans, and every
-thread of a lane keeps what its kernels work with. The quarter is the rule by which anybatch takes
+budget and, for what is no tensor, a quarter of it and a constant: the interpreter plans, threads
+have heaps of their own, and kernels need scratch. The quarter is the rule by which anybatch takes
 four fifths of such a limit where no memory is given. A live meter around the planning and around
 each step says, beside that, whether tensors keep to the budget itself.
 
@@ -29,7 +29,7 @@ ROOM = 1.25
 """Times the budget, the data that the process may map more."""
 
 BESIDE = 256 << 20
-"""Bytes beside that: graphs and caches of rehearsals, and scratch of kernels, thread by thread."""
+"""Bytes beside that: graphs and caches of rehearsals, heaps of threads, and scratch of kernels."""
 
 STEPS = 3
 Found = dict[str, Any]

@@ -242,9 +242,8 @@ def _refuse_leaving(offload: str, states: str | None, spill: str | None) -> None
     Raises:
         SettingsError: something is to.
     """
-    asked = {"offload": offload, "states": states, "spill": spill}
-    left = [f"--{name} {value}" for name, value in asked.items() if value not in ("auto", None)]
-    left += ["--states auto"] if states == "auto" else []
+    asked = (("offload", offload, "auto"), ("states", states, None), ("spill", spill, None))
+    left = [f"--{name} {value}" for name, value, default in asked if value != default]
     if left:
         raise SettingsError(
             "compare trains with everything in memory, as a loop by hand does; "

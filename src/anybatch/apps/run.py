@@ -47,7 +47,7 @@ from anybatch.apps.views import Batch
 
 Clock = Callable[[], float]
 
-NOT_WHOLE = "The optimizer had made a part of its step, so the last checkpoint stands."
+NOT_WHOLE = "The optimizer may have made a part of its step, so the last checkpoint stands."
 """Is added to why a run has stopped."""
 
 
