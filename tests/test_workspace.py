@@ -214,6 +214,8 @@ def test_a_workspace_that_leaves_no_room_is_named() -> None:
 def test_what_means_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="workspace must be a number of bytes"):
         anybatch.Engine(net(), LOSS, workspace="lots")
+    with pytest.raises(ValueError, match='or "1.5GB", or "auto", and it is'):
+        anybatch.plan(net(), LOSS, batch(), workspace="aut")
     plan = anybatch.plan(net(), LOSS, batch(), micro_batch=4, timed=False)
     with pytest.raises(ValueError, match="workspace, and one of them was given"):
         anybatch.Engine(net(), LOSS, plan=plan, workspace="1MiB")

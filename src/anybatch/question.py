@@ -27,6 +27,7 @@ from anybatch.sharing import shared
 from anybatch.spill import takes
 from anybatch.states.optimizers import device_of
 from anybatch.states.planned import plan_away, states_of
+from anybatch.units import parse_bytes
 
 AUTO = "auto"
 """What has a workspace, or where states wait, found out."""
@@ -78,8 +79,11 @@ class Question:
             timed: time the sizes that fit. Default True.
 
         Raises:
+            ValueError: `workspace` means nothing.
             BudgetError: not even one sample fits.
         """
+        if workspace not in (None, AUTO):
+            parse_bytes(workspace, "workspace", word=AUTO)
         within = self._shared if workspace == AUTO else partial(self._foresee, workspace)
         return self._with_states(partial(within, timed=timed), states)
 

@@ -20,12 +20,13 @@ UNITS = {
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(given: Any, name: str = "memory") -> int:
+def parse_bytes(given: Any, name: str = "memory", *, word: str | None = None) -> int:
     """Return the bytes that `given` means.
 
     Args:
         given: a whole number of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
         name: what it is called in an error.
+        word: what else may be given there, for the error; None (default) is nothing.
 
     Returns:
         Bytes, at least 1.
@@ -40,9 +41,10 @@ def parse_bytes(given: Any, name: str = "memory") -> int:
         unit = UNITS.get(match[2].upper())
         found = None if unit is None else int(float(match[1]) * unit)
     if found is None or found < 1:
+        other = "" if word is None else f', or "{word}"'
         raise ValueError(
             f"{name} must be a number of bytes of at least 1, or a text such as "
-            f'"6GiB", "512MiB" or "1.5GB", and it is {given!r}'
+            f'"6GiB", "512MiB" or "1.5GB"{other}, and it is {given!r}'
         )
     return found
 

@@ -128,7 +128,7 @@ def test_a_training_shares_its_budget_once(
             ("--states", "auto", "--micro-batch", 8),
             "memory must be given for states auto beside a micro-batch, since there is no budget",
         ),
-        (("--workspace", "aut"), "workspace must be a number of bytes of at least 1, or a text"),
+        (("--workspace", "aut"), '"1.5GB", or "auto", and it is'),
         (("--states", "aout"), "'aout' is not one of 'host', 'file', 'auto'"),
         (
             ("--states", "auto", "--memory", "20KiB"),

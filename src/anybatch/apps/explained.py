@@ -86,7 +86,7 @@ class Explained:
             if convolutions and workspace is None:
                 workspace = whole or _default(memory)
             if workspace not in (None, AUTO):
-                parse_bytes(workspace, "workspace")
+                parse_bytes(workspace, "workspace", word=AUTO)
         except ValueError as error:
             raise SettingsError(f"{error}.") from error
         return cls(workspace, whole, cache, convolutions, not json)

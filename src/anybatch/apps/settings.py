@@ -111,7 +111,7 @@ class Settings:
             if self.memory is not None:
                 parse_bytes(self.memory)
             if self.workspace not in (None, AUTO):
-                parse_bytes(self.workspace, "workspace")
+                parse_bytes(self.workspace, "workspace", word=AUTO)
             if self.offload in get_args(OffloadName):
                 spill_of(self.offload, self.spill)
         except ValueError as error:
