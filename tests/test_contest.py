@@ -38,7 +38,7 @@ class Clocks:
         self.linked = 0
         monkeypatch.setattr("anybatch.staying.seconds", lambda case, look, n, **_: self.here(n))
         monkeypatch.setattr("anybatch.leaving.seconds", self._away)
-        monkeypatch.setattr("anybatch.arranged.seconds_in_lanes", self._lanes)
+        monkeypatch.setattr("anybatch.arranged.seconds_of_step", self._lanes)
         monkeypatch.setattr("anybatch.leaving.clocked", self._clocked)
 
     def _away(self, case: Any, look: Any, n: int, **_: Any) -> float:

@@ -16,7 +16,7 @@ from anybatch.loss.watched import Watched
 from anybatch.norm.adaptive import Fixed
 from anybatch.runner import Runner
 from anybatch.step import Step
-from anybatch.trial import seconds_in_lanes
+from anybatch.trial import seconds_of_step
 
 
 class Model(nn.Module):
@@ -42,7 +42,7 @@ def rows() -> tuple[Tensor, Tensor]:
 def timed(model: Model, n: int = 8, room: int | None = 0, inputs: Any = None) -> float | None:
     given = Given(model, Watched(F.cross_entropy), None, Fixed("exact"))
     batch = given.batch(*rows()) if inputs is None else given.batch(inputs, None)
-    return seconds_in_lanes(given, batch, given.modules(), n, room, None)
+    return seconds_of_step(given, batch, given.modules(), n, room, None)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_all_of_a_step_is_run_in_lanes_and_put_back(ran: list[Any], room: int | 
     assert 0 < found < inf
     assert same(before, snapshot(model))
     assert set(ran) == {(True, 3, room, True)}
-    assert len(ran) in (1, 4)  # a long one is not repeated
+    assert len(ran) in (1, 2, 4)  # a long one is not repeated
 
 
 def test_a_step_that_runs_out_of_memory_takes_for_ever_and_other_errors_go_out() -> None:

@@ -36,7 +36,7 @@ from anybatch.ranks.ranks import ANY, Here
 from anybatch.runner import Runner
 from anybatch.step import Scaler, Step
 from anybatch.step_timeline import StepTimeline
-from anybatch.trial import seconds_in_lanes
+from anybatch.trial import seconds_of_step
 from anybatch.undo import Before
 
 Planned = tuple[Kind, Allowed]
@@ -191,7 +191,7 @@ class Arranger:
                 ),
                 self._given.optimizer,
                 lambda: self._runner.refuse_division(modules),
-                partial(seconds_in_lanes, self._given, batch, modules),
+                partial(seconds_of_step, self._given, batch, modules),
             )
 
     def timeline(self) -> StepTimeline | None:

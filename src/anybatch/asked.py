@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from anybatch.case import Case
-from anybatch.contest import InLanes
+from anybatch.contest import StepTimer
 from anybatch.errors import NotExactError
 from anybatch.kinds import Kind
 
@@ -27,19 +27,23 @@ class Asked:
         case: returns what is rehearsed.
         optimizer: its state counts, as it will be.
         refuse_division: raises where the batch must not be divided.
-        in_lanes: times a step of it in lanes.
+        time_step: times a whole step of it.
     """
 
     kind: Kind
     case: Callable[[], Case]
     optimizer: torch.optim.Optimizer | None
     refuse_division: Callable[[], None]
-    in_lanes: InLanes
+    time_step: StepTimer
 
     @cached_property
     def whole(self) -> bool:
         """Whether micro-batches that know nothing of each other would be another training."""
         return self.kind.lanes or self.undivided
+
+    def streamed(self, n: int) -> float | None:
+        """Return the seconds of a step whose micro-batches of `n` stay, one after another."""
+        return self.time_step(n, None, None)
 
     @property
     def spread(self) -> bool:

@@ -17,50 +17,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import isfinite
+from math import inf, isfinite
 
 from anybatch._memory import Candidate
 from anybatch._plan import Away
 from anybatch.above import above, try_above
-from anybatch.choice import fastest, step_seconds
+from anybatch.choice import even, step_seconds
 from anybatch.errors import BudgetError, StoreError
 from anybatch.kinds import Allowed
 from anybatch.leaving import Leaving
 from anybatch.narrow import Narrow
 from anybatch.staying import Staying
 
-InLanes = Callable[[int, int | None, Away | None], float | None]
+StepTimer = Callable[[int, int | None, Away | None], float | None]
 """Samples in a micro-batch, the room of those that wait, and what leaves of the one that runs ->
-seconds of a step; None where that cannot be told."""
+seconds of a step, infinitely many where it runs out of memory; None where they cannot be told."""
 
 
 def faster(
-    staying: Staying, leaving: Leaving, narrow: Narrow, n: int, size: int, in_lanes: InLanes
+    staying: Staying,
+    elsewhere: tuple[Leaving, Narrow] | None,
+    n: int,
+    size: int,
+    time_step: StepTimer,
 ) -> Allowed:
-    """Return how a batch is run, of two or three ways the fastest one.
+    """Return how a batch is run, of all ways the fastest one.
 
     Args:
         staying: the choice with all saved tensors in memory, timed.
-        leaving: the choice with saved tensors away.
-        narrow: the choice of lanes that leave while they run.
+        elsewhere: the choice with saved tensors away, and that of lanes that leave while they run;
+            None where nothing may leave.
         n: the fastest size of the first.
         size: N_B, samples in the mini-batch.
-        in_lanes: times a step in lanes.
+        time_step: times a step.
     """
     stays = staying.allowed(n)
-    if not staying.times or staying.largest == size or not leaving.possible:
+    if not staying.times or staying.largest == size:
         return stays
-    alone = step_seconds(staying.times, n, size)
-    if not stays.lanes:
-        return _or_away(staying, leaving, stays, size, alone)
-    seconds = in_lanes(n, stays.memory.room, None)
+    seconds: float | None = None
+    if stays.lanes:
+        stays, seconds = _lanes(staying, n, size, time_step)
+        if seconds is None:
+            return stays
+    if elsewhere is None or not elsewhere[0].possible:
+        return stays
+    leaving, narrow = elsewhere
     if seconds is None:
-        return stays
-    here = [_slower(one, seconds / alone) for one in staying.candidates(n)]
-    stays = _told(stays, here, stays.memory.floor)
-    wider = _wider(narrow, n, in_lanes)
+        return _or_away(staying, leaving, stays, size, staying.of_step(n))
+    wider = _wider(narrow, stays.micro_batch, time_step)
     if wider is not None:
-        rows = [*here, *wider[0].memory.candidates]
+        rows = [*stays.memory.candidates, *wider[0].memory.candidates]
         floor = min(stays.memory.floor, wider[0].memory.floor)
         if wider[1] < seconds:
             stays, seconds = wider[0], wider[1]
@@ -70,7 +76,38 @@ def faster(
     return _or_away(staying, leaving, stays, size, seconds)
 
 
-def _wider(narrow: Narrow, n: int, in_lanes: InLanes) -> tuple[Allowed, float] | None:
+def _lanes(
+    staying: Staying, n: int, size: int, time_step: StepTimer
+) -> tuple[Allowed, float | None]:
+    """Return the fastest lanes of `n` or more samples, and the seconds of a step.
+
+    What a micro-batch costs alone does not tell: the more of them there are, the more often they
+    wait for each other. So twice as many are tried, for as long as that pays. No seconds where
+    they cannot be told.
+    """
+    steps: dict[int, float] = {}
+    for m in [n, *(m for m in _evenly(above(n, staying.largest), size) if m > n)]:
+        found = time_step(m, staying.allowed(m).memory.room, None) if staying.fits(m) else inf
+        if found is None:
+            return staying.allowed(n), None
+        steps[m] = found
+        if found > min(steps.values()):
+            break
+    best = min(steps, key=lambda m: (steps[m], m))
+    rows = {one.micro_batch: one for m in steps for one in staying.candidates(m)}
+    told = [
+        replace(one, seconds=steps[m] if isfinite(steps.get(m, inf)) else None)
+        for m, one in rows.items()
+    ]
+    return _told(staying.allowed(best), told, staying.allowed(best).memory.floor), steps[best]
+
+
+def _evenly(sizes: list[int], size: int) -> list[int]:
+    """Return these sizes with micro-batches as equal as can be, each once."""
+    return list(dict.fromkeys(even(size, m) for m in sizes))
+
+
+def _wider(narrow: Narrow, n: int, time_step: StepTimer) -> tuple[Allowed, float] | None:
     """Return lanes of more samples than `n`, and the seconds of a step; None where there are none.
 
     They leave while they run, so more fit; they meet less often, and kernels are larger.
@@ -82,7 +119,7 @@ def _wider(narrow: Narrow, n: int, in_lanes: InLanes) -> tuple[Allowed, float] |
         found = narrow.allowed(more)
     except StoreError:  # no room where they would go
         return None
-    seconds = in_lanes(more, None, found.away)
+    seconds = time_step(more, None, found.away)
     if seconds is None:
         return None
     rows = [
@@ -115,8 +152,8 @@ def _or_away(
     )
     leaving.times = staying.times | tried
     here, floor = stays.memory.candidates, stays.memory.floor
-    best = fastest(leaving.times, size) if not stays.lanes else size
-    if best in tried and step_seconds(leaving.times, best, size) < seconds:
+    best = min(tried, key=lambda n: (step_seconds(leaving.times, n, size), n), default=0)
+    if best and step_seconds(leaving.times, best, size) < seconds:
         try:
             found = leaving.allowed(best, real=True)
         except (BudgetError, StoreError):  # real rows show what fakes do not
@@ -131,12 +168,6 @@ def _trial(leaving: Leaving, n: int, enough: float) -> float | None:
         return leaving.seconds(n, enough)
     except StoreError:  # no room where they would go
         return None
-
-
-def _slower(one: Candidate, times: float) -> Candidate:
-    """Return a candidate that takes so many times as long; the micro-batches did not meet."""
-    seconds = None if one.seconds is None else times * one.seconds
-    return replace(one, seconds=seconds if seconds is not None and isfinite(seconds) else None)
 
 
 def _told(found: Allowed, rows: list[Candidate], floor: int) -> Allowed:

@@ -29,7 +29,7 @@ from anybatch.asked import Asked
 from anybatch.budget import default_budget
 from anybatch.case import Case
 from anybatch.choice import even
-from anybatch.contest import InLanes, faster
+from anybatch.contest import StepTimer, faster
 from anybatch.depict import depict
 from anybatch.errors import BudgetError, NotExactError, NotYetError
 from anybatch.forecast import ASIDE, WORKSPACE, Forecast
@@ -99,7 +99,7 @@ class Planner:
         make_case: Callable[[], Case],
         optimizer: torch.optim.Optimizer | None,
         refuse_division: Callable[[], None],
-        in_lanes: InLanes,
+        time_step: StepTimer,
     ) -> Allowed:
         """Return how a batch of this kind is run.
 
@@ -108,7 +108,7 @@ class Planner:
             make_case: returns what is rehearsed; called where nothing is known yet.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
-            in_lanes: times a step of it in lanes.
+            time_step: times a whole step of it.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
@@ -118,8 +118,8 @@ class Planner:
         if found is None:
             case = cache(make_case)
             foreseen = partial(self._foreseen.bound, kind)
-            in_lanes = self.workspaces.before(foreseen, in_lanes)
-            found = self._decide(Asked(kind, case, optimizer, refuse_division, in_lanes))
+            time_step = self.workspaces.before(foreseen, time_step)
+            found = self._decide(Asked(kind, case, optimizer, refuse_division, time_step))
             found = self._settled_in(found, kind)
             self._allowed[self._foreseen.plain(kind)] = found
         return found
@@ -199,12 +199,12 @@ class Planner:
             return staying.allowed(cap)
         first = self._best is None and kind.trains
         timed = first and self.timed and self._fixed is None
-        n = staying.timed() if timed else self._pick(kind, cap)
+        n = staying.timed(asked.streamed) if timed else self._pick(kind, cap)
         n = n if staying.fits(n) else cap
-        if timed and may and not kind.everyone:  # whose clocks would each tell another time
-            leaving = self._leaving(staying.foreseen, asked)
-            narrow = self._narrow(staying.foreseen, asked)
-            found = faster(staying, leaving, narrow, n, kind.size, asked.in_lanes)
+        if timed and not kind.everyone:  # whose clocks would each tell another time
+            where = staying.foreseen, asked
+            elsewhere = (self._leaving(*where), self._narrow(*where)) if may else None
+            found = faster(staying, elsewhere, n, kind.size, asked.time_step)
         else:
             found = staying.allowed(n)
         if first:

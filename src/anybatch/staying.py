@@ -11,13 +11,15 @@ as they would be run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 
 from anybatch._memory import Candidate
 from anybatch.budget import budget_error
 from anybatch.case import Case
-from anybatch.choice import even, fastest, search
+from anybatch.choice import even, search, step_seconds
 from anybatch.describe import candidates, describe
+from anybatch.duel import StepSeconds, as_in_steps, chosen, duel
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import Forecast
 from anybatch.kinds import Allowed, Kind
@@ -31,6 +33,7 @@ class Staying:
     Attributes:
         foreseen: what steps hold in memory.
         times: size -> seconds of a micro-batch, where it was timed.
+        steps: size -> seconds of a whole step, where that was run.
 
     Args:
         foreseen: what its steps hold in memory.
@@ -57,6 +60,7 @@ class Staying:
         self.foreseen, self._case, self._kind = foreseen, case, kind
         self._budget, self._source, self._confirmed = budget, source, confirmed
         self.times: dict[int, float] = {}
+        self.steps: dict[int, float] = {}
 
     @cached_property
     def largest(self) -> int:
@@ -94,11 +98,23 @@ class Staying:
         """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
         return self.foreseen.peak(n, self._kind.size) <= self._budget
 
-    def timed(self) -> int:
-        """Return the fastest size, as timed."""
+    def timed(self, step: StepSeconds) -> int:
+        """Return the fastest size, as timed; what is close is compared by whole steps.
+
+        Args:
+            step: times one. In lanes that is not asked here: they cost what they wait for.
+        """
         size = self._kind.size
-        self.times = search(self.largest, size, self.seconds)
-        return fastest(self.times, size) if self.times else even(size, self.largest)
+        times = search(self.largest, size, self.seconds)
+        if not times:
+            return even(size, self.largest)
+        self.steps = {} if self._kind.lanes else duel(times, size, step)
+        self.times = as_in_steps(times, self.steps, size)
+        return chosen(self.times, self.steps, size)
+
+    def of_step(self, n: int) -> float:
+        """Return the seconds of a step in micro-batches of `n`, one of those that were timed."""
+        return self.steps.get(n, step_seconds(self.times, n, self._kind.size))
 
     def seconds(self, n: int) -> float | None:
         """Time a micro-batch as it would be run; None where it does not fit."""
@@ -112,7 +128,7 @@ class Staying:
 
     def allowed(self, n: int) -> Allowed:
         """Return how a batch is run in micro-batches of `n`."""
-        return describe(
+        found = describe(
             self.foreseen,
             n,
             self._kind.size,
@@ -122,10 +138,16 @@ class Staying:
             trains=self._kind.trains,
             confirmed=self._confirmed,
         )
+        rows = tuple(map(self._as_run, found.memory.candidates))
+        return replace(found, memory=replace(found.memory, candidates=rows))
 
     def candidates(self, n: int) -> tuple[Candidate, ...]:
         """Return the sizes worth a line in a plan, `n` among them."""
-        return candidates(self.foreseen, n, self._kind.size, self.times, self._budget)
+        rows = candidates(self.foreseen, n, self._kind.size, self.times, self._budget)
+        return tuple(map(self._as_run, rows))
+
+    def _as_run(self, row: Candidate) -> Candidate:
+        return replace(row, seconds=self.steps.get(row.micro_batch, row.seconds))
 
     def _refuse(self, refuse_division: Callable[[], None]) -> None:
         """Refuse to divide what must not be, and say how many bytes undivided it needs."""

@@ -1,14 +1,17 @@
-"""Seconds of a step in lanes: all of it is run, as it would be, and everything is put back.
+"""Seconds of a step: all of it is run, as it would be, and everything is put back.
 
 A micro-batch that waits for others has no seconds of its own: what it costs is the meetings, and
-what leaves the device while it waits. So a whole step is timed, under the rules of
-`anybatch.probe`.
+what leaves the device while it waits. And where micro-batches stream, a step does things between
+them. So a whole step is timed, the first one not: it looks at the batch, starts threads and makes
+files, and no later one does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -20,15 +23,21 @@ from anybatch.given import Given
 from anybatch.gradients import Gradients
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import Modules
-from anybatch.probe import finish, told
+from anybatch.probe import RUNS, finish
 from anybatch.rehearse import put_back
 from anybatch.runner import Runner
 
+LONG = 0.5
+"""Seconds of a step that is timed once, after the first."""
 
-def seconds_in_lanes(
+FOR_EVER = 5.0
+"""Seconds of a first step that is taken as it is: what only the first one does is little of it."""
+
+
+def seconds_of_step(
     given: Given, batch: Batch, modules: Modules, n: int, room: int | None, away: Away | None
 ) -> float | None:
-    """Time a step in lanes.
+    """Time a step, in lanes where it goes in lanes.
 
     Args:
         given: model, loss and optimizer; gradients, buffers and dice are put back.
@@ -63,8 +72,16 @@ def seconds_in_lanes(
                 finish(case.device)
                 return inf if step.retries else perf_counter() - start
 
-            return told(once)
+            return _warm(once)
     except Exception as error:
         if not out_of_memory(error):
             raise
     return inf
+
+
+def _warm(once: Callable[[], float]) -> float:
+    """Return the seconds of a step: the median of a few after the first, or one if it is long."""
+    first = once()
+    if first > FOR_EVER:  # out of memory, too
+        return first
+    return once() if first > LONG else median(once() for _ in range(RUNS))

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from anybatch._memory import Memory
 from anybatch._plan import Away
-from anybatch.contest import InLanes
+from anybatch.contest import StepTimer
 from anybatch.conv.chooser import Chooser
 from anybatch.conv.engaged import Engaged
 from anybatch.conv.heard import sizes_of
@@ -58,19 +58,19 @@ class Workspaces:
         if chooser is not None and heard is not None:
             chooser.choose(heard.keys)
 
-    def before(self, foreseen: Callable[[], Forecast | None], in_lanes: InLanes) -> InLanes:
-        """Return what times lanes once their convolutions have been chosen.
+    def before(self, foreseen: Callable[[], Forecast | None], time_step: StepTimer) -> StepTimer:
+        """Return what times a step once its convolutions have been chosen.
 
         Args:
-            foreseen: returns what is known when they are timed.
-            in_lanes: times them.
+            foreseen: returns what is known when it is timed.
+            time_step: times it.
         """
 
         def timed(n: int, room: int | None, away: Away | None) -> float | None:
             known = foreseen()
             if known is not None:
                 self.ready(known, n)
-            return in_lanes(n, room, away)
+            return time_step(n, room, away)
 
         return timed
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from anybatch._memory import Candidate, Memory
 from anybatch._plan import Away
 from anybatch.above import above
-from anybatch.choice import fastest, search, step_seconds
+from anybatch.choice import search, step_seconds
 from anybatch.contest import faster
+from anybatch.duel import StepSeconds, chosen, duel
 from anybatch.errors import BudgetError
 from anybatch.kinds import Allowed
 from anybatch.leaving import Leaving
@@ -44,6 +45,7 @@ class World:
         away: seconds with saved tensors away.
         most: the most samples with which these fit.
         waits: times what they take alone, lanes take.
+        meets: seconds that each micro-batch costs in lanes beside that.
         wider: the most samples of lanes that leave while they run; 0 for none.
         wide: seconds of a step in these.
     """
@@ -55,8 +57,16 @@ class World:
     away: Seconds
     most: int
     waits: float
+    meets: float
     wider: int
     wide: float
+
+    def step(self, n: int) -> float:
+        """Seconds of a step with all in memory."""
+        alone = step_seconds(self.here, n, self.size)
+        if not self.lanes:
+            return alone
+        return self.waits * alone + self.meets * -(-self.size // n)
 
     def every(self) -> dict[tuple[int, bool], float]:
         """Seconds of a step of every candidate that fits: samples, and whether anything leaves."""
@@ -66,7 +76,7 @@ class World:
             sizes = [n for n in above(self.cap, self.size) if n <= self.most]
             sizes = [] if self.lanes else sizes
             return found | {(n, True): step_seconds(self.away, n, self.size) for n in sizes}
-        found = {(n, False): self.waits * seconds for n, seconds in alone.items()}
+        found = {(n, False): self.step(n) for n in alone}
         if self.wider:
             found[self.wider, True] = self.wide
         if self.most == self.size:
@@ -91,13 +101,20 @@ class Stays:
     def largest(self) -> int:
         return self.world.cap
 
-    def timed(self) -> int:
+    def fits(self, n: int) -> bool:
+        return n <= self.largest
+
+    def timed(self, step: StepSeconds) -> int:
         def clock(n: int) -> float:
             assert n <= self.world.cap
             return self.world.here[n]
 
         self.times = search(self.world.cap, self.world.size, clock)
-        return fastest(self.times, self.world.size)
+        steps = duel(self.times, self.world.size, step)
+        return chosen(self.times, steps, self.world.size)
+
+    def of_step(self, n: int) -> float:
+        return self.world.step(n)
 
     def allowed(self, n: int) -> Allowed:
         assert n <= self.world.cap
@@ -156,16 +173,17 @@ class Wider:
         return allowed(n, None, away=True, lanes=True)
 
 
-def chosen(world: World) -> tuple[int, bool]:
+def found_by_search(world: World) -> tuple[int, bool]:
     """Return samples, and whether anything leaves, as the search has it."""
 
-    def in_lanes(n: int, room: int | None, away: Away | None) -> float:
-        return world.wide if away else world.waits * step_seconds(world.here, n, world.size)
+    def time_step(n: int, room: int | None, away: Away | None) -> float:
+        assert away or n <= world.cap
+        return world.wide if away else world.step(n)
 
     stays = Stays(world)
-    n = stays.timed()
-    parts = cast("Any", (stays, Leaves(world), Wider(world)))
-    found = faster(*parts, n, world.size, in_lanes)
+    n = stays.timed(world.step)
+    parts = cast("Any", (stays, (Leaves(world), Wider(world))))
+    found = faster(*parts, n, world.size, time_step)
     return found.micro_batch, found.away is not None
 
 
@@ -186,6 +204,7 @@ def worlds(draw: st.DrawFn) -> World:
         away={n: slower * seconds + more for n, seconds in here.items()},
         most=draw(st.integers(cap, size)),
         waits=draw(floats(1.0, 4.0)),
+        meets=draw(floats(0.0, 4.0)),
         wider=draw(st.sampled_from([0, *(2**k for k in range(6) if cap < 2**k < size)])),
         wide=draw(floats(0.3, 6.0)) * least,
     )
@@ -193,7 +212,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 @given(worlds())
 def test_what_is_chosen_fits_and_is_nearly_the_fastest_of_all(world: World) -> None:
-    every, found = world.every(), chosen(world)
+    every, found = world.every(), found_by_search(world)
     assert found in every
     assert every[found] <= NEAR * min(every.values())
 

@@ -25,7 +25,7 @@ TIERS = {
     "pure": "_plan timeline choice",
     "sharing": "sharing",
     "profiling": "profiling",
-    "above": "above",
+    "above": "above duel",
     "outofcore": "outofcore step_timeline conv",  # but for those named below
     "scale": "scale",
     "scaled": "scaled",
