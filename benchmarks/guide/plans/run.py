@@ -4,7 +4,8 @@ For each training and budget `anybatch.plan` is asked, and all candidates are pl
 with their size and mechanism fixed: 2, 4, 8 ... and all samples in a micro-batch, with all saved
 tensors in memory, and where that does not fit with some in a file. Every one that fits is run: its
 first two steps under the meter, which tells its peak, and then all of them in turns, so that their
-seconds can be compared. `share` is the time of the fastest over that of the plan's own choice; what
+seconds can be compared. Of each turn the second of two steps counts: a training takes the same step
+again and again, and the first finds a heap that another candidate has left. `share` is the time of the fastest over that of the plan's own choice; what
 has held more than the budget is no candidate.
 Those who look for the most that fits choose among the same sizes where the gradient is the same
 without lanes: their search runs under the meter's limit, and their size is looked up in the table
@@ -141,6 +142,7 @@ def one(cell: Cell, rounds: int) -> Found:
     found = every(cell, chosen, {n for n in others.values() if n})
     for _ in range(rounds):
         for candidate in found:
+            candidate.step()
             candidate.seconds.append(candidate.step())
     memory = None if chosen is None else chosen.memory
     timed = {} if memory is None else {
@@ -162,7 +164,7 @@ def main(
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
     each: Annotated[int, typer.Option(help="budgets of a training")] = 4,
-    rounds: Annotated[int, typer.Option(help="of steps of all candidates")] = 4,
+    rounds: Annotated[int, typer.Option(help="of steps of all candidates")] = 8,
 ) -> None:
     """Plan, run everything, and write results.json."""
     names = [*QUICK] if quick else [*PROBLEMS]
