@@ -22,7 +22,7 @@ class Candidate:
     Attributes:
         micro_batch: samples.
         peak_bytes: what a step with it holds at most, predicted.
-        seconds: of a whole step, from its timed micro-batches; None where it was not timed.
+        seconds: of a whole step, run or from its timed micro-batches; None where it was not timed.
         away: its saved tensors leave, as far as they do not fit. Default False.
     """
 

@@ -14,6 +14,7 @@ from anybatch._divisions import Divisions
 from anybatch._memory import Memory, check_count, explain, memory_of
 from anybatch._pace import Pace
 from anybatch._scale import Scale
+from anybatch.cards import because, card, considered, memory_bar, table
 from anybatch.units import show_bytes
 
 
@@ -153,7 +154,7 @@ class Plan:
     pace: Pace | None = None
     scale: Scale | None = None
 
-    def __str__(self) -> str:
+    def _rows(self) -> dict[str, str]:
         rows = {
             "micro-batch": f"{self.micro_batch} samples",
             "mechanism": self.mechanism,
@@ -162,8 +163,12 @@ class Plan:
             "exact": "yes" if self.exact else "no",
         }
         rows |= {} if self.states is None else {"states": str(self.states)}
-        rows |= {} if self.convolutions is None else {"convolutions": str(self.convolutions)}
-        lines = [f"  {name:<12} {value}" for name, value in rows.items()]
+        return rows | (
+            {} if self.convolutions is None else {"convolutions": str(self.convolutions)}
+        )
+
+    def __str__(self) -> str:
+        lines = [f"  {name:<12} {value}" for name, value in self._rows().items()]
         if self.memory is not None:
             lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
         if self.offload is not None:
@@ -173,6 +178,27 @@ class Plan:
         if self.scale is not None:
             lines += self.scale.explain()
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the memory bar, what was decided, and why."""
+        rows, memory, away = self._rows(), self.memory, self.offload is not None
+        if self.pace is not None:
+            rows["time"] = str(self.pace)
+        if memory is not None:
+            rows["memory"] = f"budget {memory.source}; predicted by {memory.how}"
+            rows["floor"] = (
+                f"{show_bytes(memory.floor)} at one sample a micro-batch; "
+                f"{show_bytes(memory.whole)} undivided"
+            )
+        more = [] if self.offload is None else self.offload.explain()
+        more += [] if self.scale is None else self.scale.explain()
+        return card(
+            "plan",
+            "" if memory is None else memory_bar(memory),
+            table(rows),
+            "" if memory is None else considered(memory, self.micro_batch, away=away),
+            because([*(" ".join(line.split()) for line in more), *self.reasons]),
+        )
 
     def to_json(self) -> str:
         """Return the plan as a JSON object."""

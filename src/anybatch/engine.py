@@ -21,6 +21,7 @@ from anybatch._plan import Plan, decide
 from anybatch._states import OffloadedStates
 from anybatch.arranged import Arranged, Arranger
 from anybatch.batch import Batch
+from anybatch.cards import card, table
 from anybatch.engaged import engaged
 from anybatch.facts import of_foreseen, of_run
 from anybatch.given import Given
@@ -397,6 +398,14 @@ class Engine:
             >>> print(engine.timeline())
         """
         return self._arranger.timeline()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what is trained, the plan, and the last step."""
+        count = sum(p.numel() for p in self.model.parameters())
+        named = {"model": f"{type(self.model).__name__}, {count:,} parameters"}
+        named |= {} if self.plan else {"plan": "none yet: the first step makes it"}
+        shown = (one._repr_html_() for one in (self.plan, self.last) if one is not None)
+        return card("Engine", table(named), *shown)
 
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)

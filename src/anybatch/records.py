@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from anybatch.cards import bar, card, table
 from anybatch.step import Layout
+from anybatch.units import show_bytes
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,30 @@ class StepReport:
     remade_bytes: int = 0
     retries: int = 0
     batchnorm: str = "exact"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what was held against what was foreseen, and the step."""
+        held, foreseen = self.peak_bytes, self.predicted_bytes
+        named = {
+            "loss": f"{float(self.loss):.6g}",
+            "samples": f"{self.samples} in {self.micro_batches} micro-batches of up to "
+            f"{self.micro_batch}",
+            "seconds": f"{self.seconds:.3g}",
+        }
+        optional = {
+            "peak": None if held is None else show_bytes(held),
+            "predicted": None if foreseen is None else show_bytes(foreseen),
+            "moved": show_bytes(self.moved_bytes) if self.moved_bytes else None,
+            "computed again": show_bytes(self.remade_bytes) if self.remade_bytes else None,
+            "retries": str(self.retries) if self.retries else None,
+        }
+        named |= {name: value for name, value in optional.items() if value is not None}
+        known = held is not None and foreseen is not None
+        return card(
+            "last step",
+            bar((("held", held),), foreseen) if known and held and foreseen else "",
+            table({**named, "batchnorm": self.batchnorm}),
+        )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ FRONT = "anybatch"
 TIERS = {
     "base": "errors units",
     "parts of plans": "_divisions _memory _pace _scale",
+    "cards": "cards",
     "pure": "_plan timeline choice",
     "sharing": "sharing",
     "profiling": "profiling",
@@ -65,8 +66,8 @@ TIERS = {
 LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
 WITHOUT_TORCH = {
-    *("base", "parts of plans", "pure", "profiling", "sharing", "above", "outofcore", "scale"),
-    "scaled",
+    *("base", "parts of plans", "cards", "pure", "profiling", "sharing", "above", "outofcore"),
+    *("scale", "scaled"),
 }
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 

@@ -5,8 +5,8 @@ with their size and mechanism fixed: 2, 4, 8 ... and all samples in a micro-batc
 tensors in memory, and where that does not fit with some in a file. Every one that fits is run: its
 first two steps under the meter, which tells its peak, and then all of them in turns, so that their
 seconds can be compared. Of each turn the second of two steps counts: a training takes the same step
-again and again, and the first finds a heap that another candidate has left. `share` is the time of the fastest over that of the plan's own choice; what
-has held more than the budget is no candidate.
+again and again, and the first finds a heap that another candidate has left. `share` is the time of
+the fastest over that of the plan's own choice; what has held more than the budget is no candidate.
 Those who look for the most that fits choose among the same sizes where the gradient is the same
 without lanes: their search runs under the meter's limit, and their size is looked up in the table
 (one that is not there is run, too).
