@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan, StoreError
+from anybatch.choice import step_seconds
 from anybatch.errors import BudgetError
 from anybatch.leaving import Leaving
 from anybatch.meter import Meter
@@ -48,6 +49,10 @@ class Clocks:
     def _lanes(
         self, given: Any, batch: Any, modules: Any, n: int, room: Any, away: Any
     ) -> float | None:
+        if away is not None and (n == SIZE or not given.meets(modules)):
+            return step_seconds({k: self.away(k) for k in range(1, SIZE + 1)}, n, SIZE)
+        if not given.meets(modules):
+            return step_seconds({k: self.here(k) for k in range(1, SIZE + 1)}, n, SIZE)
         self.in_lanes.append(n)
         return self.lanes if away is None else self.wider
 

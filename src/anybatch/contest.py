@@ -63,7 +63,7 @@ def faster(
         return stays
     leaving, narrow = elsewhere
     if seconds is None:
-        return _or_away(staying, leaving, stays, size, staying.of_step(n))
+        return _or_away(staying, leaving, stays, size, staying.of_step(n), time_step)
     wider = _wider(narrow, stays.micro_batch, time_step)
     if wider is not None:
         rows = [*stays.memory.candidates, *wider[0].memory.candidates]
@@ -73,7 +73,7 @@ def faster(
         stays = _told(stays, rows, floor)
     if not leaving.fits(size):
         return stays
-    return _or_away(staying, leaving, stays, size, seconds)
+    return _or_away(staying, leaving, stays, size, seconds, time_step)
 
 
 def _lanes(
@@ -131,7 +131,12 @@ def _wider(narrow: Narrow, n: int, time_step: StepTimer) -> tuple[Allowed, float
 
 
 def _or_away(
-    staying: Staying, leaving: Leaving, stays: Allowed, size: int, seconds: float
+    staying: Staying,
+    leaving: Leaving,
+    stays: Allowed,
+    size: int,
+    seconds: float,
+    time_step: StepTimer,
 ) -> Allowed:
     """Return how a batch is run: as it `stays`, or with saved tensors away.
 
@@ -141,6 +146,7 @@ def _or_away(
         stays: the fastest way so far.
         size: N_B, samples in the mini-batch.
         seconds: of a step that way.
+        time_step: as above.
     """
     tried = try_above(
         staying.times,
@@ -153,14 +159,25 @@ def _or_away(
     leaving.times = staying.times | tried
     here, floor = stays.memory.candidates, stays.memory.floor
     best = min(tried, key=lambda n: (step_seconds(leaving.times, n, size), n), default=0)
-    if best and step_seconds(leaving.times, best, size) < seconds:
+    run = step_seconds(leaving.times, best, size) if best else inf
+    if run < seconds:
         try:
             found = leaving.allowed(best, real=True)
+            whole = time_step(best, None, found.away)  # what was quick once may have been lucky
         except (BudgetError, StoreError):  # real rows show what fakes do not
             del leaving.times[best]
         else:
-            return _told(found, [*here, *found.memory.candidates], floor)
+            run = run if whole is None else whole
+            rows = [_as_run(one, best, run) for one in found.memory.candidates]
+            return _told(found if run < seconds else stays, [*here, *rows], floor)
     return _told(stays, [*here, *leaving.candidates()], floor)
+
+
+def _as_run(one: Candidate, n: int, seconds: float) -> Candidate:
+    """Return the line of a candidate, with the seconds of its step if it is that one."""
+    if not one.away or one.micro_batch != n:
+        return one
+    return replace(one, seconds=seconds if isfinite(seconds) else None)
 
 
 def _trial(leaving: Leaving, n: int, enough: float) -> float | None:

@@ -149,6 +149,12 @@ class Runner:
         keeping.begin(away.rooms)
         return keeping
 
+    def close(self) -> None:
+        """Give up the file or the host memory of saved tensors that leave."""
+        if self._keeping is not None:
+            self._keeping[1].close()
+            self._keeping = None
+
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
         modes = tuple(module.training for _, module in modules)

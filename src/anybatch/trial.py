@@ -23,7 +23,7 @@ from anybatch.given import Given
 from anybatch.gradients import Gradients
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import Modules
-from anybatch.probe import RUNS, finish
+from anybatch.probe import RECORDED, RUNS, finish
 from anybatch.rehearse import put_back
 from anybatch.runner import Runner
 
@@ -31,7 +31,7 @@ LONG = 0.5
 """Seconds of a step that is timed once, after the first."""
 
 FOR_EVER = 5.0
-"""Seconds of a first step that is taken as it is: what only the first one does is little of it."""
+"""Seconds of a step that is taken though it was to get ready: what only that does is little."""
 
 
 def seconds_of_step(
@@ -45,7 +45,7 @@ def seconds_of_step(
         modules: every module that it runs.
         n: samples in a micro-batch.
         room: bytes that waiting lanes may hold on the device; None lets all of it stay.
-        away: what leaves of the lane that runs, too; None lets it hold what it will.
+        away: what leaves of the lane or the micro-batch that runs; None lets it hold what it will.
 
     Returns:
         Seconds, infinitely many where it ran out of memory; None for a batch that is loaded on the
@@ -72,16 +72,24 @@ def seconds_of_step(
                 finish(case.device)
                 return inf if step.retries else perf_counter() - start
 
-            return _warm(once)
+            return _warm(once, 1 if away is None else RECORDED)
     except Exception as error:
         if not out_of_memory(error):
             raise
+    finally:
+        runner.close()
     return inf
 
 
-def _warm(once: Callable[[], float]) -> float:
-    """Return the seconds of a step: the median of a few after the first, or one if it is long."""
-    first = once()
-    if first > FOR_EVER:  # out of memory, too
-        return first
+def _warm(once: Callable[[], float], steps: int) -> float:
+    """Return the seconds of a step after the first ones: the median of a few, or one if it is long.
+
+    Args:
+        once: runs a step, and returns its seconds.
+        steps: that only get ready.
+    """
+    for _ in range(steps):
+        first = once()
+        if first > FOR_EVER:  # out of memory, too
+            return first
     return once() if first > LONG else median(once() for _ in range(RUNS))

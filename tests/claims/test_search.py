@@ -178,7 +178,9 @@ def found_by_search(world: World) -> tuple[int, bool]:
 
     def time_step(n: int, room: int | None, away: Away | None) -> float:
         assert away or n <= world.cap
-        return world.wide if away else world.step(n)
+        if away and world.lanes and n < world.size:
+            return world.wide
+        return step_seconds(world.away, n, world.size) if away else world.step(n)
 
     stays = Stays(world)
     n = stays.timed(world.step)
