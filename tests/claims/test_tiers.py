@@ -23,6 +23,7 @@ TIERS = {
     "base": "errors units",
     "parts of plans": "_divisions _memory _pace _scale",
     "pure": "_plan timeline choice",
+    "room": "room",
     "sharing": "sharing",
     "profiling": "profiling",
     "above": "above",
@@ -43,7 +44,7 @@ TIERS = {
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
-    "ladder": "ladder lean widths",
+    "ladder": "ladder lean widths touching",
     "budget": "budget",
     "foreseen": "foreseen describe depict leaving narrow",
     "staying": "staying",
@@ -65,8 +66,8 @@ TIERS = {
 LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
 WITHOUT_TORCH = {
-    *("base", "parts of plans", "pure", "profiling", "sharing", "above", "outofcore", "scale"),
-    "scaled",
+    *("base", "parts of plans", "pure", "room", "profiling", "sharing", "above", "outofcore"),
+    *("scale", "scaled"),
 }
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 

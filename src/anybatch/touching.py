@@ -1,0 +1,320 @@
+"""What each turn of a lane touches: one is rehearsed on tensors without data, alone.
+
+A turn goes from one place where samples meet to the next. What a lane has made in earlier turns may
+be away until a kernel asks for it (`anybatch.pager`), so the memory of a lane that runs is what its
+turn has touched so far. Which tensors these are nobody needs to model: the lane runs as it will,
+through the same BatchNorm and under the same mode, and in place of the pager somebody takes notes.
+
+    kernels      conv  relu  conv │ meet │ norm  relu  conv │ meet │ ...
+    touched      a,x   ab    abc  │      │ cd    cde   cdef │      │
+    untouched    -     -     -    │      │ ab    ab    ab   │      │
+
+Where turns end otherwise than in BatchNorm, or more than one lane is needed to know what is there,
+nothing is said.
+
+Source: design of this project, sections 5.3 and 5.5.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybatch import rehearse
+from anybatch.batch import count_micro_batches
+from anybatch.batchnorm import counters
+from anybatch.case import MICRO_BATCHES, Case, few, first_rows
+from anybatch.forecast import Forecast, merged, total
+from anybatch.gradients import HALF, gradient_dtype
+from anybatch.meeting import meeting_in
+from anybatch.meter import STEP, Meter
+from anybatch.norm.batchnorm import MeetingNorms, Tracked
+from anybatch.norm.moments import Moments
+from anybatch.paging import Paging, keep
+from anybatch.room import Lane
+from anybatch.timeline import Bytes, Timeline
+
+
+def lane_of(foreseen: Forecast, n: int) -> Lane | None:
+    """Return a lane of `n` samples; None where that cannot be told without running others.
+
+    Args:
+        foreseen: what is known of such steps; it remembers the lanes that were rehearsed.
+        n: samples in a micro-batch.
+    """
+    if n not in foreseen.lanes:
+        case = foreseen.case
+        foreseen.lanes[n] = None if case is None else _rehearsed(foreseen, case, n)
+    return foreseen.lanes[n]
+
+
+def step_of(
+    lane: Lane, foreseen: Forecast, n: int, size: int, budget: int
+) -> tuple[Timeline, int | None]:
+    """Return a step in lanes as it passes, and the room of what waits in it.
+
+    Args:
+        lane: one of them.
+        foreseen: what is there beside them.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        budget: bytes.
+
+    Returns:
+        The step at the kernels of a lane, and the room; None where all that waits may stay,
+        negative where there is no room for one lane that runs.
+    """
+    lanes = count_micro_batches(size, n)
+    held = merged(foreseen.held(size, divided=True), {STEP: lane.others(lanes)})
+    waits = lane.waits(lanes, size * foreseen.look.shows)
+    room = lane.room(budget - total(held), waits)
+    return lane.step(held, waits, room), room
+
+
+def _rehearsed(foreseen: Forecast, case: Case, n: int) -> Lane | None:
+    if not _alike(foreseen, case):
+        return None
+    with case.mode():  # or there would be fewer of them than three, or the last one smaller
+        case = few(case, n * MICRO_BATCHES)
+    case = first_rows(case, n * MICRO_BATCHES)
+    watched: list[Turns] = []
+
+    def sends(meter: Meter) -> Turns:
+        watched.append(Turns(meter, case))
+        return watched[0]
+
+    line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
+    (turns,) = watched
+    return turns.lane(line)
+
+
+def _alike(foreseen: Forecast, case: Case) -> bool:
+    """Say whether a lane that is alone does what each of many does."""
+    elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
+    if elsewhere or foreseen.look.coupled or not case.trains or case.device.type != "cpu":
+        return False
+    half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between turns
+    return not half and not torch.is_autocast_enabled(case.device.type)
+
+
+class Noted:
+    """One storage of a lane: its bytes, the turn that has touched it last, and how it stays."""
+
+    __slots__ = ("shared", "size", "stays", "turn", "watch")
+
+    def __init__(self, size: int, turn: int, *, shared: bool) -> None:
+        self.size, self.turn, self.shared, self.stays = size, turn, shared, False
+        self.watch: Any = None
+
+
+class Notes:
+    """Stands where the pager would, and lets everything stay.
+
+    Args:
+        device: of the storages that could leave.
+
+    Attributes:
+        limit: None, as for a pager that keeps to none within a turn.
+        turn: of the lane, from 0.
+        unknown: the lane has met for something else than BatchNorm.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.limit: int | None = None
+        self.turn, self.unknown = 0, False
+        self._device, self._sharing = device.type, False
+        self._all: dict[int, Noted] = {}
+
+    def before(self, keys: Iterable[int]) -> None:
+        """There is no limit to keep to."""
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """A kernel of this turn needs a storage."""
+        del writes
+        if key in self._all:
+            self._all[key].turn = self.turn
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """A kernel of this turn has made a storage."""
+        if key in self._all or tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        noted = self._all[key] = Noted(storage.nbytes(), self.turn, shared=self._sharing)
+        noted.watch = weakref.ref(storage, partial(self._died, key))
+
+    def keep(self, key: int) -> None:
+        """A storage does not leave any more."""
+        self.use(key, True)
+        if key in self._all:
+            self._all[key].stays = True
+
+    def give_up(self, key: int) -> None:
+        """Somebody else keeps a storage from now on."""
+        self._all.pop(key, None)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Take what is made in the body for memory that all lanes share."""
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing = False
+
+    @property
+    def untouched(self) -> int:
+        """Bytes that this turn has not touched, and that may be away."""
+        return sum(one.size for one in self._leaving() if one.turn < self.turn)
+
+    @property
+    def holds(self) -> int:
+        """Bytes that may leave."""
+        return sum(one.size for one in self._leaving())
+
+    @property
+    def known(self) -> int:
+        """Bytes that all lanes share, or that may leave."""
+        return sum(one.size for one in self._all.values() if one.shared or not one.stays)
+
+    def _leaving(self) -> Iterator[Noted]:
+        return (one for one in self._all.values() if not (one.stays or one.shared))
+
+    def _died(self, key: int, _watch: Any) -> None:
+        self._all.pop(key, None)
+
+
+class Alone:
+    """A meeting of one lane: what all lanes would find together has the same shapes.
+
+    Args:
+        notes: of the lane.
+        ended: told that a turn has ended.
+    """
+
+    def __init__(self, notes: Notes, ended: Callable[[], None]) -> None:
+        self._notes, self._ended = notes, ended
+
+    def reduce(
+        self, key: Any, part: Any, add: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
+    ) -> Any:
+        """End a turn; what is made of all parts is made once for all lanes."""
+        del key, add
+        self._ended()
+        with self._notes.sharing():
+            total = finish(part)
+            if isinstance(total, Moments):
+                _ = total.variance  # it is kept with them
+        return total
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Do it alone; what all would hold is not known."""
+        del key
+        self._notes.unknown = True
+        return combine([part])[0]
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """The same."""
+        del key
+        self._notes.unknown = True
+        return rows, 0
+
+
+class Touching(Paging):  # type: ignore[no-untyped-call]
+    """Notes after every kernel what is untouched.
+
+    Args:
+        notes: of the lane.
+        meter: counts events, inside this.
+
+    Attributes:
+        untouched: event -> bytes; of an event in which several kernels ran, the fewest.
+    """
+
+    def __init__(self, notes: Notes, meter: Meter) -> None:
+        super().__init__(notes)
+        self._notes, self._meter = notes, meter
+        self.untouched: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        event, now = self._meter.events - 1, self._notes.untouched
+        self.untouched[event] = min(now, self.untouched.get(event, now))
+        return result
+
+
+class Turns:
+    """Runs each micro-batch of a rehearsal as a lane; the last of them counts.
+
+    Args:
+        meter: counts the bytes of the rehearsal.
+        case: what is rehearsed.
+    """
+
+    def __init__(self, meter: Meter, case: Case) -> None:
+        self._meter, self._case = meter, case
+        self._notes = Notes(case.device)
+        self._untouched: dict[int, int] = {}
+        self._ends: list[tuple[int, int]] = []
+        self._begin = self._there = self._stays = 0
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
+        del size, first
+        self._notes = notes = Notes(self._case.device)
+        self._begin, self._there = self._meter.events, self._meter.live
+        self._stays, self._ends = 0, []
+        tracked = Tracked(counters(self._case.modules))
+        norms = MeetingNorms(tracked, partial(keep, notes), moments=_moments)
+        touching = Touching(notes, self._meter)
+        with touching, meeting_in(Alone(notes, self._end)), norms:
+            work()
+        self._end()
+        self._untouched = touching.untouched
+
+    def _end(self) -> None:
+        """A turn of the lane has ended."""
+        self._ends.append((self._meter.events, self._notes.holds))
+        self._stays = max(self._stays, self._meter.live - self._there - self._notes.known)
+        self._notes.turn += 1
+
+    def lane(self, line: Timeline) -> Lane | None:
+        """Return the lane, of which `line` is the rehearsal; None where it has met for more."""
+        if self._notes.unknown:
+            return None
+        end = self._ends[-1][0]
+        live, events = line.live[self._begin : end].copy(), line.events[self._begin : end]
+        untouched = np.array([self._untouched.get(self._begin + t, 0) for t in range(len(events))])
+        column = line.owners.index(STEP)
+        untouched = np.minimum(untouched, live[:, column]).astype(np.int64)
+        live[:, column] -= untouched
+        kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
+        return Lane(kept, untouched, apart, self._stays)
+
+    def _apart(self, events: int) -> Bytes:
+        """Return what a lane holds at the begin of the turn of each event, or at its end."""
+        found, before, begin = np.zeros(events, np.int64), 0, 0
+        for event, holds in self._ends:
+            end = event - self._begin
+            found[begin:end] = max(before, holds)
+            before, begin = holds, end
+        return found
+
+
+def _moments(rows: Tensor) -> Moments:
+    """Return moments as they are made of rows with data, past all modes."""
+    mean = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+    return Moments(rows.numel() // max(rows.shape[1], 1), mean, torch.zeros_like(mean))
