@@ -89,7 +89,9 @@ def test_room_for_micro_batches_that_wait_is_theirs_as_long_as_there_are_any(mem
     firsts = {phase.name: phase.first for phase in step.phases}
     assert (waits[firsts[DIVIDED] :] > 0).all()
     assert not waits[: firsts[DIVIDED]].any()
-    assert waits.max() == owners(plan)[WAITING]
+    room = plan.memory.room
+    assert room is None or waits.max() <= room
+    assert step.ledger.at_peak() == owners(plan)
     assert sum(owners(plan).values()) == plan.memory.predicted
 
 
