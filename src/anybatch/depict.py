@@ -20,7 +20,7 @@ from anybatch.kinds import Allowed
 from anybatch.room import WAITING
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import joined
-from anybatch.touching import step_of
+from anybatch.touching import lane_of, step_of
 
 
 def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
@@ -41,11 +41,11 @@ def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
     if allowed.passes is not None:
         return replace(allowed.passes(), title=f"{title}, saved tensors away")
     parts = foreseen.phases(n, size, apart=allowed.apart)
-    lane = foreseen.lanes.get(n) if allowed.lanes else None
+    lane = lane_of(foreseen, n, size, rehearsed=False) if allowed.lanes else None
     if lane is not None:
-        step, room = step_of(lane, foreseen, n, size, memory.budget)
-        if room == memory.room and step.peak <= memory.predicted:
-            parts[DIVIDED] = step
+        found, room = step_of(lane, foreseen, n, size, memory.budget)
+        if room == memory.room and found.peak <= memory.predicted:
+            parts[DIVIDED] = found
     more = max(0, memory.predicted - joined(list(parts.values())).peak)
     if more and allowed.lanes:
         parts[DIVIDED] = parts[DIVIDED].plus({WAITING: more})

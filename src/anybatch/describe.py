@@ -71,7 +71,7 @@ def _shown(
 
     None where what a lane touches is not known.
     """
-    lane = lane_of(foreseen, n) if confirmed else foreseen.lanes.get(n)
+    lane = lane_of(foreseen, n, size, rehearsed=confirmed)
     if lane is None:
         return None
     step, room = step_of(lane, foreseen, n, size, budget)

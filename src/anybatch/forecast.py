@@ -62,7 +62,8 @@ class Forecast:
         pieces: bytes of the small gradients, which ranks sum in pieces.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         heard: sizes whose convolutions were listened to, and these.
-        lanes: sizes of which a lane was rehearsed, and these; None where that tells nothing.
+        lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
+            it was rehearsed; None where that tells nothing.
     """
 
     how: str
@@ -84,7 +85,9 @@ class Forecast:
         default_factory=dict, repr=False, compare=False
     )
     heard: dict[int, Hearing] = field(default_factory=dict, repr=False, compare=False)
-    lanes: dict[int, Lane | None] = field(default_factory=dict, repr=False, compare=False)
+    lanes: dict[tuple[int, int], Lane | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def meets_ranks(self) -> bool:

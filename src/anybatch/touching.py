@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,18 +42,23 @@ from anybatch.paging import Paging, keep
 from anybatch.room import Lane
 from anybatch.timeline import Bytes, Timeline
 
+LOSS = "the loss of all outputs"
+"""The event at which all outputs are joined."""
 
-def lane_of(foreseen: Forecast, n: int) -> Lane | None:
+
+def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) -> Lane | None:
     """Return a lane of `n` samples; None where that cannot be told without running others.
 
     Args:
         foreseen: what is known of such steps; it remembers the lanes that were rehearsed.
         n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        rehearsed: rehearse it where that was not done before. Default True.
     """
-    if n not in foreseen.lanes:
-        case = foreseen.case
-        foreseen.lanes[n] = None if case is None else _rehearsed(foreseen, case, n)
-    return foreseen.lanes[n]
+    key, case = (n, size if foreseen.look.coupled else 0), foreseen.case
+    if rehearsed and key not in foreseen.lanes:
+        foreseen.lanes[key] = None if case is None else _rehearsed(foreseen, case, n, size)
+    return foreseen.lanes.get(key)
 
 
 def step_of(
@@ -71,34 +77,38 @@ def step_of(
         The step at the kernels of a lane, and the room; None where all that waits may stay,
         negative where there is no room for one lane that runs.
     """
-    lanes = count_micro_batches(size, n)
-    held = merged(foreseen.held(size, divided=True), {STEP: lane.others(lanes)})
-    waits = lane.waits(lanes, size * foreseen.look.shows)
+    lanes, shown = count_micro_batches(size, n), size * foreseen.look.shows
+    joins = shown if foreseen.look.coupled else 0  # by one lane, so they do not leave any more
+    held = merged(foreseen.held(size, divided=True), {STEP: lane.others(lanes) + joins})
+    waits = lane.waits(lanes, shown - joins)
     room = lane.room(budget - total(held), waits)
     return lane.step(held, waits, room), room
 
 
-def _rehearsed(foreseen: Forecast, case: Case, n: int) -> Lane | None:
+def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None:
     if not _alike(foreseen, case):
         return None
     with case.mode():  # or there would be fewer of them than three, or the last one smaller
         case = few(case, n * MICRO_BATCHES)
     case = first_rows(case, n * MICRO_BATCHES)
+    coupled = foreseen.look.coupled
+    case = replace(case, size=size) if coupled else case
     watched: list[Turns] = []
 
     def sends(meter: Meter) -> Turns:
-        watched.append(Turns(meter, case))
+        watched.append(Turns(meter, case, coupled=coupled))
         return watched[0]
 
     line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
     (turns,) = watched
-    return turns.lane(line)
+    lane = turns.lane(line)
+    return lane if lane is None or not coupled else turns.with_loss(lane, line)
 
 
 def _alike(foreseen: Forecast, case: Case) -> bool:
     """Say whether a lane that is alone does what each of many does."""
     elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
-    if elsewhere or foreseen.look.coupled or not case.trains or case.device.type != "cpu":
+    if elsewhere or not case.trains or case.device.type != "cpu":
         return False
     half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between turns
     return not half and not torch.is_autocast_enabled(case.device.type)
@@ -235,12 +245,14 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
 
     Attributes:
         untouched: event -> bytes; of an event in which several kernels ran, the fewest.
+        most: the most bytes that may leave since this was last set.
     """
 
     def __init__(self, notes: Notes, meter: Meter) -> None:
         super().__init__(notes)
         self._notes, self._meter = notes, meter
         self.untouched: dict[int, int] = {}
+        self.most = 0
 
     def __torch_dispatch__(
         self,
@@ -253,6 +265,7 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         event, now = self._meter.events - 1, self._notes.untouched
         self.untouched[event] = min(now, self.untouched.get(event, now))
+        self.most = max(self.most, self._notes.holds)
         return result
 
 
@@ -262,32 +275,36 @@ class Turns:
     Args:
         meter: counts the bytes of the rehearsal.
         case: what is rehearsed.
+        coupled: in some turn lanes wait once more, for the loss of all outputs.
     """
 
-    def __init__(self, meter: Meter, case: Case) -> None:
-        self._meter, self._case = meter, case
+    def __init__(self, meter: Meter, case: Case, *, coupled: bool) -> None:
+        self._meter, self._case, self._coupled = meter, case, coupled
         self._notes = Notes(case.device)
-        self._untouched: dict[int, int] = {}
-        self._ends: list[tuple[int, int]] = []
+        self._touching = Touching(self._notes, meter)
+        self._ends: list[tuple[int, int, int]] = []
         self._begin = self._there = self._stays = 0
+        self._first: int | None = None
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
         del size, first
         self._notes = notes = Notes(self._case.device)
         self._begin, self._there = self._meter.events, self._meter.live
+        self._first = self._begin if self._first is None else self._first
         self._stays, self._ends = 0, []
         tracked = Tracked(counters(self._case.modules))
         norms = MeetingNorms(tracked, partial(keep, notes), moments=_moments)
-        touching = Touching(notes, self._meter)
-        with touching, meeting_in(Alone(notes, self._end)), norms:
+        self._touching = Touching(notes, self._meter)
+        with self._touching, meeting_in(Alone(notes, self._end)), norms:
             work()
         self._end()
-        self._untouched = touching.untouched
 
     def _end(self) -> None:
         """A turn of the lane has ended."""
-        self._ends.append((self._meter.events, self._notes.holds))
+        most = self._touching.most if self._coupled else 0
+        self._touching.most = 0
+        self._ends.append((self._meter.events, self._notes.holds, most))
         self._stays = max(self._stays, self._meter.live - self._there - self._notes.known)
         self._notes.turn += 1
 
@@ -297,24 +314,44 @@ class Turns:
             return None
         end = self._ends[-1][0]
         live, events = line.live[self._begin : end].copy(), line.events[self._begin : end]
-        untouched = np.array([self._untouched.get(self._begin + t, 0) for t in range(len(events))])
+        notes = self._touching.untouched
+        untouched = np.array([notes.get(self._begin + t, 0) for t in range(len(events))])
         column = line.owners.index(STEP)
         untouched = np.minimum(untouched, live[:, column]).astype(np.int64)
         live[:, column] -= untouched
         kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
         return Lane(kept, untouched, apart, self._stays)
 
+    def with_loss(self, lane: Lane, line: Timeline) -> Lane:
+        """Return the lane with the loss of all outputs, which the last of them computes.
+
+        It came before all lanes in the rehearsal. Where in a turn it comes does not matter: it is
+        counted beside the most that a turn has touched, and the most that waits.
+        """
+        before, kept = line.live[: self._first], lane.kept
+        if not self._first:
+            return lane
+        row, sums = before[int(before.sum(1).argmax())].copy(), kept.live.sum(1)
+        row[kept.owners.index(STEP)] += int(sums.max()) - min(self._there, int(sums.min()))
+        events, live = (*kept.events, LOSS), np.vstack([kept.live, row])
+        untouched = np.append(lane.untouched, lane.untouched.max())
+        apart = np.append(lane.apart, lane.apart.max())
+        return Lane(Timeline(kept.owners, events, live), untouched, apart, lane.stays)
+
     def _apart(self, events: int) -> Bytes:
         """Return what a lane holds at the begin of the turn of each event, or at its end."""
         found, before, begin = np.zeros(events, np.int64), 0, 0
-        for event, holds in self._ends:
+        for event, holds, most in self._ends:
             end = event - self._begin
-            found[begin:end] = max(before, holds)
+            found[begin:end] = max(before, holds, most)
             before, begin = holds, end
         return found
 
 
 def _moments(rows: Tensor) -> Moments:
-    """Return moments as they are made of rows with data, past all modes."""
+    """Return moments as they are made of rows with data, past all modes.
+
+    They count one value more a channel, as there are other rows.
+    """
     mean = rows.new_zeros(rows.shape[1], dtype=torch.float64)
-    return Moments(rows.numel() // max(rows.shape[1], 1), mean, torch.zeros_like(mean))
+    return Moments(rows.numel() // max(rows.shape[1], 1) + 1, mean, torch.zeros_like(mean))
