@@ -17,11 +17,10 @@ from dataclasses import replace
 from anybatch.case import MICRO_BATCHES
 from anybatch.forecast import DIVIDED, Forecast
 from anybatch.kinds import Allowed
+from anybatch.room import WAITING
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import joined
-
-WAITING = "waiting, at most"
-"""The owner of what micro-batches that wait for others may hold."""
+from anybatch.touching import lane_of, step_of
 
 
 def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
@@ -42,6 +41,11 @@ def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
     if allowed.passes is not None:
         return replace(allowed.passes(), title=f"{title}, saved tensors away")
     parts = foreseen.phases(n, size, apart=allowed.apart)
+    lane = lane_of(foreseen, n, size, rehearsed=False) if allowed.lanes else None
+    if lane is not None:
+        found, room = step_of(lane, foreseen, n, size, memory.budget)
+        if room == memory.room and found.peak <= memory.predicted:
+            parts[DIVIDED] = found
     more = max(0, memory.predicted - joined(list(parts.values())).peak)
     if more and allowed.lanes:
         parts[DIVIDED] = parts[DIVIDED].plus({WAITING: more})

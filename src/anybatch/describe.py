@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from anybatch._memory import Candidate, Memory
 from anybatch.choice import step_seconds
-from anybatch.forecast import Forecast
+from anybatch.forecast import Forecast, total
 from anybatch.kinds import Allowed
+from anybatch.touching import lane_of, step_of
 
 
 def describe(
@@ -42,11 +43,17 @@ def describe(
     more = peak - sum(owners.values())
     owner = "gradients" if apart and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)
+    predicted, room = peak, 0 if not lanes else _room(budget - peak, owners, -(-size // n))
+    if lanes:
+        shown = _shown(foreseen, n, size, budget, confirmed=confirmed)
+        owners, room = (owners, room) if shown is None else shown
+        predicted = min(budget, peak + foreseen.peak(size, size))
+        predicted = predicted if shown is None else total(owners)
     memory = Memory(
         budget=budget,
         source=source,
-        predicted=min(budget, peak + foreseen.peak(size, size)) if lanes else peak,
-        room=_room(budget - peak, owners, -(-size // n)) if lanes else 0,
+        predicted=predicted,
+        room=room,
         owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
         floor=foreseen.peak(1, size),
         whole=foreseen.peak(size, size),
@@ -55,6 +62,22 @@ def describe(
     )
     coupled = foreseen.look.coupled and not lanes
     return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
+
+
+def _shown(
+    foreseen: Forecast, n: int, size: int, budget: int, *, confirmed: bool
+) -> tuple[dict[str, int], int | None] | None:
+    """Return who holds what at the peak of a step in lanes, and the room of what waits.
+
+    None where what a lane touches is not known.
+    """
+    lane = lane_of(foreseen, n, size, rehearsed=confirmed)
+    if lane is None:
+        return None
+    step, room = step_of(lane, foreseen, n, size, budget)
+    if room is not None and room < 0:
+        return None
+    return max([step.at_peak(), *foreseen.beside(n, size)], key=total), room
 
 
 SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")

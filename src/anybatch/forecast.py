@@ -15,6 +15,7 @@ from anybatch.case import MICRO_BATCHES, Case, first_rows
 from anybatch.conv.heard import Hearing
 from anybatch.dice.weigh import largest_draw
 from anybatch.rehearse import Look
+from anybatch.room import Lane
 from anybatch.timeline import Line, Timeline
 
 ASIDE = "gradients set aside"
@@ -61,6 +62,8 @@ class Forecast:
         pieces: bytes of the small gradients, which ranks sum in pieces.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         heard: sizes whose convolutions were listened to, and these.
+        lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
+            it was rehearsed; None where that tells nothing.
     """
 
     how: str
@@ -82,6 +85,9 @@ class Forecast:
         default_factory=dict, repr=False, compare=False
     )
     heard: dict[int, Hearing] = field(default_factory=dict, repr=False, compare=False)
+    lanes: dict[tuple[int, int], Lane | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def meets_ranks(self) -> bool:

@@ -55,9 +55,9 @@ def all_gather(rows: Tensor) -> tuple[Tensor, int]:
     looked_at = any(isinstance(m, Guard) for m in _get_current_dispatch_mode_stack())
     if not alone and (looked_at or any(isinstance(mode, HeardNorms) for mode in modes)):
         raise GatherError("all_gather called in forward")
-    if alone and alone[0].rows:
-        return _stand_in(rows, alone[0].rows), 0
     meeting = here()
+    if alone and alone[0].rows and meeting is None:
+        return _stand_in(rows, alone[0].rows), 0
     if meeting is None:
         return rows, 0
     empty = any(isinstance(mode, MeetingNorms) and mode.empty for mode in modes)

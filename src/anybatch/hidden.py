@@ -1,11 +1,12 @@
 """What a kernel's results hold, and a rehearsal on tensors without data does not show.
 
 A kernel on fakes returns the shapes that torch's formulas for them name, and some of these are not
-what the real kernel returns. Two kinds are known:
+what the real kernel returns. Three kinds are known:
 
     a mean     its scalar lies in the memory of all its terms
     an LSTM    what its forward keeps for backward is foreseen as empty, and its backward returns
                the gradients of two biases, foreseen as one
+    BatchNorm  a gradient of its input that nobody has asked for is foreseen, and not made
 
 What an LSTM keeps is the library's secret: some buffers, each of so many bytes a row and
 rounded up to a page. So a few rows of zeros are run once, and r rows are bounded by
@@ -45,6 +46,9 @@ RECURRENT = "aten.mkldnn_rnn_layer.default"
 BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 """Its backward."""
 
+NORMALISED = "aten.native_batch_norm_backward.default"
+"""The backward of BatchNorm; its last argument says which results are asked for."""
+
 BIASES = 3, 4
 """Which of its results are the gradients of the two biases."""
 
@@ -78,6 +82,8 @@ def completed(name: str, args: tuple[Any, ...], result: Any, spare: int) -> Any:
         return _with_workspace(args, result, spare)
     if name == BACKWARD:
         return _with_both_biases(result)
+    if name == NORMALISED and not args[-1][0]:
+        return None, *result[1:]
     return result
 
 

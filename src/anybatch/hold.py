@@ -36,16 +36,20 @@ class Held:
         used: the turn in which it was used last.
         state: HERE, LEAVING (being copied out), AWAY (without memory), COMING (being copied in).
         kept: a copy of its bytes is in the store, or on its way there.
+        leaves: it was used while it was copied out; until that has ended, whoever lets go of it,
+            its memory is there, so it counts with what waits.
         stays: it does not leave: more than one lane has used it, or its address is known.
         job: the copy that was started last, until it is known to have ended.
     """
 
-    __slots__ = ("job", "kept", "lane", "number", "size", "state", "stays", "storage", "used")
+    __slots__ = (
+        *("job", "kept", "lane", "leaves", "number", "size", "state", "stays", "storage", "used"),
+    )
 
     def __init__(self, storage: Any, size: int, lane: int, number: int, used: int) -> None:
         self.storage, self.size, self.lane, self.number = storage, size, lane, number
         self.used, self.state = used, HERE
-        self.kept = self.stays = False
+        self.kept = self.stays = self.leaves = False
         self.job: Job | None = None
 
 
@@ -110,6 +114,7 @@ class Hold:
             job.work = None  # with what it holds: here, where the bytes are counted
             if held.job is job:
                 held.job = None
+                self._free(key, held)
                 if job.error is not None:
                     self._failed(key, held)
                 self._copier.wait(job)
@@ -124,7 +129,9 @@ class Hold:
 
     def touch(self, key: int, held: Held, turn: int) -> None:
         """A storage is used in a turn; it will be here."""
-        if held.used < self.since and key in self.movable:
+        if held.state == LEAVING and held.used < self.since:
+            held.leaves = True
+        if held.used < self.since and key in self.movable and not held.leaves:
             self.touched += held.size
         held.used = turn
         if held.state != HERE:
@@ -203,6 +210,8 @@ class Hold:
             try:
                 self._copier.wait(job)
             finally:
+                job.work = None
+                self._free(key, held)
                 self._drop(key, held)
         self._drop(key, held)
 
@@ -286,7 +295,14 @@ class Hold:
         if held.state == COMING:
             assert held.job is not None
             self._copier.wait(held.job)
+            held.job.work = None
             held.job, held.state = None, HERE
+
+    def _free(self, key: int, held: Held) -> None:
+        """Take in that a copy out has ended: what was used meanwhile counts as used."""
+        if held.leaves and held.used >= self.since and key in self.movable:
+            self.touched += held.size
+        held.leaves = False
 
     def _died(self, key: int, _watch: Any) -> None:
         self._dead.append(key)
@@ -295,14 +311,14 @@ class Hold:
         """Count what is here and may leave."""
         self.movable[key] = held
         self.here += held.size
-        if held.used >= self.since:
+        if held.used >= self.since and not held.leaves:
             self.touched += held.size
 
     def _discount(self, key: int, held: Held) -> None:
         """Count it no more: it is away, gone, or stays."""
         if self.movable.pop(key, None) is not None:
             self.here -= held.size
-            if held.used >= self.since:
+            if held.used >= self.since and not held.leaves:
                 self.touched -= held.size
             if held.state == LEAVING:
                 self.going -= held.size

@@ -83,14 +83,19 @@ class Pager:
         self.around(lane)
 
     def around(self, lane: int) -> None:
-        """A lane goes on with its next turn."""
+        """A lane goes on with its next turn.
+
+        What it has used until now waits from here on, where what waits has room of its own.
+        """
+        if self.limit is None and not self._turns:
+            self._untouched()
         self._hold.settle()
         self._turn += 1
         self._lane = lane
         turn = self._number[lane] = self._number.get(lane, 0) + 1
         self._book.begin(lane, turn)
         allowed = self._allowed()
-        self._send_others(min(allowed, self._beside(lane, turn)), allowed, {})
+        self._send_others(min(allowed, self._beside(lane, turn)), allowed, {lane: -1})
         self._called = self._noted = self._made = 0
         self._away_next = None
         self._call_next()
@@ -272,8 +277,11 @@ class Pager:
             pass
 
     def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
-        """Sort what is needed much later first, then lanes that are far from their turn."""
-        turn = self._coming(held.lane)
+        """Sort what is needed much later first, then lanes that are far from their turn.
+
+        Of the lane that runs, at distance -1, its turn has come.
+        """
+        turn = self._coming(held.lane) - (distance.get(held.lane, 0) < 0)
         if self._book.shown(turn, held.lane):
             later = held.number not in self._book.used(turn)
         else:

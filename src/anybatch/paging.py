@@ -6,8 +6,8 @@ does, so there is no such mode where nothing will have to leave (`anybatch.locks
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,32 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.meter import tensors_in
-from anybatch.pager import Pager, key_of
+from anybatch.pager import key_of
 
 PLAIN = frozenset({Tensor, Parameter})
 OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
 """Types that hold no tensor; asked for first, because every kernel has some."""
+
+
+class Keeper(Protocol):
+    """Who hears of every kernel: a pager, or who takes notes of what one would hear."""
+
+    limit: int | None
+
+    def before(self, keys: Iterable[int]) -> None:
+        """Make room for what a kernel needs, where there is a limit."""
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """Take in the storage of a tensor that a kernel has made."""
+
+    def keep(self, key: int) -> None:
+        """Bring a storage's memory back for good."""
+
+    def give_up(self, key: int) -> None:
+        """Have a storage's memory here, and leave it to somebody else from now on."""
 
 
 class Paging(TorchDispatchMode):
@@ -31,7 +52,7 @@ class Paging(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Keeper) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._writes: dict[Any, bool] = {}
@@ -104,7 +125,7 @@ class Paging(TorchDispatchMode):
             self._take(list(value.values()), given)
 
 
-def keep(pager: Pager, tensor: Tensor) -> None:
+def keep(pager: Keeper, tensor: Tensor) -> None:
     """Bring a tensor's memory back for good: its address is known to somebody."""
     for inner in _inside(tensor):
         key = key_of(inner)

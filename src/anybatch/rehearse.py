@@ -60,6 +60,7 @@ class Look:
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
         lanes: micro-batches wait for each other.
+        shows: bytes of the outputs of a sample.
     """
 
     layout: Layout
@@ -67,6 +68,7 @@ class Look:
     coupled: bool = False
     loss: str = ""
     lanes: bool = False
+    shows: int = 0
 
 
 def look(case: Case, n: int) -> tuple[Timeline, Look]:
@@ -92,7 +94,8 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
             step.forward(whole)
             del kept
     copies = written(whole) or written(part)
-    return meter.timeline(), Look(layout, copies, lanes=case.lanes)
+    shows = -(-sum(bytes_of(t) for _, t in tree.tensors(outputs)) // whole.size)
+    return meter.timeline(), Look(layout, copies, lanes=case.lanes, shows=shows)
 
 
 Sends = Callable[[Meter], Away]

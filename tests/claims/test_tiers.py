@@ -24,6 +24,7 @@ TIERS = {
     "parts of plans": "_divisions _memory _pace _scale",
     "cards": "cards",
     "pure": "_plan timeline choice",
+    "room": "room",
     "sharing": "sharing",
     "profiling": "profiling",
     "above": "above duel",
@@ -34,7 +35,7 @@ TIERS = {
     "graph step guard look records refusals memory_errors retry "
     "hidden meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen checksums stores copier book hold pager paged paging slots turns lanes "
-    "surroundings ranks dice gathered segments states.optimizers states.parts",
+    "notes surroundings ranks dice gathered segments states.optimizers states.parts",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
@@ -44,7 +45,7 @@ TIERS = {
     "lockstep": "lockstep",
     "rehearsal": "rehearse",
     "probe": "diagnose forecast probe",
-    "ladder": "ladder lean widths",
+    "ladder": "ladder lean widths touching",
     "budget": "budget",
     "foreseen": "foreseen describe depict leaving narrow",
     "staying": "staying",
@@ -66,8 +67,8 @@ TIERS = {
 LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
 WITHOUT_TORCH = {
-    *("base", "parts of plans", "cards", "pure", "profiling", "sharing", "above", "outofcore"),
-    *("scale", "scaled"),
+    *("base", "parts of plans", "cards", "pure", "room", "profiling", "sharing", "above"),
+    *("outofcore", "scale", "scaled"),
 }
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 

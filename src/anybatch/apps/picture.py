@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from anybatch.apps.faults import MissingExtraError
-from anybatch.depict import WAITING
 from anybatch.outofcore.unroll import COPIED, LEAVING, REST, RETURNING, SAVED, THERE
+from anybatch.room import WAITING
 from anybatch.step_timeline import ABOVE, Move, StepTimeline, facts
 from anybatch.units import show_bytes
 

@@ -93,6 +93,7 @@ class MeetingNorms(Norms):
         keep: told of tensors whose memory is read past all kernels. Default nobody.
         empty: the rows are there for the form only: they count nothing, and nothing flows back.
             Default False.
+        moments: of rows; default `moments_of`. A rehearsal needs their shapes only.
 
     Attributes:
         again: what is computed now was computed before, so no statistics move.
@@ -105,10 +106,11 @@ class MeetingNorms(Norms):
         keep: Callable[[Tensor], None] | None = None,
         *,
         empty: bool = False,
+        moments: Callable[[Tensor], Moments] = moments_of,
     ) -> None:
         super().__init__(tracked.counters)
         self.again, self.empty = False, empty
-        self._tracked, self._keep = tracked, keep
+        self._tracked, self._keep, self._moments = tracked, keep, moments
         self._mine: dict[int, int] = {}
         self._moved: dict[int, int] = {}
 
@@ -126,7 +128,7 @@ class MeetingNorms(Norms):
         key = id(running[0]), id(weight) if own else None
         name = self._tracked.name(running[0], weight if own else None)
         place = BatchPlace(name, key, empty=self.empty)
-        out, total = batch_norm(x, weight, bias, eps, place)
+        out, total = batch_norm(x, weight, bias, eps, place, self._moments)
         for shared in (total.mean, total.squares, total.variance):
             self.escapes(shared)  # by all parts, and read past all modes
         if not self.again:
@@ -171,6 +173,7 @@ def batch_norm(
     bias: Tensor | None,
     eps: float,
     layer: BatchPlace | None = None,
+    moments: Callable[[Tensor], Moments] = moments_of,
 ) -> tuple[Tensor, Moments]:
     """Normalise [n, C, ...] by the moments of all parts of the batch.
 
@@ -180,6 +183,7 @@ def batch_norm(
         bias: [C], or None.
         eps: added to the variance.
         layer: tells layers apart; other parts must be in the same one. Default: the only one.
+        moments: of rows. Default `moments_of`.
 
     Returns:
         The part normalised, and the moments.
@@ -202,7 +206,7 @@ def batch_norm(
         words += f" ({layer.name})" if layer.name else ""
         rows = x.detach()  # a kernel: what is away comes back
         with Unseen(rows):
-            part = moments_of(rows[:0] if layer.empty else rows)
+            part = moments(rows[:0] if layer.empty else rows)
         total = reduce(Place(words, (layer.key, eps)), part, _together, finish)
     out: Tensor = _Normalise.apply(x, weight, bias, total, eps, layer)  # type: ignore[no-untyped-call]
     return out, total

@@ -1,0 +1,89 @@
+"""The room of lanes that wait: what a budget leaves beside the kernel that needs the most.
+
+The lane that runs needs of its own memory only what the kernels of its turn touch. What it has made
+in earlier turns may be away until then, as that of all other lanes may. So a step in lanes is, at
+every kernel t of a turn, what is there in any case and what has been touched in this turn (`kept`),
+and beside it what waits. No more waits than there is room for, nor than all lanes have made:
+
+    room      = budget - max_t kept_t
+    waits_t   = untouched_t + (lanes - 1) * max(a lane's bytes at the begin of the turn, at its end)
+    predicted = max_t (kept_t + min(room, waits_t))
+
+Other lanes stand at one of the two ends of the turn, because a lane waits nowhere else. Where all
+that waits fits, nothing leaves at all.
+
+No torch here: a lane is data.
+
+Source: design of this project, sections 2 (one ledger) and 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from anybatch.timeline import Bytes, Timeline
+
+WAITING = "waiting, at most"
+"""The owner of what micro-batches that wait for others may hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A lane of a step, kernel by kernel, as its rehearsal has shown it; all of it in bytes.
+
+    Attributes:
+        kept: owner -> what is there and may not leave: what is there once for all lanes, and what
+            the turn of this lane has touched.
+        untouched: [events] what this lane has made in earlier turns and not touched in this one.
+        apart: [events] what a lane holds that has not begun this turn, or has ended it: the more.
+        stays: what each lane has of its own and that may not leave; one lane's is in `kept`.
+    """
+
+    kept: Timeline
+    untouched: Bytes
+    apart: Bytes
+    stays: int = 0
+
+    def waits(self, lanes: int, shown: int = 0) -> Bytes:
+        """Return the most that all of `lanes` hold, beside what is kept, at each event.
+
+        Args:
+            lanes: how many.
+            shown: bytes of outputs that are kept for an observer. Default 0.
+
+        Returns:
+            [events]
+        """
+        return self.untouched + (lanes - 1) * self.apart + shown
+
+    def others(self, lanes: int) -> int:
+        """Return what all lanes but one have of their own and that may not leave."""
+        return (lanes - 1) * self.stays
+
+    def room(self, budget: int, waits: Bytes) -> int | None:
+        """Return the room of what waits; None where all of it may stay, negative for no room.
+
+        Args:
+            budget: bytes for kept and waiting ones.
+            waits: as above.
+        """
+        kept = self.kept.live.sum(1)
+        if int((kept + waits).max(initial=0)) <= budget:
+            return None
+        return budget - int(kept.max(initial=0))
+
+    def step(self, held: Mapping[str, int], waits: Bytes, room: int | None) -> Timeline:
+        """Return the step as it passes beside what is `held` all the time, by owner.
+
+        Args:
+            held: owner -> bytes.
+            waits: as above.
+            room: of these; None lets all of it stay.
+        """
+        ledger = self.kept.plus({**held, WAITING: 0})
+        there = waits if room is None else np.minimum(waits, room)
+        ledger.live[:, ledger.owners.index(WAITING)] += there
+        return ledger
