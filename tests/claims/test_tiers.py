@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -106,23 +107,40 @@ def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def imports(tree: ast.Module, modules: set[str]) -> Iterator[Import]:
+def imports(text: str, modules: set[str]) -> Iterator[Import]:
     """Every import of a file; `from package import x` is of `package.x` where that is a module."""
+    for node, inside in read(text).imports:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            package = "." * node.level + (node.module or "")
+            joined = [f"{package}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else package for name in joined]
+        for name in dict.fromkeys(names):
+            yield Import(name, node.lineno, inside)
+
+
+class Read(NamedTuple):
+    """What a file says: its import statements, each with whether it is inside a function."""
+
+    imports: list[tuple[ast.Import | ast.ImportFrom, bool]]
+    only_docstring: bool
+
+
+@cache
+def read(text: str) -> Read:
+    """What a file says. Of a copy of all files with one changed, only that one is new."""
+    tree = ast.parse(text)
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     inner = {
         id(sub) for node in ast.walk(tree) if isinstance(node, functions) for sub in walk(node)
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            package = "." * node.level + (node.module or "")
-            joined = [f"{package}.{alias.name}" for alias in node.names]
-            names = [name if name in modules else package for name in joined]
-        else:
-            continue
-        for name in dict.fromkeys(names):
-            yield Import(name, node.lineno, id(node) in inner)
+    found = [
+        (node, id(node) in inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    return Read(found, len(tree.body) == 1 and ast.get_docstring(tree) is not None)
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -158,22 +176,22 @@ def edge_fault(module: str, found: Import) -> str | None:
 
 def faults(source: Path) -> list[str]:
     """Everything that breaks the layers below `source`, one sentence each."""
-    trees = {module_name(p, source): ast.parse(p.read_text()) for p in source.rglob("*.py")}
+    texts = {module_name(p, source): p.read_text() for p in source.rglob("*.py")}
     packages = {module_name(p, source) for p in source.rglob("__init__.py")} - {FRONT}
     found = [
         f"{module} is in {len(tiers_of(module))} tiers, not in one"
-        for module in sorted(trees)
+        for module in sorted(texts)
         if len(tiers_of(module)) != 1
     ]
     if found:
         return found
     for package in sorted(packages):
-        if len(trees[package].body) != 1 or ast.get_docstring(trees[package]) is None:
+        if not read(texts[package]).only_docstring:
             found.append(f"{package}/__init__ must be a docstring and nothing else")
     graph: dict[str, set[str]] = {}
-    for module, tree in sorted(trees.items()):
-        every = list(imports(tree, set(trees)))
-        graph[module] = {one.name for one in every if one.name in trees}
+    for module, text in sorted(texts.items()):
+        every = list(imports(text, set(texts)))
+        graph[module] = {one.name for one in every if one.name in texts}
         for one in every:
             fault = edge_fault(module, one)
             if fault is not None:

@@ -123,10 +123,16 @@ def small(make: Any, budget: int) -> Plan:
     raise AssertionError
 
 
-@pytest.mark.parametrize("name", ["transformer", "LSTM", "BatchNorm"])
-def test_a_plan_lets_parameters_leave_where_a_step_does_not_fit_without(name: str) -> None:
+TIMES = {"transformer": 5.2, "LSTM": 1.85, "BatchNorm": 1.0}
+"""Of the bytes of the parameters: about the least that a step fits in."""
+
+
+@pytest.mark.parametrize(("name", "times"), TIMES.items())
+def test_a_plan_lets_parameters_leave_where_a_step_does_not_fit_without(
+    name: str, times: float
+) -> None:
     model, loss_fn, *batch = case(name)
-    whole = sum(p.nbytes for p in model.parameters())
+    whole = int(times * sum(p.nbytes for p in model.parameters()))
     optimizer = adamw(model.parameters())
     make = partial(anybatch.plan, model, loss_fn, tuple(batch), optimizer=optimizer, timed=False)
     before = all_of(model, optimizer)
