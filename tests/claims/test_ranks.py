@@ -22,8 +22,9 @@ from tests.oracle import assert_exact, state_after
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
-from anybatch import Engine
+from anybatch import Engine, LazyBatch
 from anybatch.exactness import error_of
 
 SHARDS = {
@@ -121,3 +122,51 @@ def test_every_loss_is_that_of_all_ranks(pool: tuple[int, Pool], at: int) -> Non
     for got in found:
         assert_exact(got, want, noise_of(problem, want))
         assert all(torch.equal(got[name], found[0][name]) for name in got)
+
+
+def ragged(size: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Rows whose targets are ignored here and there, on rank 0 nearly all, and the shards."""
+    x, y = torch.randn(N, 5, dtype=torch.float64), torch.randint(3, (N,))
+    sizes = SHARDS[size]["uneven"]
+    y[: sizes[0] - 1] = -100
+    y[N - 2] = -100
+    return x, y, sizes
+
+
+def normed() -> nn.Module:
+    """Return a network whose samples meet on the way to its loss."""
+    layers = nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+    return nn.Sequential(*layers).double()
+
+
+def of_loader(rank: int, size: int, micro_batch: int) -> Any:
+    """Train one step of rows that are loaded on the way: what divides them is known at the end."""
+    model, (x, y, sizes) = normed(), ragged(size)
+    rows = TensorDataset(shard(x, sizes, rank), shard(y, sizes, rank))
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, nn.CrossEntropyLoss(), micro_batch=micro_batch)
+        return engine.backward(LazyBatch(rows))
+
+    return state_after(model, run)
+
+
+@pytest.mark.parametrize("micro_batch", [3, 22])
+def test_a_denominator_known_at_the_end_is_one_for_all_ranks(
+    pool: tuple[int, Pool], micro_batch: int
+) -> None:
+    size, workers = pool
+    model, (x, y, _) = normed(), ragged(size)
+    want = state_after(model, lambda m: by_one(m, x, y))
+    order = torch.randperm(N)
+    noise = error_of(state_after(model, lambda m: by_one(m, x[order], y[order])), want)
+    for got in workers.run(of_loader, micro_batch):
+        assert_exact(got, want, noise)
+
+
+def by_one(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Run torch's own step."""
+    loss = nn.CrossEntropyLoss()(model(x), y)
+    loss.backward()
+    found: Tensor = loss.detach()
+    return found
