@@ -48,11 +48,17 @@ class Heard(dict[str, Any]):
 
 
 class Sizes:
-    """The shapes that a form of loss had, by the number of samples; the first two are enough."""
+    """The shapes that a form of loss had, by the number of samples; the first two are enough.
+
+    A copy of the model that is rehearsed without data shows them too.
+    """
 
     def __init__(self) -> None:
         self.by_form: dict[Any, dict[int, Shapes]] = {}
         self.checked: set[Any] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sizes:
+        return self
 
     def note(self, heard: Heard) -> None:
         """Take in a forward."""
