@@ -28,16 +28,19 @@ class Seen(transformers.TrainerCallback):
 
     def __init__(self) -> None:
         self.batches: list[dict[str, Tensor]] = []
+        self.rows: list[list[Row]] = []
         self.before: list[nn.Module] = []
         self.after: list[dict[str, Tensor]] = []
         self.calls: list[str] = []
         self.trainer: Any = None
+        self.wide = True
 
     def collate(self, rows: list[Row]) -> Row:
-        batch = {
-            name: x.double() if x.is_floating_point() else x for name, x in collate(rows).items()
-        }
+        batch = collate(rows)
+        if self.wide:
+            batch = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
         self.batches.append(batch)
+        self.rows.append(rows)
         return dict(batch)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
@@ -58,7 +61,8 @@ class Seen(transformers.TrainerCallback):
 
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy without gradients, and without what accelerate has put around forward."""
-    kept = {name: vars(model).pop(name) for name in ("forward", "_original_forward") if name in vars(model)}
+    around = [name for name in ("forward", "_original_forward") if name in vars(model)]
+    kept = {name: vars(model).pop(name) for name in around}
     try:
         copied = copy.deepcopy(model)
     finally:
@@ -72,7 +76,13 @@ def arguments(folder: Any, **given: Any) -> Any:
 
 
 def train(
-    kind: Any, model: nn.Module, rows: list[Row], folder: Any, how: dict[str, Any] | None = None, **given: Any
+    kind: Any,
+    model: nn.Module,
+    rows: list[Row],
+    folder: Any,
+    how: dict[str, Any] | None = None,
+    resume: str | None = None,
+    **given: Any,
 ) -> tuple[Any, Seen]:
     """Return the trainer after training, and what was seen.
 
@@ -82,9 +92,11 @@ def train(
         rows: the data set.
         folder: for its files.
         how: what the trainer takes beside.
+        resume: the checkpoint to go on from.
         given: training arguments.
     """
     seen = Seen()
+    seen.wide = next(model.parameters()).dtype == torch.float64
     trainer = kind(
         model,
         arguments(folder, **given),
@@ -94,5 +106,5 @@ def train(
         **(how or {}),
     )
     seen.trainer = trainer
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, seen

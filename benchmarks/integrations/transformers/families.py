@@ -56,10 +56,14 @@ def language(count: int, seed: int) -> list[Row]:
         {
             "input_ids": text,
             "attention_mask": torch.ones_like(text),
-            "labels": torch.where(torch.arange(len(text)) < len(text) // 2 * (i % 3 == 0), -100, text),
+            "labels": torch.where(torch.arange(len(text)) < prompt(i, text), -100, text),
         }
         for i, text in enumerate(texts(count, seed))
     ]
+
+
+def prompt(place: int, text: Tensor) -> int:
+    return len(text) // 2 if place % 3 == 0 else 0
 
 
 def masked(count: int, seed: int) -> list[Row]:
@@ -181,13 +185,18 @@ def made(kind: Any, config: Any) -> nn.Module:
     return model
 
 
+CLASSES = bert("BertForSequenceClassification", num_labels=3)
 FAMILIES = [
     Family("GPT-2", gpt2, language),
     Family("Llama", llama, language),
     Family("BERT, masked tokens", bert("BertForMaskedLM"), masked),
-    Family("BERT, classes", bert("BertForSequenceClassification", num_labels=3), with_labels(one_class)),
-    Family("BERT, a number", bert("BertForSequenceClassification", num_labels=1), with_labels(one_number)),
-    Family("BERT, several labels", bert("BertForSequenceClassification", num_labels=3), with_labels(some_classes)),
+    Family("BERT, classes", CLASSES, with_labels(one_class)),
+    Family(
+        "BERT, a number",
+        bert("BertForSequenceClassification", num_labels=1),
+        with_labels(one_number),
+    ),
+    Family("BERT, several labels", CLASSES, with_labels(some_classes)),
     Family("BERT, tags", bert("BertForTokenClassification", num_labels=3), with_labels(tags)),
     Family("BERT, answers", bert("BertForQuestionAnswering"), with_labels(spans)),
     Family("T5", t5, language),

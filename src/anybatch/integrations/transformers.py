@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from anybatch.integrations.transformers_refused import (
     refuse_arguments,
     refuse_overridden,
 )
+from anybatch.integrations.transformers_resume import History
 from anybatch.loss.heard import OfModel, Overheard
 from anybatch.norm.adaptive import Adaptive
 from anybatch.units import show_bytes
@@ -47,9 +47,6 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 logger = logging.get_logger("transformers.trainer.anybatch")
-
-PLAN = "anybatch_plan.json"
-"""The plan in a checkpoint: a resumed training obeys it."""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -115,6 +112,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._given: GivenLoss | None = None
         self._made_for: tuple[int, int] = (0, 0)
         self._told: Plan | None = None
+        self._history = History()
         super().__init__(model, folded(given), *others, **named)
 
     def get_train_dataloader(self) -> Any:
@@ -142,7 +140,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self._given.items = self._items(num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
         with plain_forward(inner), self.accelerator.autocast(), self.compute_loss_context_manager():
+            self._history.replay(engine)
+            decided = engine._decisions
             loss = engine.backward(rows, labels, scaler=scaler)
+            if engine._decisions > decided or self._history.plan is None:
+                self._history.note(engine, rows, labels)
         self._tell(engine)
         return loss
 
@@ -169,9 +171,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.engine is None or self._made_for != made_for:
             self._heard = self._given = None
             subject, loss = self._loss_of(model)
-            asked = self._asked
-            if asked["plan"] is not None:
-                asked = {"plan": asked["plan"]}
+            plan = self._asked["plan"] or self._history.plan
+            asked = self._asked if plan is None else {"plan": plan}
             self.engine = Engine(subject, loss, optimizer=optimizer, **asked, **self._how)
             self._made_for = made_for
         return self.engine
@@ -200,14 +201,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save and self.engine is not None and self.engine.plan is not None:
-            Path(output_dir, PLAN).write_text(self.engine.plan.to_json())
+        if self.args.should_save:
+            self._history.save(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        there = None if checkpoint is None else Path(checkpoint, PLAN)
-        if there is not None and there.exists() and self._asked["plan"] is None:
-            self._asked["plan"] = Plan.from_json(there.read_text())
+        if checkpoint is not None and self._asked["plan"] is None:
+            self._history.load(checkpoint)
 
 
 def folded(args: Any) -> Any:

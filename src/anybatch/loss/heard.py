@@ -48,35 +48,36 @@ class Heard(dict[str, Any]):
 
 
 class Sizes:
-    """The shapes that a form of loss had, by the number of samples; the first two are enough.
+    """Whether a form of loss takes rows in proportion to the samples, as two sizes have shown.
 
-    A copy of the model that is rehearsed without data shows them too.
+    A copy of the model that is rehearsed without data shows it too.
     """
 
     def __init__(self) -> None:
-        self.by_form: dict[Any, dict[int, Shapes]] = {}
         self.checked: set[Any] = set()
+        self._apart: dict[Any, bool] = {}
+        self._first: dict[Any, tuple[int, Shapes]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sizes:
         return self
 
-    def note(self, heard: Heard) -> None:
-        """Take in a forward."""
-        if heard.terms is not None:
-            by_rows = self.by_form.setdefault(_form(heard.terms), {})
-            if len(by_rows) < 2 or heard.rows in by_rows:
-                by_rows[heard.rows] = _shapes(heard.terms)
+    def note(self, heard: Heard, inputs: Any) -> None:
+        """Take in a forward of some samples."""
+        if heard.terms is None or (form := _form(heard.terms)) in self._apart:
+            return
+        n, shapes = heard.rows, _shapes(heard.terms)
+        kind = form, tuple(t.shape[1:] for _, t in tree.tensors(inputs))
+        m, others = self._first.setdefault(kind, (n, shapes))
+        if n != m:
+            self._first.clear()
+            self._apart[form] = all(
+                weight == other and all(_grow(a, b, n, m) for a, b in zip(xs, ys, strict=True))
+                for (weight, xs), (other, ys) in zip(shapes, others, strict=True)
+            )
 
     def apart(self, terms: Weighted) -> bool:
-        """Say whether two sizes have shown rows in proportion to the samples."""
-        seen = list(self.by_form.get(_form(terms), {}).items())
-        if len(seen) < 2:
-            return False
-        (n, a), (m, b) = seen
-        return all(
-            mine == its and all(map(_grow, xs, ys, [n] * len(xs), [m] * len(xs)))
-            for (mine, xs), (its, ys) in zip(a, b, strict=True)
-        )
+        """Say whether it is so; not where one size is all that was seen."""
+        return self._apart.get(_form(terms), False)
 
 
 class Overheard(nn.Module):
@@ -105,7 +106,7 @@ class Overheard(nn.Module):
         heard.terms, heard.odd = hearing.combination(loss), tuple(hearing.odd)
         heard.rows = rows_of(inputs)
         self.logits = max((term.bytes for term in hearing.terms), default=0)
-        self.sizes.note(heard)
+        self.sizes.note(heard, inputs)
         if not torch.is_grad_enabled():  # else the logits would stay until their backward is done
             heard.update(_rest(outputs))
             heard["losses of"] = [_by_sample(t, heard.rows) for t in hearing.scores]
