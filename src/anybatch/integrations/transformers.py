@@ -28,13 +28,14 @@ from anybatch._plan import Plan
 from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
 from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
+from anybatch.integrations.transformers_padding import Trimmed
 from anybatch.integrations.transformers_refused import (
     WAY_OUT,
     refuse_arguments,
     refuse_overridden,
 )
 from anybatch.integrations.transformers_resume import History
-from anybatch.loss.heard import OfModel, Overheard
+from anybatch.loss.heard import OfModel
 from anybatch.norm.adaptive import Adaptive
 from anybatch.units import show_bytes
 
@@ -57,7 +58,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     collator; `args` are copied, and in the copy the first is the product and the second is 1. So a
     step is one batch of the loader: steps, epochs, logs, checkpoints and callbacks count as before,
     and ``on_substep_end`` is never called. With ``dataloader_drop_last`` the last batch of an epoch
-    is left out where it is not whole.
+    is left out where it is not whole. The batch is padded to its longest row by the collator; what
+    of that a micro-batch does not need is cut off again (`transformers_padding`).
 
     The loss of the model is heard (`anybatch.loss.heard`): a weighted sum of torch's own losses
     needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
@@ -108,7 +110,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.engine: Engine | None = None
         self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
         self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
-        self._heard: Overheard | None = None
+        self._heard: Trimmed | None = None
         self._given: GivenLoss | None = None
         self._made_for: tuple[int, int] = (0, 0)
         self._told: Plan | None = None
@@ -134,13 +136,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         engine = self._engine_for(inner)
         rows, labels = self._split(dict(inputs))
-        if self._heard is not None:
-            self._heard.training = inner.training
         if self._given is not None:
             self._given.items = self._items(num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
         with plain_forward(inner), self.accelerator.autocast(), self.compute_loss_context_manager():
             self._history.replay(engine)
+            if self._heard is not None:
+                self._heard.training = inner.training
+                rows = self._heard.ordered(rows)
             decided = engine._decisions
             loss = engine.backward(rows, labels, scaler=scaler)
             if engine._decisions > decided or self._history.plan is None:
@@ -186,7 +189,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             inner = getattr(getattr(model, "base_model", None), "model", model)
             name = type(inner if hasattr(model, "peft_config") else model).__name__
             return model, smoothed(self.label_smoother, shifts=name in CAUSAL.values())
-        self._heard = Overheard(model)
+        self._heard = Trimmed(model)
+        if self._how["rng"] == "batch":  # the draws of the undivided batch are for all columns
+            self._heard.trims = False
         return self._heard, OfModel(self._heard, WAY_OUT)
 
     def _tell(self, engine: Engine) -> None:

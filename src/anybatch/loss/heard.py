@@ -27,6 +27,7 @@ from anybatch.fakes import is_fake
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, rows_of
+from anybatch.loss.quiet import Quiet
 
 Weighted = list[tuple[float, HeardTerm]]
 Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
@@ -93,17 +94,20 @@ class Overheard(nn.Module):
         self.model = model
         self.training = model.training
         self.sizes = Sizes()
+        self.quiet = Quiet(model)
         self.logits = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Heard:
         """Run the model, and listen."""
         inputs = (args, kwargs)
         hearing = Hearing(inputs)
-        with hearing:
+        with self.quiet.around(hearing):
             outputs = self.model(*args, **kwargs)
         loss = first_loss(outputs)
         heard = Heard(loss=loss)
         heard.terms, heard.odd = hearing.combination(loss), tuple(hearing.odd)
+        if heard.terms is None:
+            self.quiet.forget()
         heard.rows = rows_of(inputs)
         self.logits = max((term.bytes for term in hearing.terms), default=0)
         self.sizes.note(heard, inputs)
@@ -204,6 +208,10 @@ class OfModel(Loss):
         """Say whether the parts make up the whole, and the first is what was heard; once a kind."""
         shapes = tuple(t.shape[1:] for _, t in tree.tensors(batch.inputs))
         kind = term.form, term.index, scope.size, scope.first.size, shapes
+        if not torch.as_tensor(term.count).is_cuda:  # which would have to be waited for
+            first = _counted(term, scope.first.inputs, scope.first.size, scope.first.size)
+            if first is None or float(first) != float(term.count):
+                return False
         if kind in self._model.sizes.checked:
             return True
         counts: list[known.Count | None] = [

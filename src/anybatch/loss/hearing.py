@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
 from anybatch.loss import known
-from anybatch.loss.replay import Recipe, Recipes, name_of
+from anybatch.loss.replay import Recipe, Recipes, name_of, touches
 from anybatch.loss.sums import Sum, arithmetic
 from anybatch.loss.terms import Term
 
@@ -55,6 +56,15 @@ class HeardTerm(Term):
         """What must be the same in every micro-batch."""
         options = {k: v for k, v in self.options().items() if k not in ALIKE}
         return self.name, tuple(sorted(options.items(), key=lambda pair: pair[0]))
+
+
+PLAIN, TOUCHES, LOSS = 1, 2, 3
+
+
+@cache
+def _kind(func: Any) -> int:
+    """Say whether a function matters: a forward calls hundreds, and waits for each answer."""
+    return LOSS if func in known.TABLE else TOUCHES if touches(func) else PLAIN
 
 
 class Hearing(TorchFunctionMode):
@@ -91,15 +101,18 @@ class Hearing(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer a known functional, follow its result and the labels, and let all else be."""
+        kind = _kind(func)
         kwargs = kwargs or {}
-        if func in known.TABLE:
+        if kind == PLAIN and not self._sums:
+            return func(*args, **kwargs)
+        if kind == LOSS:
             value = self._term(func, known.bind(func, args, kwargs))
             if value is not None:
                 return value
         result = func(*args, **kwargs)
         if self._sums and any(id(arg) in self._sums for arg in args):
             self._follow(name_of(func).strip("_"), args, kwargs, result)
-        else:
+        elif kind == TOUCHES:
             self._recipes.follow(func, args, kwargs, result)
         return result
 

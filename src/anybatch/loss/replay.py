@@ -83,18 +83,17 @@ class Recipes:
     def follow(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Note what a call made of known tensors.
+        """Note what a call made of known tensors, or wrote to.
 
         Args:
-            function: what was called.
+            function: what was called, of which `touches` said that it matters.
             args: with what.
             kwargs: with what by name.
             result: what it returned.
         """
-        name = name_of(function)
-        if _writes(name, kwargs):
-            self._forget(kwargs.get("out", args[0] if args else None))
-        elif name in PURE and isinstance(result, Tensor) and id(args[0]) in self._made:
+        if name_of(function) not in PURE:
+            self._forget(args[0] if args else None)
+        elif isinstance(result, Tensor) and args and id(args[0]) in self._made:
             given = [*tree.tensors((args, kwargs))]
             if all(id(tensor) in self._made for _, tensor in given):
                 there = tree.map_tensors(lambda t: self._made[id(t)], (args, kwargs))
@@ -119,9 +118,11 @@ def name_of(function: Any) -> str:
     return name if name != "__get__" else str(getattr(function.__self__, "__name__", ""))
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+def touches(function: Any) -> bool:
+    """Say whether a function may make a tensor that can be made again, or write to one."""
+    name = name_of(function)
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name.startswith(("__set", "__del", "__i")) or kwargs.get("out") is not None
+    return name in PURE or in_place or name.startswith(("__set", "__del", "__i"))
 
 
 def _mapped(value: Any, inputs: list[Tensor]) -> Any:
