@@ -3,9 +3,10 @@
 The truth is one forward of the undivided batch: what the model itself returns for all its rows.
 Small models with random weights stand for each kind; their rows have uneven lengths, prompts and
 tokens that are not predicted. *Undivided* is transformers.Trainer with the whole batch at once,
-*accumulated* the same batch in micro-batches of two. Its count of items is over the labels as they
-are given, which for some models is not what their loss divides by, even undivided; and models that
-do not take that count divide each micro-batch by its own.
+*accumulated* the same batch in micro-batches of two. It counts labels before it knows whether the
+model shifts them, which by the name of GPT-2's class it does not, so even the undivided gradient is
+too small there. A model that takes that count and ignores it is not divided at all: four times one
+micro-batch's mean. A model whose labels have other names is divided by the number of micro-batches.
 """
 
 from pathlib import Path

@@ -174,8 +174,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self.engine is None or self._made_for != made_for:
             self._heard = self._given = None
             subject, loss = self._loss_of(model)
-            plan = self._asked["plan"] or self._history.plan
-            asked = self._asked if plan is None else {"plan": plan}
+            asked = self._history.asked() or self._asked
+            if asked.get("plan") is not None:
+                asked = {"plan": asked["plan"]}
             self.engine = Engine(subject, loss, optimizer=optimizer, **asked, **self._how)
             self._made_for = made_for
         return self.engine

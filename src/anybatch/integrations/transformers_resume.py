@@ -2,10 +2,11 @@
 
 The first batch of a run is planned with a clock, and batches with longer samples are planned from
 shapes alone, from what was foreseen before. So a checkpoint keeps the first plan, and the shapes of
-the batches at which something was planned, in order; a resumed run obeys the one, and plans the
-others again on rows of zeros before its first step. Then it splits every batch as it would have.
+the batches at which something was planned, in order. A resumed run plans them again, on rows of
+zeros, before its first step, with the size that the clock chose. Then it splits every batch as the
+run would have that was never stopped.
 
-    planned:  8 x 11, clocked ── 8 x 14 ── 8 x 16      checkpoint      resumed: obeyed, again, again
+    planned:  8 x 11, clocked ── 8 x 14 ── 8 x 16     checkpoint     resumed: again, again, again
 """
 
 from __future__ import annotations
@@ -46,12 +47,25 @@ class History:
             shapes = {name: _shape(value) for name, value in inputs.items()}
             self._planned.append((shapes, _shape(labels) if isinstance(labels, Tensor) else None))
 
+    def asked(self) -> dict[str, Any]:
+        """Return what an engine is given to go on as before: a budget, a size or a plan."""
+        plan = self.plan
+        if plan is None:
+            return {}
+        if plan.memory is None:
+            return {"micro_batch": plan.micro_batch}
+        return {"memory": plan.memory.budget} if self._again else {"plan": plan}
+
     def replay(self, engine: Engine) -> None:
         """Plan again what was planned before the checkpoint."""
         again, self._again = self._again, []
-        for inputs, labels in again:
+        for place, (inputs, labels) in enumerate(again):
             rows = {name: _zeros(shape) for name, shape in inputs.items()}
-            engine.foresee(rows, None if labels is None else _zeros(labels), timed=False)
+            targets = None if labels is None else _zeros(labels)
+            if place == 0 and self.plan is not None:
+                engine._recall(self.plan.micro_batch, rows, targets)
+            else:
+                engine.foresee(rows, targets, timed=False)
 
     def save(self, folder: str) -> None:
         """Write it to a checkpoint's folder."""
@@ -66,7 +80,8 @@ class History:
             found = json.loads(path.read_text())
             self.plan = Plan.from_json(json.dumps(found["plan"]))
             self._planned = found["planned"]
-            self._again = list(self._planned)
+            simple = self.plan.memory is not None and self.plan.offload is None
+            self._again = list(self._planned) if simple else []
 
 
 def _shape(tensor: Tensor) -> Shape:
