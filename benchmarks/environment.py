@@ -10,7 +10,7 @@ import torch
 from anybatch.apps.allocator import running
 
 Environment = dict[str, str | int]
-PACKAGES = ("torch", "numpy", "mbp-pytorch", "accelerate", "lightning")
+PACKAGES = ("torch", "numpy", "mbp-pytorch", "accelerate", "lightning", "transformers")
 LARGE = str(1 << 30)  # bytes; glibc then keeps freed blocks instead of unmapping them
 MALLOC: dict[str, dict[str, str]] = {
     "default": {},

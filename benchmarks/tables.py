@@ -17,6 +17,7 @@ from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
+from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -136,6 +137,11 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "adaptive_speed_patience": ("agbn/adaptive_speed", agbn_speed.adaptive_speed_patience),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
+    "transformers": ("integrations/transformers", of_transformers.transformers),
+    "transformers_overhead": (
+        "integrations/transformers",
+        of_transformers.transformers_overhead,
+    ),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
 }
@@ -180,6 +186,7 @@ TITLES = {
     "guide_figures": "Guide: Figures 2 and 3, throughput and convergence by mini-batch",
     "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
+    "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -203,6 +210,7 @@ MORE = {
     "guide_figures": ("guide_figures_errors",),
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
+    "transformers": ("transformers_overhead",),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {

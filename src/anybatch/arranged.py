@@ -194,6 +194,12 @@ class Arranger:
                 partial(seconds_of_step, self._given, batch, modules),
             )
 
+    def recall(self, n: int) -> None:
+        """Take the size that an earlier run has chosen for what was planned last."""
+        assert self._last is not None
+        planner, kind = self._last
+        planner.recall(n, kind)
+
     def timeline(self) -> StepTimeline | None:
         """Return the step that was planned last as it passes; None where none was foreseen."""
         if self._last is None:

@@ -385,6 +385,17 @@ class Engine:
         with self._convolutions.step(waits=True):
             return self._given.reach.again(partial(self._crew.foreseeing, run))
 
+    def _recall(self, n: int, inputs: Any, targets: Any = None) -> None:
+        """Plan a batch as an earlier run did, which chose a micro-batch of `n` with a clock.
+
+        Args:
+            n: samples in a micro-batch.
+            inputs: of the same shapes as the batch that it was chosen for.
+            targets: the same.
+        """
+        self.foresee(inputs, targets, timed=False)
+        self._arranger.recall(n)
+
     def timeline(self) -> StepTimeline | None:
         """Return the step that was planned last as it passes: live bytes by owner at every event.
 

@@ -160,6 +160,16 @@ class Planner:
                 allowed, memory=replace(allowed.memory, predicted=peak + coming)
             )
 
+    def recall(self, n: int, kind: Kind) -> None:
+        """Take the size that an earlier run has chosen with a clock, instead of the present one.
+
+        Args:
+            n: samples in a micro-batch.
+            kind: of the batch that it was chosen for, and that has been planned again.
+        """
+        self._best = n, kind.elements
+        self._allowed.pop(self._foreseen.plain(kind), None)
+
     def _decide(self, asked: Asked) -> Allowed:
         kind, way = asked.kind, self.spill.way
         settled = self._of_plan(asked)

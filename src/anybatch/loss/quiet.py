@@ -1,0 +1,87 @@
+"""Parts of a model in which no loss is taken, and which run as if nobody listened.
+
+To hear a call costs some microseconds, and a forward makes hundreds; the loss is taken in the few
+after the last layer. So the first forward finds the parts in which none was taken, and from then on
+`Hearing` steps aside while one of them runs:
+
+    Llama:  model (quiet) │ lm_head (quiet) │ pad, [1:], cross_entropy     heard
+
+A part in which one was taken is looked into: its own parts are asked next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+from torch import nn
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
+
+from anybatch.loss.hearing import Hearing
+
+
+class Quiet:
+    """The parts of a model, and which of them are known to be quiet.
+
+    Args:
+        model: its children are asked first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._quiet: dict[nn.Module, bool] = dict.fromkeys(model.children(), False)
+        self._heard: dict[nn.Module, bool] = {}
+        self._handles: list[Any] = []
+        self._forwards = 0
+        self._stacks: dict[int, list[Hearing | int | None]] = {}
+
+    @contextmanager
+    def around(self, hearing: Hearing) -> Iterator[None]:
+        """Listen in the body, but in what is quiet; forwards of several lanes may run in turn."""
+        if self._forwards == 0:
+            for part in self._quiet:
+                self._handles.append(part.register_forward_pre_hook(self._enter))
+                self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+        self._forwards += 1
+        try:
+            with hearing:
+                yield
+        finally:
+            self._forwards -= 1
+            if self._forwards == 0:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
+                self._stacks.clear()
+                self._learn()
+
+    def forget(self) -> None:
+        """Listen everywhere from now on: a loss was taken where none had been."""
+        self._quiet.clear()
+
+    def _enter(self, part: nn.Module, _inputs: Any) -> None:
+        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        there: Hearing | int | None = None
+        if isinstance(top, Hearing):
+            there = _pop_mode() if self._quiet.get(part) else len(top.terms)  # type: ignore[no-untyped-call]
+        self._stacks.setdefault(get_ident(), []).append(there)
+
+    def _leave(self, part: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        there = self._stacks[get_ident()].pop()
+        if isinstance(there, Hearing):
+            _push_mode(there)  # type: ignore[no-untyped-call]
+        elif there is not None:
+            top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+            took = isinstance(top, Hearing) and len(top.terms) > there
+            self._heard[part] = took or self._heard.get(part, False)
+
+    def _learn(self) -> None:
+        heard, self._heard = self._heard, {}
+        for part, took in heard.items():
+            if not took:
+                self._quiet[part] = True
+            else:
+                del self._quiet[part]
+                self._quiet.update(dict.fromkeys(part.children(), False))

@@ -1,0 +1,63 @@
+"""History: a run that goes on from a checkpoint splits its batches as it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+from anybatch.integrations.transformers_resume import NAME, History
+from anybatch.loss.heard import OfModel, Overheard
+
+LENGTHS = (8, 20, 5, 33, 12, 40)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 16), nn.Linear(16, 9)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(input_ids))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def run(history: History, lengths: tuple[int, ...], folder: Path | None) -> list[int]:
+    """Return the micro-batch of each step; the history is saved before the fourth."""
+    torch.manual_seed(0)
+    ears = Overheard(Model())
+    engine = Engine(ears, OfModel(ears), **(history.asked() or {"memory": "96KiB"}))
+    history.replay(engine)
+    sizes = []
+    for at, length in enumerate(lengths):
+        ids = torch.randint(9, (24, length))
+        rows = {"input_ids": ids, "labels": ids}
+        decided = engine._decisions
+        engine.backward(rows)
+        ears.zero_grad()
+        if engine._decisions > decided:
+            history.note(engine, rows, None)
+        assert engine.last is not None
+        sizes.append(engine.last.micro_batch)
+        if folder is not None and at == 2:
+            history.save(str(folder))
+    return sizes
+
+
+def test_batches_of_any_length_are_split_as_before(tmp_path: Path) -> None:
+    whole = run(History(), LENGTHS, tmp_path)
+    assert len(set(whole)) > 1
+    resumed = History()
+    resumed.load(str(tmp_path))
+    assert run(resumed, LENGTHS[3:], None) == whole[3:]
+
+
+def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
+    history = History()
+    history.load(str(tmp_path))
+    history.save(str(tmp_path))
+    assert history.plan is None
+    assert not (tmp_path / NAME).exists()
