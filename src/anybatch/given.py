@@ -21,7 +21,7 @@ from anybatch.batchnorm import BatchStatisticsError, GatherError, training_batch
 from anybatch.case import Case
 from anybatch.errors import AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
-from anybatch.loss.declared import Inside, Loss
+from anybatch.loss.declared import Loss
 from anybatch.modules import Modules, is_spread, parameters, walk
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.paged import paged
@@ -80,7 +80,7 @@ class Given:
                 "the targets of a LazyBatch must come from its items, and targets= was given too: "
                 "return (input, target) from the data set and leave targets out"
             )
-        inputs.paired = not isinstance(self.loss, Inside)
+        inputs.paired = self.loss.takes_outputs
         return inputs
 
     def modules(self) -> Modules:

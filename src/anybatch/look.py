@@ -210,7 +210,7 @@ def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
     if len(a) != len(b):
         return ()
     return tuple(
-        0 if x.dim() and y.dim() and (x.shape[0], y.shape[0]) == (n, m) else None
+        0 if x.dim() and y.dim() and x.shape == (n, *y.shape[1:]) and y.shape[0] == m else None
         for x, y in zip(a, b, strict=True)
     )
 

@@ -60,15 +60,18 @@ TIERS = {
     "profile": "_profile goals",
     "question": "question",
     "public": "_check planning _offload",
+    "integrations": "integrations",
     "front": "",
     "apps": "apps __main__",
 }
-LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "apps"}
+LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "integrations", "apps"}
 """Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
 WITHOUT_TORCH = {
     *("base", "parts of plans", "cards", "pure", "profiling", "sharing", "above", "outofcore"),
     *("scale", "scaled"),
 }
+OF_INTEGRATIONS = ("transformers", "accelerate", "lightning")
+"""Libraries that an integration is made for: it imports them, and nothing else does."""
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
 
 
@@ -141,6 +144,8 @@ def edge_fault(module: str, found: Import) -> str | None:
     if not found.inside and within(found.name, OPTIONAL):
         return "is an optional extra at the top of a file"
     (tier,) = tiers_of(module)
+    if tier != "integrations" and within(found.name, OF_INTEGRATIONS):
+        return "is of a library that only an integration knows"
     if tier in WITHOUT_TORCH and within(found.name, ("torch",)):
         return f"brings torch into the {tier} tier"
     if not ours:
@@ -211,6 +216,8 @@ PLANTED = [
     ("apps/curves.py", "from matplotlib import pyplot", "is an optional extra at the top"),
     ("loss/rows.py", "from .known import TABLE", "is relative"),
     ("loss/__init__.py", "from torch import Tensor", "must be a docstring and nothing else"),
+    ("step.py", "import transformers", "is of a library that only an integration knows"),
+    ("engine.py", "import anybatch.integrations.install", "goes up from engine to integrations"),
     ("spare.py", "'''New.'''", "anybatch.spare is in 0 tiers, not in one"),
     ("engine.py", "import anybatch.spare", "import of anybatch.spare is of no known module"),
 ]

@@ -1,0 +1,1 @@
+"""Benchmarks of the integrations, each beside the trainer it stands in for."""

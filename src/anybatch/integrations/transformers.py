@@ -1,0 +1,247 @@
+"""`Trainer`: a `transformers.Trainer` for any batch in a given memory, with its exact gradient.
+
+A Trainer makes a large batch of small ones: ``per_device_train_batch_size``, tried until it fits,
+times ``gradient_accumulation_steps``. Whether their sum is the gradient of the batch depends on the
+model: only one that takes ``num_items_in_batch`` divides by the tokens of all of them. Here the
+product of both numbers is one batch, and each step hands it to one `Engine.backward`:
+
+    loader          per_device_train_batch_size * gradient_accumulation_steps samples
+    training_step   micro-batches that fit `memory`, divided by what the whole batch has
+    all else        the Trainer's own: clipping, scheduler, callbacks, checkpoints, evaluation
+
+The loss is that of the undivided batch: what the model returns for all samples in one forward.
+Source: transformers 5.23, ``Trainer.training_step`` and ``Trainer.compute_loss``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch._plan import Plan
+from anybatch.engine import BatchNormMode, Engine, RngMode
+from anybatch.integrations.install import require
+from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
+from anybatch.integrations.transformers_refused import (
+    WAY_OUT,
+    refuse_arguments,
+    refuse_overridden,
+)
+from anybatch.integrations.transformers_resume import History
+from anybatch.loss.heard import OfModel, Overheard
+from anybatch.norm.adaptive import Adaptive
+from anybatch.units import show_bytes
+
+require("transformers", "transformers", "accelerate")
+
+import transformers  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+)
+from transformers.utils import logging  # noqa: E402
+
+logger = logging.get_logger("transformers.trainer.anybatch")
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """A `transformers.Trainer` whose batch fits in `memory`, with the gradient of the whole batch.
+
+    Write ``memory="8GiB"`` instead of guessing ``per_device_train_batch_size`` and
+    ``gradient_accumulation_steps``. Their product is the batch of a rank, from one call of the
+    collator; `args` are copied, and in the copy the first is the product and the second is 1. So a
+    step is one batch of the loader: steps, epochs, logs, checkpoints and callbacks count as before,
+    and ``on_substep_end`` is never called. With ``dataloader_drop_last`` the last batch of an epoch
+    is left out where it is not whole.
+
+    The loss of the model is heard (`anybatch.loss.heard`): a weighted sum of torch's own losses
+    needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
+    ``compute_loss_func`` work as they do there; a function that couples the samples is computed
+    once on the outputs of all. Evaluation is the Trainer's own.
+
+    Args:
+        model: as for `transformers.Trainer`, and so are `args`, `others` and `named`.
+        args: the training arguments.
+        others: what it takes by place.
+        memory: what a step may hold on the device, as for `Engine`.
+        micro_batch: samples in a micro-batch; None (default) chooses.
+        batchnorm: as for `Engine`.
+        rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
+        plan: obey it; a checkpoint brings its own.
+        named: what it takes by name.
+
+    Attributes:
+        engine: the `Engine`, with ``engine.plan`` and ``engine.last``; None before the first step.
+
+    Raises:
+        ImportError: transformers or accelerate is not installed.
+        ValueError: ``auto_find_batch_size``, which changes the batch.
+        NotYetError: DeepSpeed, FSDP, DataParallel, a compiled model, fused losses.
+        NotExactError: `compute_loss` is overridden.
+        LossError: at the first step, where the loss of the model is not known.
+
+    Example:
+        >>> trainer = Trainer(model, args, train_dataset=data, memory="8GiB")
+        >>> trainer.train()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        *others: Any,
+        memory: int | str | None = None,
+        micro_batch: int | None = None,
+        batchnorm: BatchNormMode | Adaptive = "exact",
+        rng: RngMode = "lane",
+        plan: Plan | None = None,
+        **named: Any,
+    ) -> None:
+        given = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        refuse_arguments(given)
+        refuse_overridden(self, transformers.Trainer)
+        self.engine: Engine | None = None
+        self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
+        self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
+        self._heard: Overheard | None = None
+        self._given: GivenLoss | None = None
+        self._made_for: tuple[int, int] = (0, 0)
+        self._told: Plan | None = None
+        self._history = History()
+        super().__init__(model, folded(given), *others, **named)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader; its batches stay on the host, from where micro-batches are sent."""
+        accelerator = self.accelerator
+        placed, accelerator.device_placement = accelerator.device_placement, False
+        try:
+            return super().get_train_dataloader()
+        finally:
+            accelerator.device_placement = placed
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Add the gradient of the whole batch, over all ranks, and return its loss."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        engine = self._engine_for(inner)
+        rows, labels = self._split(dict(inputs))
+        if self._heard is not None:
+            self._heard.training = inner.training
+        if self._given is not None:
+            self._given.items = self._items(num_items_in_batch)
+        scaler = getattr(self.accelerator, "scaler", None)
+        with plain_forward(inner), self.accelerator.autocast(), self.compute_loss_context_manager():
+            self._history.replay(engine)
+            decided = engine._decisions
+            loss = engine.backward(rows, labels, scaler=scaler)
+            if engine._decisions > decided or self._history.plan is None:
+                self._history.note(engine, rows, labels)
+        self._tell(engine)
+        return loss
+
+    def _split(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Return what the model is called with, and the labels that a loss outside of it takes."""
+        if self._heard is not None:
+            return inputs, None
+        labels = inputs.pop("labels", None)
+        return inputs, labels
+
+    def _items(self, here: Tensor | int | None) -> Items | None:
+        """Return the items of the batch over all ranks."""
+        if here is None:
+            return None
+        if self.args.world_size > 1 and not self.args.average_tokens_across_devices:
+            device = self.args.device
+            here = self.accelerator.gather(torch.as_tensor(here, device=device)).sum()
+        return Items(here)
+
+    def _engine_for(self, model: nn.Module) -> Engine:
+        """Return the engine of a model and its optimizer."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        made_for = id(model), id(optimizer)
+        if self.engine is None or self._made_for != made_for:
+            self._heard = self._given = None
+            subject, loss = self._loss_of(model)
+            plan = self._asked["plan"] or self._history.plan
+            asked = self._asked if plan is None else {"plan": plan}
+            self.engine = Engine(subject, loss, optimizer=optimizer, **asked, **self._how)
+            self._made_for = made_for
+        return self.engine
+
+    def _loss_of(self, model: nn.Module) -> tuple[nn.Module, Any]:
+        """Return what the engine trains, and its loss."""
+        if self.compute_loss_func is not None:
+            self._given = GivenLoss(self.compute_loss_func)
+            return model, self._given
+        if self.label_smoother is not None:
+            inner = getattr(getattr(model, "base_model", None), "model", model)
+            name = type(inner if hasattr(model, "peft_config") else model).__name__
+            return model, smoothed(self.label_smoother, shifts=name in CAUSAL.values())
+        self._heard = Overheard(model)
+        return self._heard, OfModel(self._heard, WAY_OUT)
+
+    def _tell(self, engine: Engine) -> None:
+        """Log the plan where it is another one, and what the logits of a micro-batch take."""
+        plan = engine.plan
+        if plan is None or plan == self._told:
+            return
+        self._told = plan
+        logger.info(str(plan))
+        if self._heard is not None and self._heard.logits and engine.last is not None:
+            logger.info(about_logits(self._heard.logits, plan))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            self._history.save(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self._asked["plan"] is None:
+            self._history.load(checkpoint)
+
+
+def folded(args: Any) -> Any:
+    """Return a copy of training arguments in which a step is one batch of the loader."""
+    args = copy.copy(args)
+    args.per_device_train_batch_size *= args.gradient_accumulation_steps
+    args.gradient_accumulation_steps = 1
+    return args
+
+
+@contextmanager
+def plain_forward(model: nn.Module) -> Iterator[None]:
+    """Take accelerate's mixed precision off a model in the body; whoever calls it enters autocast.
+
+    What accelerate puts around forward cannot be copied, and so not be rehearsed without data.
+    """
+    own = vars(model).get("_original_forward")
+    wrapped = vars(model).pop("forward", None) if own is not None else None
+    try:
+        if wrapped is not None and getattr(own, "__func__", None) is not type(model).forward:
+            vars(model)["forward"] = own  # somebody else's
+        yield
+    finally:
+        if wrapped is not None:
+            vars(model)["forward"] = wrapped
+
+
+def about_logits(size: int, plan: Plan) -> str:
+    """Return what is to be said of the logits of a micro-batch of `size` bytes."""
+    text = f"the logits of a micro-batch take {show_bytes(size)}"
+    if plan.memory is None:
+        return text
+    share = size / max(plan.memory.predicted, 1)
+    return (
+        f"{text} each time they are held, {share:.0%} of the {show_bytes(plan.memory.predicted)} "
+        "that a step is foreseen to hold; a smaller micro_batch= or shorter samples make them less"
+    )

@@ -1,0 +1,77 @@
+"""A plan that outlives a run: what a checkpoint keeps, so that the run goes on in the same parts.
+
+The first batch of a run is planned with a clock, and batches with longer samples are planned from
+shapes alone, from what was foreseen before. So a checkpoint keeps the first plan, and the shapes of
+the batches at which something was planned, in order; a resumed run obeys the one, and plans the
+others again on rows of zeros before its first step. Then it splits every batch as it would have.
+
+    planned:  8 x 11, clocked ── 8 x 14 ── 8 x 16      checkpoint      resumed: obeyed, again, again
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch._plan import Plan
+from anybatch.engine import Engine
+
+NAME = "anybatch_plan.json"
+Shape = tuple[list[int], str]
+Shapes = tuple[dict[str, Shape], Shape | None]
+"""Shape and dtype of what a model is called with by name, and of the labels beside, if any."""
+
+
+class History:
+    """The plans of a run.
+
+    Attributes:
+        plan: the first one; None before it.
+    """
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self._planned: list[Shapes] = []
+        self._again: list[Shapes] = []
+
+    def note(self, engine: Engine, inputs: Mapping[str, Any], labels: Any) -> None:
+        """Take in a step in which something was planned; rows of anything but tensors are left."""
+        self.plan = self.plan or engine.plan
+        if all(isinstance(value, Tensor) for value in inputs.values()):
+            shapes = {name: _shape(value) for name, value in inputs.items()}
+            self._planned.append((shapes, _shape(labels) if isinstance(labels, Tensor) else None))
+
+    def replay(self, engine: Engine) -> None:
+        """Plan again what was planned before the checkpoint."""
+        again, self._again = self._again, []
+        for inputs, labels in again:
+            rows = {name: _zeros(shape) for name, shape in inputs.items()}
+            engine.foresee(rows, None if labels is None else _zeros(labels), timed=False)
+
+    def save(self, folder: str) -> None:
+        """Write it to a checkpoint's folder."""
+        if self.plan is not None:
+            found = {"plan": json.loads(self.plan.to_json()), "planned": self._planned}
+            Path(folder, NAME).write_text(json.dumps(found, indent=1))
+
+    def load(self, folder: str) -> None:
+        """Read it from there, if it is there."""
+        path = Path(folder, NAME)
+        if path.exists():
+            found = json.loads(path.read_text())
+            self.plan = Plan.from_json(json.dumps(found["plan"]))
+            self._planned = found["planned"]
+            self._again = list(self._planned)
+
+
+def _shape(tensor: Tensor) -> Shape:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+
+
+def _zeros(shape: Shape) -> Tensor:
+    return torch.zeros(shape[0], dtype=getattr(torch, shape[1]))

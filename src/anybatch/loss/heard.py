@@ -1,0 +1,282 @@
+"""The loss that a model computes inside its forward, taken apart without anybody declaring it.
+
+A model that returns its own loss is wrapped in `Overheard`, whose forward is the model's own under
+`Hearing`: what comes out are the terms of the loss, numerators and denominators of these rows. The
+denominator of the whole mini-batch is counted before the first backward, from the labels alone
+(`anybatch.loss.replay`); where the way from the labels to the targets is not known, it is the sum
+of those of the micro-batches, made good at the end.
+
+Rows must be samples: forwards of two sizes (those of the first look at a model) must hand the
+functional rows in proportion, and the same rows to the same samples. A loss that is not a weighted
+sum of known losses is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import tree
+from anybatch.batch import MicroBatch, TensorBatch
+from anybatch.errors import LossError
+from anybatch.fakes import is_fake
+from anybatch.loss import known
+from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
+from anybatch.loss.hearing import HeardTerm, Hearing, rows_of
+
+Weighted = list[tuple[float, HeardTerm]]
+Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
+"""For each term its weight, and the shapes of its arguments with rows."""
+
+
+class Heard(dict[str, Any]):
+    """What a model returned, as far as it is needed, and what was heard of its loss.
+
+    Attributes:
+        terms: weights and terms of the loss; None where it is not known.
+        odd: names of the functions that made it unknown.
+        rows: samples it was called with.
+    """
+
+    terms: Weighted | None = None
+    odd: tuple[str, ...] = ()
+    rows: int = 0
+
+
+class Sizes:
+    """Whether a form of loss takes rows in proportion to the samples, as two sizes have shown.
+
+    A copy of the model that is rehearsed without data shows it too.
+    """
+
+    def __init__(self) -> None:
+        self.checked: set[Any] = set()
+        self._apart: dict[Any, bool] = {}
+        self._first: dict[Any, tuple[int, Shapes]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sizes:
+        return self
+
+    def note(self, heard: Heard, inputs: Any) -> None:
+        """Take in a forward of some samples."""
+        if heard.terms is None or (form := _form(heard.terms)) in self._apart:
+            return
+        n, shapes = heard.rows, _shapes(heard.terms)
+        kind = form, tuple(t.shape[1:] for _, t in tree.tensors(inputs))
+        m, others = self._first.setdefault(kind, (n, shapes))
+        if n != m:
+            self._first.clear()
+            self._apart[form] = all(
+                weight == other and all(_grow(a, b, n, m) for a, b in zip(xs, ys, strict=True))
+                for (weight, xs), (other, ys) in zip(shapes, others, strict=True)
+            )
+
+    def apart(self, terms: Weighted) -> bool:
+        """Say whether it is so; not where one size is all that was seen."""
+        return self._apart.get(_form(terms), False)
+
+
+class Overheard(nn.Module):
+    """A model whose forward returns what was heard of its loss.
+
+    Args:
+        model: any module that returns its loss: a 0-dim tensor, an object with ``.loss``, a mapping
+            with ``"loss"``, or a tuple that begins with it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.sizes = Sizes()
+        self.logits = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Heard:
+        """Run the model, and listen."""
+        inputs = (args, kwargs)
+        hearing = Hearing(inputs)
+        with hearing:
+            outputs = self.model(*args, **kwargs)
+        loss = first_loss(outputs)
+        heard = Heard(loss=loss)
+        heard.terms, heard.odd = hearing.combination(loss), tuple(hearing.odd)
+        heard.rows = rows_of(inputs)
+        self.logits = max((term.bytes for term in hearing.terms), default=0)
+        self.sizes.note(heard, inputs)
+        if not torch.is_grad_enabled():  # else the logits would stay until their backward is done
+            heard.update(_rest(outputs))
+            heard["losses of"] = [_by_sample(t, heard.rows) for t in hearing.scores]
+        return heard
+
+
+class OfModel(Loss):
+    """The loss of a model that is `Overheard`.
+
+    Args:
+        model: the model.
+        way_out: what a person can do where the loss is not known, a sentence without its end.
+    """
+
+    takes_outputs = False
+
+    def __init__(self, model: Overheard, way_out: str = "declare Loss.inside(count=...)") -> None:
+        self.name = "inside the model, as heard"
+        self._model, self._way_out = model, way_out
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the model's loss."""
+        del micro
+        return loss_inside(outputs)
+
+    def totals(self, scope: Scope) -> list[Total]:
+        """Count over the whole batch, from its labels; what cannot be counted so is late.
+
+        Raises:
+            LossError: the loss is not a weighted sum of known losses over samples.
+        """
+        terms = self._terms(scope.outputs)
+        if not self._model.sizes.apart(terms):
+            raise LossError(
+                f"every row that a loss inside the model is taken of must belong to one sample, "
+                f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
+            )
+        counts = [self._count(term, scope) if term.divides else 1 for _, term in terms]
+        if None in counts and len(terms) > 1:
+            raise LossError(
+                f"the denominators of a loss of several terms must be countable from the batch, "
+                f"and that of {_names(terms)} is not: {self._way_out}"
+            )
+        return [
+            Total(weight, count, term) for (weight, term), count in zip(terms, counts, strict=True)
+        ]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return a micro-batch's numerators.
+
+        Raises:
+            LossError: it has another form than that of the first micro-batch.
+        """
+        del micro
+        terms = self._terms(outputs)
+        same = len(totals) == len(terms) and all(
+            total.weight == weight and (total.term is None or total.term.part_of(term))
+            for total, (weight, term) in zip(totals, terms, strict=True)
+        )
+        if not same:
+            first = [(t.weight, t.term.name) for t in totals if t.term is not None]
+            raise LossError(
+                "the loss of a model must have the same terms in every micro-batch, and they were "
+                f"{first} and then {[(w, t.name) for w, t in terms]}: {self._way_out}"
+            )
+        return [Part(term.numerator, lambda term=term: term.count) for _, term in terms]  # type: ignore[misc]
+
+    def _terms(self, outputs: Any) -> Weighted:
+        assert isinstance(outputs, Heard)
+        if outputs.terms is None:
+            what = ", ".join(dict.fromkeys(outputs.odd)) or "none of them was called"
+            raise LossError(
+                "the loss that a model computes inside must be a weighted sum of torch's own "
+                f"losses, or nobody knows what it is divided by, and it is something else ({what})"
+                f": {self._way_out}"
+            )
+        return outputs.terms
+
+    def _count(self, term: HeardTerm, scope: Scope) -> known.Count | None:
+        """Return the denominator of the whole batch; None where its labels do not tell."""
+        batch = scope.batch
+        if batch is None:
+            return None
+        try:
+            whole = _counted(term, batch.inputs, scope.size, scope.first.size)
+            if whole is None or is_fake(whole) or self._adds_up(term, whole, scope, batch):
+                return whole
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            pass  # written for so many rows
+        return None
+
+    def _adds_up(
+        self, term: HeardTerm, whole: known.Count, scope: Scope, batch: TensorBatch
+    ) -> bool:
+        """Say whether the parts make up the whole, and the first is what was heard; once a kind."""
+        shapes = tuple(t.shape[1:] for _, t in tree.tensors(batch.inputs))
+        kind = term.form, term.index, scope.size, scope.first.size, shapes
+        if kind in self._model.sizes.checked:
+            return True
+        counts: list[known.Count | None] = [
+            _counted(term, micro.inputs, micro.size, scope.first.size)
+            for micro in batch.micro_batches(scope.first.size)
+        ]
+        there = [float(count) for count in counts if count is not None]
+        same = len(there) == len(counts) and sum(there) == float(whole)
+        if not (same and there[0] == float(term.count)):
+            return False
+        self._model.sizes.checked.add(kind)
+        return True
+
+
+def first_loss(outputs: Any) -> Any:
+    """Return the loss that a model returned."""
+    if isinstance(outputs, tuple) and outputs:
+        return outputs[0]
+    return loss_inside(outputs) if not isinstance(outputs, Mapping) else _of_mapping(outputs)
+
+
+def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
+    loss = outputs.get("loss")
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            "a model that computes its own loss must return it, and it returned "
+            f"{', '.join(map(str, outputs)) or 'nothing'}: does the batch hold labels?"
+        )
+    return loss
+
+
+def _rest(outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, Mapping):
+        return {str(key): value for key, value in outputs.items() if key != "loss"}
+    return {"outputs": outputs[1:]} if isinstance(outputs, tuple) else {}
+
+
+def _by_sample(tensor: Tensor, rows: int) -> Tensor:
+    """Return the logits with the samples first, where they are in proportion."""
+    whole = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
+    return tensor.reshape(rows, -1) if whole else tensor
+
+
+def _counted(term: HeardTerm, inputs: Any, size: int, heard: int) -> known.Count | None:
+    """Return the denominator of `size` samples, of which `heard` were heard; None if unknown."""
+    tensors = [tensor for _, tensor in tree.tensors(inputs)]
+    arguments = dict(term.arguments)
+    for name, recipe in term.recipes.items():
+        if recipe is not None:
+            arguments[name] = recipe.made(tensors)
+            continue
+        shape = list(term.shapes[name])
+        if not shape or (shape[0] * size) % heard:
+            return None
+        shape[0] = shape[0] * size // heard
+        arguments[name] = torch.empty(shape, device="meta")
+    count = known.TABLE[term.function].count(arguments)
+    return None if isinstance(count, Tensor) and count.is_meta else count
+
+
+def _grow(a: torch.Size, b: torch.Size, n: int, m: int) -> bool:
+    """Say whether shapes for n and for m samples are in proportion, in their first dimension."""
+    alike = a[1:] == b[1:] or 1 in (n, m)  # one sample may be squeezed away
+    return prod(a) * m == prod(b) * n and alike
+
+
+def _form(terms: Weighted) -> Any:
+    return tuple(term.form for _, term in terms)
+
+
+def _shapes(terms: Weighted) -> Shapes:
+    return tuple((weight, tuple(term.shapes.values())) for weight, term in terms)
+
+
+def _names(terms: Weighted) -> str:
+    return " + ".join(term.name for _, term in terms)
