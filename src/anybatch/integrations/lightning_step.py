@@ -123,8 +123,8 @@ class Rows(nn.Module):
         self.training = module.training
         self._step, self._present = step, present
 
-    def forward(self, rows: Any) -> Tensor:
-        """Return the loss of some rows of the batch."""
+    def forward(self, rows: Any) -> dict[str, Tensor]:
+        """Return the loss of some rows of the batch, by its name."""
         if self.module._trainer is None:  # a copy
             self.module.trainer = self._present.trainer
         self._present.log.begin()
@@ -138,7 +138,7 @@ class Rows(nn.Module):
             )
         extra = {k: v for k, v in found.items() if k != "loss"} if found is not loss else {}
         self._present.log.end(loss, extra)
-        return loss
+        return {"loss": loss}
 
 
 class Overhearing(Overheard):
