@@ -188,8 +188,10 @@ class Normalization:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]
         if self._late:
             first = _number(parts[0].denominator())
-            positive = isinstance(first, Tensor) or first > 0
-            self._estimate = first * (self._size / n) if positive else float(self._size)
+            alone = self._everyone.size == self._size
+            # Over ranks it must be the same on all: BatchNorm adds up what their backwards begin.
+            positive = alone and (isinstance(first, Tensor) or first > 0)
+            self._estimate = first * (self._size / n) if positive else float(self._everyone.size)
             divisors = [self._estimate]
         scales = [
             _ratio(total.weight, divisor)

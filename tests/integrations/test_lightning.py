@@ -38,6 +38,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:The number of training batches"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`"),
 ]
 
@@ -78,7 +82,7 @@ def test_too_little_memory_is_said_before_anything_runs() -> None:
     module = made()
     with pytest.raises(BudgetError):
         fit(module, WholeBatch(memory="10KiB"))
-    assert not vars(module).keys() & {"training_step", "log", "_anybatch_whole"}
+    assert not vars(module).keys() & {"training_step", "log"}
 
 
 class Dicts(Net):
@@ -176,7 +180,6 @@ class Epochs(pl.Callback):  # type: ignore[misc]
     [
         ({"accumulate_grad_batches": 4}, [], ValueError, "a step is one batch already.* is 4"),
         ({}, [GradientAccumulationScheduler({1: 2})], ValueError, "is scheduled: leave it out"),
-        ({}, [BatchSizeFinder()], ValueError, "BatchSizeFinder makes it smaller until it fits"),
     ],
 )
 def test_what_changes_the_batch_is_refused(
@@ -184,6 +187,19 @@ def test_what_changes_the_batch_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         fit(made(), WholeBatch(), *callbacks, **given)
+
+
+class Loaded(Net):
+    batch_size = 4
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(), batch_size=self.batch_size)
+
+
+def test_a_batch_size_finder_is_refused() -> None:
+    trainer = pl.Trainer(callbacks=[BatchSizeFinder(), WholeBatch()], logger=False, max_epochs=1)
+    with pytest.raises(ValueError, match="BatchSizeFinder makes it smaller until it fits"):
+        trainer.fit(made(Loaded))
 
 
 class Iterated(Net):
@@ -216,7 +232,7 @@ def test_a_loss_that_is_not_known_is_refused_and_leaves_no_trace() -> None:
         before = {n: p.clone() for n, p in module.state_dict().items()}
         with pytest.raises(LossError, match=match):
             fit(module, WholeBatch(micro_batch=4))
-        assert not vars(module).keys() & {"training_step", "log", "_anybatch_whole"}
+        assert not vars(module).keys() & {"training_step", "log"}
         assert all(torch.equal(p, before[n]) for n, p in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters())
 
@@ -329,7 +345,7 @@ class Gan(pl.LightningModule):  # type: ignore[misc]
             self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (self.critic, self.maker)]
+        return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.critic, self.maker)]
 
 
 class Plain(Gan):

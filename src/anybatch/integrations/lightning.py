@@ -131,8 +131,6 @@ class WholeBatch(Callback):  # type: ignore[misc]
         """Take the place of ``training_step``, where optimisation is automatic."""
         self._parts.clear()
         self._present.trainer = trainer
-        vars(pl_module)["_anybatch_whole"] = self
-        self._undo.append(lambda: vars(pl_module).pop("_anybatch_whole", None) and None)
         wrapped = trainer.strategy.model
         if isinstance(wrapped, DistributedDataParallel):  # else it would wait for its own hooks
             wrapped.require_backward_grad_sync = False
@@ -214,6 +212,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
     def _leave(self) -> None:
         while self._undo:
             self._undo.pop()()
+        self._present.trainer = None
         self._handed.clear()
         self._parts.clear()
 
@@ -247,8 +246,9 @@ def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) ->
         >>> self.manual_backward(loss)
         >>> critic_optimizer.step()
     """
-    callback = vars(module).get("_anybatch_whole")
-    if callback is None:
+    every = [] if module._trainer is None else module.trainer.callbacks
+    callback = next((one for one in every if isinstance(one, WholeBatch)), None)
+    if callback is None or callback._present.trainer is None:
         raise ValueError(
             "whole_loss must be called while a Trainer with WholeBatch trains, and there is none: "
             "Trainer(callbacks=[WholeBatch()])"
@@ -259,8 +259,7 @@ def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) ->
             f"of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
         )
     callback._present.rest = ()
-    loss: Tensor = callback._run(module, fn.__name__, function_of(fn), batch, Seen())
-    return loss
+    return callback._run(module, fn.__name__, function_of(fn), batch, Seen())
 
 
 def function_of(method: Any) -> Step:
