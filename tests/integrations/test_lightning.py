@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.oracle import assert_exact, state_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from anybatch import BudgetError, LossError, NotYetError
-from tests.oracle import assert_exact, state_of
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"
@@ -260,8 +260,8 @@ def test_callbacks_loops_and_limits_are_lightnings_own(tmp_path: Path) -> None:
         stop = EarlyStopping("val_loss", mode="max", patience=1)
         trainer = pl.Trainer(
             callbacks=[*callbacks, stop],
-            **{"logger": False, "enable_progress_bar": False, "enable_model_summary": False},
-            **{"accelerator": "cpu", "max_epochs": 9, "limit_train_batches": 1},
+            logger=False, enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", max_epochs=9, limit_train_batches=1,
             default_root_dir=tmp_path / str(len(callbacks)),
         )
         trainer.fit(module, loader, loader)

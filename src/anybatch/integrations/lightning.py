@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,9 +34,9 @@ from anybatch.norm.adaptive import Adaptive
 require("lightning", "lightning")
 
 from lightning.pytorch import Callback, LightningModule  # noqa: E402
-from torchmetrics import Metric  # noqa: E402
 
 from anybatch.integrations.lightning_handed import Handed, drops_gradients  # noqa: E402
+from anybatch.integrations.lightning_metrics import apart  # noqa: E402
 from anybatch.integrations.lightning_refused import (  # noqa: E402
     refuse_backward,
     refuse_trainer,
@@ -78,7 +77,9 @@ class WholeBatch(Callback):  # type: ignore[misc]
     hears it. What it logs is logged once for a step: the loss exactly, any other value as the mean
     over samples of what micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that).
     What it returns beside the loss reaches ``on_train_batch_end`` put together in the same way,
-    and tensors with rows one after another. Validation is Lightning's own.
+    and tensors with rows one after another. A torchmetrics metric of the module is updated once,
+    with all rows; what its call returns inside ``training_step`` is that of some rows. Validation
+    is Lightning's own.
 
     Where nothing looks at gradients between two steps, those of the last one are dropped before the
     next, not in its middle; they are not there again after a step that failed.
@@ -167,14 +168,12 @@ class WholeBatch(Callback):  # type: ignore[misc]
         handed = Handed(module, trainer.optimizers, scaler)
         log.options.clear()
         log.metrics.clear()
-        with handed.aside(drop=drops_gradients(trainer, module)), logging_to(module, log):
-            if part.engine.plan is None and any(isinstance(m, Metric) for m in module.modules()):
-                with metrics_kept(module):
-                    part.engine.foresee((batch,))
+        with handed.aside(drop=drops_gradients(trainer, module)), logging_to(module, log), apart(module, log):
             loss = part.engine.backward((batch,), scaler=scaler, observe=seen)
         self.engine = part.engine
         if part.engine.plan is not None:
             self._plans.setdefault(name, part.engine.plan)
+        seen.update(module)
         for key, value in (seen.logged(loss, log) | log.metrics).items():
             module.log(key, value, **log.options[key])
         self._handed.append(handed)
@@ -279,17 +278,3 @@ def logging_to(module: Any, log: Log) -> Iterator[None]:
         del vars(module)["log"]
         if before is not None:
             vars(module)["log"] = before
-
-
-@contextmanager
-def metrics_kept(module: torch.nn.Module) -> Iterator[None]:
-    """Put the states of torchmetrics back after the body, which only tries rows."""
-    metrics = [one for one in module.modules() if isinstance(one, Metric)]
-    before = [(one._copy_state_dict(), one._update_count, one._computed) for one in metrics]
-    try:
-        yield
-    finally:
-        for one, (state, count, computed) in zip(metrics, before, strict=True):
-            for name, value in state.items():
-                setattr(one, name, value)
-            one._update_count, one._computed = count, computed

@@ -58,16 +58,21 @@ class Log:
     def begin(self) -> None:
         """Begin a micro-batch of this lane."""
         self._lane.values = {}
+        self._lane.calls = {}
 
     def end(self, loss: Tensor, extra: Mapping[str, Any]) -> None:
         """End it, with what its step returned."""
         self._lane.extra = dict(extra)
         self._lane.is_loss = [n for n, value in self._lane.values.items() if _same(value, loss)]
 
+    def call(self, path: str, way: str, given: Any) -> None:
+        """Take what a metric is called with aside."""
+        self._lane.calls[f"{len(self._lane.calls)} {way} {path}"] = given
+
     def taken(self) -> dict[str, Any]:
         """Return what it gave beside its loss."""
         lane = self._lane
-        return {"logged": lane.values, "is loss": lane.is_loss, "extra": lane.extra}
+        return {"logged": lane.values, "is loss": lane.is_loss, "extra": lane.extra, "calls": lane.calls}
 
     def __call__(self, name: str, value: Any, *places: Any, **options: Any) -> None:
         """Take a value aside; the arguments are those of ``LightningModule.log``."""
@@ -164,6 +169,7 @@ class Seen:
         self._logged: list[dict[str, Tensor]] = []
         self._extra: list[dict[str, Any]] = []
         self._is_loss: set[str] = set()
+        self._calls: list[dict[str, Any]] = []
 
     def __call__(self, outputs: Any, targets: Any) -> None:
         """Take in a micro-batch."""
@@ -172,6 +178,7 @@ class Seen:
         self._logged.append(tree.map_tensors(torch.clone, outputs["logged"]))
         self._extra.append(outputs["extra"])
         self._is_loss.update(outputs["is loss"])
+        self._calls.append(outputs["calls"])
 
     def logged(self, loss: Tensor, log: Log) -> dict[str, Any]:
         """Return every name with its value for the whole batch."""
@@ -190,6 +197,18 @@ class Seen:
             reduced = REDUCED.get(log.options[name].get("reduce_fx", "mean"), mean)
             found[name] = reduced(values, weights)
         return found
+
+    def update(self, module: nn.Module) -> None:
+        """Call the metrics of a module as they were called, once, with all rows."""
+        rows = torch.stack(self._rows)
+        for name in self._calls[0]:
+            _, way, path = name.split(" ", 2)
+            given, named = [
+                {key: _together([one[name][i][key] for one in self._calls], rows) for key in keys}
+                for i, keys in enumerate(self._calls[0][name])
+            ]
+            with torch.no_grad():
+                getattr(module.get_submodule(path), way)(*given.values(), **named)
 
     def extra(self) -> dict[str, Any]:
         """Return what ``training_step`` returned beside the loss, for the whole batch.
