@@ -68,7 +68,7 @@ class Seen(pl.Callback):  # type: ignore[misc]
         self.logged.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
 
 
-def rows(wide: bool = True) -> TensorDataset:
+def rows(*, wide: bool = True) -> TensorDataset:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(N, 1, 8, 8, generator=draw, dtype=torch.float64 if wide else torch.float32)
     return TensorDataset(x, torch.randint(0, CLASSES, (N,), generator=draw))

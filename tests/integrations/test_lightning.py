@@ -227,7 +227,8 @@ class Nothing(Net):
 
 
 def test_a_loss_that_is_not_known_is_refused_and_leaves_no_trace() -> None:
-    for kind, match in ((Coupled, "weighted sum of torch's own"), (Nothing, "must return its loss")):
+    wrong = (Coupled, "weighted sum of torch's own"), (Nothing, "must return its loss")
+    for kind, match in wrong:
         module = made(kind)
         before = {n: p.clone() for n, p in module.state_dict().items()}
         with pytest.raises(LossError, match=match):

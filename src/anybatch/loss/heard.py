@@ -192,8 +192,7 @@ class OfModel(Loss):
             return None
         try:
             whole = _counted(term, batch.inputs, scope.size, scope.first.size)
-            few = rows_of(batch.inputs) != scope.size  # tried with a few of the rows
-            if whole is None or is_fake(whole) or few or self._adds_up(term, whole, scope, batch):
+            if whole is None or is_fake(whole) or self._adds_up(term, whole, scope, batch):
                 return whole
         except (RuntimeError, ValueError, IndexError, TypeError):
             pass  # written for so many rows
@@ -207,9 +206,11 @@ class OfModel(Loss):
         kind = term.form, term.index, scope.size, scope.first.size, shapes
         if kind in self._model.sizes.checked:
             return True
+        parts = list(batch.micro_batches(scope.first.size))
+        if sum(micro.size for micro in parts) != scope.size:
+            return True  # a rehearsal of the first few: what it divides by does not matter
         counts: list[known.Count | None] = [
-            _counted(term, micro.inputs, micro.size, scope.first.size)
-            for micro in batch.micro_batches(scope.first.size)
+            _counted(term, micro.inputs, micro.size, scope.first.size) for micro in parts
         ]
         there = [float(count) for count in counts if count is not None]
         same = len(there) == len(counts) and sum(there) == float(whole)
