@@ -98,7 +98,6 @@ class Lists(Net):
         return {"loss": self.lose(x, y)[0]}
 
 
-
 class Alone(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch)
@@ -261,8 +260,12 @@ def test_callbacks_loops_and_limits_are_lightnings_own(tmp_path: Path) -> None:
         stop = EarlyStopping("val_loss", mode="max", patience=1)
         trainer = pl.Trainer(
             callbacks=[*callbacks, stop],
-            logger=False, enable_progress_bar=False, enable_model_summary=False,
-            accelerator="cpu", max_epochs=9, limit_train_batches=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            accelerator="cpu",
+            max_epochs=9,
+            limit_train_batches=1,
             default_root_dir=tmp_path / str(len(callbacks)),
         )
         trainer.fit(module, loader, loader)
@@ -272,9 +275,7 @@ def test_callbacks_loops_and_limits_are_lightnings_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {"memory": "60KiB"}])
-def test_a_run_that_is_resumed_is_the_same_bit_for_bit(
-    tmp_path: Path, how: dict[str, Any]
-) -> None:
+def test_a_run_that_is_resumed_is_the_same_bit_for_bit(tmp_path: Path, how: dict[str, Any]) -> None:
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     through, again = made(), made()
     whole = WholeBatch(**how)

@@ -168,7 +168,8 @@ class WholeBatch(Callback):  # type: ignore[misc]
         handed = Handed(module, trainer.optimizers, scaler)
         log.options.clear()
         log.metrics.clear()
-        with handed.aside(drop=drops_gradients(trainer, module)), logging_to(module, log), apart(module, log):
+        drop = drops_gradients(trainer, module)
+        with handed.aside(drop=drop), logging_to(module, log), apart(module, log):
             loss = part.engine.backward((batch,), scaler=scaler, observe=seen)
         self.engine = part.engine
         if part.engine.plan is not None:

@@ -72,7 +72,8 @@ class Log:
     def taken(self) -> dict[str, Any]:
         """Return what it gave beside its loss."""
         lane = self._lane
-        return {"logged": lane.values, "is loss": lane.is_loss, "extra": lane.extra, "calls": lane.calls}
+        found = {"logged": lane.values, "is loss": lane.is_loss}
+        return found | {"extra": lane.extra, "calls": lane.calls}
 
     def __call__(self, name: str, value: Any, *places: Any, **options: Any) -> None:
         """Take a value aside; the arguments are those of ``LightningModule.log``."""
