@@ -214,7 +214,7 @@ class OfModel(Loss):
         ]
         there = [float(count) for count in counts if count is not None]
         same = len(there) == len(counts) and sum(there) == float(whole)
-        if not (same and there[0] == float(term.count)):
+        if not (same and float(term.count) in there):  # of lanes the first is not that of row 0
             return False
         self._model.sizes.checked.add(kind)
         return True
