@@ -15,8 +15,11 @@ def test_a_missing_library_is_named_with_the_line_to_type() -> None:
         require("lightning", "torch", "no_such_library")
 
 
-def test_the_integration_cannot_be_imported_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(sys.modules, "anybatch.integrations.transformers", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'anybatch\[transformers\]'"):
-        importlib.import_module("anybatch.integrations.transformers")
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_the_integration_cannot_be_imported_without_it(
+    monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.delitem(sys.modules, f"anybatch.integrations.{library}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'anybatch\[{library}\]'"):
+        importlib.import_module(f"anybatch.integrations.{library}")

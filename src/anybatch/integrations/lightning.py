@@ -1,0 +1,281 @@
+"""`WholeBatch`: a Lightning callback that gives `training_step` any batch, in a given memory.
+
+With it ``Trainer(callbacks=[WholeBatch(memory="6GiB")])`` takes every batch of the loader as one
+step, whatever fits. In automatic optimisation Lightning asks for a loss, empties the gradients, and
+calls backward on the loss, in that order; so the whole batch runs where the loss is asked for, its
+gradients are kept aside, and the backward of the loss that is returned hands them over:
+
+    training_step(batch)       ->  engine: training_step(rows), training_step(rows), ...
+    optimizer.zero_grad()          gradients wait beside ``.grad``
+    backward(loss)             ->  ``.grad`` += gradient of the whole batch, times what came in
+    clip, step, log, schedule      Lightning's own
+
+In manual optimisation a step is the person's code, and `whole_loss` gives it such a loss.
+Source: Lightning 2.6, ``Closure`` and ``Strategy.training_step``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch._plan import Plan
+from anybatch.engine import BatchNormMode, Engine, RngMode
+from anybatch.integrations.install import require
+from anybatch.loss.heard import OfModel
+from anybatch.norm.adaptive import Adaptive
+
+require("lightning", "lightning")
+
+from lightning.pytorch import Callback, LightningModule  # noqa: E402
+
+from anybatch.integrations.lightning_handed import Handed, drops_gradients  # noqa: E402
+from anybatch.integrations.lightning_metrics import apart  # noqa: E402
+from anybatch.integrations.lightning_refused import (  # noqa: E402
+    refuse_backward,
+    refuse_trainer,
+)
+from anybatch.integrations.lightning_step import (  # noqa: E402
+    Log,
+    Overhearing,
+    Present,
+    Rows,
+    Seen,
+    Step,
+)
+
+WAY_OUT = (
+    "make it such a sum, or train this module with an Engine in a loop of your own, which is exact "
+    "for every loss"
+)
+
+
+class Part:
+    """A step of a module, with the engine that runs it."""
+
+    def __init__(self, module: Any, step: Step, present: Present, options: dict[str, Any]) -> None:
+        self.subject = Overhearing(Rows(module, step, present), present.log)
+        self.engine = Engine(self.subject, OfModel(self.subject, WAY_OUT), **options)
+
+    def as_now(self, module: Any) -> None:
+        """Let the engine see in which mode the module is."""
+        self.subject.training = self.subject.model.training = module.training
+
+
+class WholeBatch(Callback):  # type: ignore[misc]
+    """Every batch of the loader is one step, in `memory`, with the gradient of the whole batch.
+
+    ``training_step`` is called with rows of the batch, and means the whole of it: the loss that
+    Lightning shows, and each ``.grad``, are those of one call with all rows, over all ranks with
+    ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as `anybatch.loss.heard`
+    hears it. What it logs is logged once for a step: the loss exactly, any other value as the mean
+    over samples of what micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that).
+    What it returns beside the loss reaches ``on_train_batch_end`` put together in the same way,
+    and tensors with rows one after another. A torchmetrics metric of the module is updated once,
+    with all rows; what its call returns inside ``training_step`` is that of some rows. Validation
+    is Lightning's own.
+
+    Where nothing looks at gradients between two steps, those of the last one are dropped before the
+    next, not in its middle; they are not there again after a step that failed.
+
+    Args:
+        memory: what a step may hold on the device, as for `Engine`.
+        micro_batch: samples in a micro-batch; None (default) chooses.
+        batchnorm: as for `Engine`.
+        rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
+        plan: obey it; a checkpoint brings its own.
+
+    Attributes:
+        engine: the `Engine` of the last step, with ``engine.plan`` and ``engine.last``; None before
+            the first one.
+
+    Raises:
+        ImportError: lightning is not installed.
+        ValueError: when training begins, ``accumulate_grad_batches``, or a BatchSizeFinder.
+        NotYetError: when training begins, a strategy or a precision that has not been tried.
+        LossError: at the first step, where the loss is not known.
+
+    Example:
+        >>> trainer = Trainer(max_epochs=3, callbacks=[WholeBatch(memory="6GiB")])
+        >>> trainer.fit(module, loader)
+    """
+
+    def __init__(
+        self,
+        memory: int | str | None = None,
+        micro_batch: int | None = None,
+        batchnorm: BatchNormMode | Adaptive = "exact",
+        rng: RngMode = "lane",
+        plan: Plan | None = None,
+    ) -> None:
+        self.engine: Engine | None = None
+        self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
+        self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
+        self._plans: dict[str, Plan] = {}
+        self._parts: dict[str, Part] = {}
+        self._present = Present(None, Log())
+        self._undo: list[Callable[[], None]] = []
+        self._handed: list[Handed] = []
+
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot be, before anything is moved."""
+        if stage == "fit":
+            refuse_trainer(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Take the place of ``training_step``, where optimisation is automatic."""
+        self._parts.clear()
+        self._present.trainer = trainer
+        wrapped = trainer.strategy.model
+        if isinstance(wrapped, DistributedDataParallel):  # else it would wait for its own hooks
+            wrapped.require_backward_grad_sync = False
+            self._undo.append(lambda: setattr(wrapped, "require_backward_grad_sync", True))
+        if pl_module.automatic_optimization:
+            self._replace(pl_module)
+
+    def _replace(self, module: LightningModule) -> None:
+        own = module.training_step
+        before = vars(module).get("training_step")
+
+        @functools.wraps(own)
+        def whole_step(batch: Any, *rest: Any) -> Any:
+            self._present.rest = rest
+            seen = Seen()
+            loss = self._run(module, "training_step", function_of(own), batch, seen)
+            extra = seen.extra()
+            return {"loss": loss, **extra} if extra else loss
+
+        def back() -> None:
+            vars(module).pop("training_step", None)
+            if before is not None:
+                vars(module)["training_step"] = before
+
+        vars(module)["training_step"] = whole_step
+        self._undo.append(back)
+
+    def _run(self, module: Any, name: str, step: Step, batch: Any, seen: Seen) -> Tensor:
+        """Return the loss of the whole batch, whose backward hands over its gradients."""
+        trainer, log = self._present.trainer, self._present.log
+        part = self._part(module, name, step)
+        part.as_now(module)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        handed = Handed(module, trainer.optimizers, scaler)
+        log.options.clear()
+        log.metrics.clear()
+        drop = drops_gradients(trainer, module)
+        with handed.aside(drop=drop), logging_to(module, log), apart(module, log):
+            loss = part.engine.backward((batch,), scaler=scaler, observe=seen)
+        self.engine = part.engine
+        if part.engine.plan is not None:
+            self._plans.setdefault(name, part.engine.plan)
+        seen.update(module)
+        for key, value in (seen.logged(loss, log) | log.metrics).items():
+            module.log(key, value, **log.options[key])
+        self._handed.append(handed)
+        return handed.loss(loss)
+
+    def _part(self, module: Any, name: str, step: Step) -> Part:
+        if name not in self._parts:
+            plan = self._asked["plan"] or self._plans.get(name)
+            options = self._asked if plan is None else {"plan": plan}
+            optimizers = self._present.trainer.optimizers
+            optimizer = optimizers[0] if len(optimizers) == 1 else None
+            options = {**options, **self._how, "optimizer": optimizer}
+            self._parts[name] = Part(module, step, self._present, options)
+        return self._parts[name]
+
+    def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Tensor) -> None:
+        """Refuse the backward of a loss that was computed in one piece."""
+        del trainer, pl_module, loss
+        refuse_backward(handed=any(one.waits for one in self._handed))
+
+    def on_train_batch_end(self, *_given: Any) -> None:
+        """Forget what was not handed over."""
+        self._handed.clear()
+
+    def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Give ``training_step`` its place again."""
+        del trainer, pl_module
+        self._leave()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give ``training_step`` its place again."""
+        del trainer, pl_module, exception
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._present.trainer = None
+        self._handed.clear()
+        self._parts.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plans, so that a run goes on in the same parts."""
+        return {name: json.loads(plan.to_json()) for name, plan in self._plans.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the plans of a checkpoint."""
+        self._plans = {n: Plan.from_json(json.dumps(plan)) for n, plan in state_dict.items()}
+
+
+def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) -> Tensor:
+    """Return the loss of the whole batch in manual optimisation, for ``self.manual_backward``.
+
+    Args:
+        module: the LightningModule, in its ``training_step``.
+        fn: a method of it, ``fn(rows)`` -> loss. It is called for every micro-batch, also on a copy
+            of the module, so it must reach all it needs through ``self`` and `rows`.
+        batch: any tree of tensors of shape [N_B, ...]; noise to draw from belongs into it.
+
+    Returns:
+        A 0-dim tensor. Its backward adds to ``.grad`` of every parameter that requires it now.
+
+    Raises:
+        ValueError: the Trainer has no `WholeBatch`, or `fn` is not a method of `module`.
+
+    Example:
+        >>> loss = whole_loss(self, self.loss_of_critic, (images, noise))
+        >>> critic_optimizer.zero_grad()
+        >>> self.manual_backward(loss)
+        >>> critic_optimizer.step()
+    """
+    every = [] if module._trainer is None else module.trainer.callbacks
+    callback = next((one for one in every if isinstance(one, WholeBatch)), None)
+    if callback is None or callback._present.trainer is None:
+        raise ValueError(
+            "whole_loss must be called while a Trainer with WholeBatch trains, and there is none: "
+            "Trainer(callbacks=[WholeBatch()])"
+        )
+    if getattr(fn, "__self__", None) is not module:
+        raise ValueError(
+            "the loss must be a method of the module, so that its memory can be foreseen on a copy "
+            f"of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
+        )
+    callback._present.rest = ()
+    return callback._run(module, fn.__name__, function_of(fn), batch, Seen())
+
+
+def function_of(method: Any) -> Step:
+    """Return what a bound method calls, to be called with another module."""
+    own = getattr(method, "__func__", None)
+    return own if own is not None else lambda _module, *given: method(*given)
+
+
+@contextmanager
+def logging_to(module: Any, log: Log) -> Iterator[None]:
+    """Let ``module.log`` take values aside in the body."""
+    before = vars(module).get("log")
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+        if before is not None:
+            vars(module)["log"] = before

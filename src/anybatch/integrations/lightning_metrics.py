@@ -1,0 +1,69 @@
+"""torchmetrics inside a `training_step` that is called with parts of a batch.
+
+A metric keeps a state between calls, and rows may be run more often than once: to look at a model,
+on a copy without data, or again after memory ran out. So while micro-batches run, what a metric of
+the module is called with is taken aside, and it is called once, with all rows, when the step is
+over. Inside the step its call returns the value of the rows it was given.
+Source: torchmetrics 1.9, ``Metric.forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from anybatch import tree
+from anybatch.fakes import is_fake
+from anybatch.integrations.lightning_step import Log
+
+WAYS = ("forward", "update")
+
+
+class Call:
+    """What stands in for a metric's ``forward`` or ``update``; a copy of the module shares it."""
+
+    def __init__(self, path: str, way: str, metric: Metric, log: Log) -> None:
+        self._path, self._way, self._log = path, way, log
+        fresh = metric.clone()
+        fresh.reset()
+        self._fresh = fresh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Call:
+        return self
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Take the arguments aside."""
+        places = {str(i): value for i, value in enumerate(given)}
+        self._log.call(self._path, self._way, [places, named])
+        if self._way == "update":
+            return None
+        tensors = [t for _, t in tree.tensors((given, named))]
+        if any(is_fake(t) for t in tensors):
+            return torch.zeros((), device=tensors[0].device)
+        with torch.no_grad():
+            self._fresh.reset()
+            value = self._fresh(*tree.map_tensors(torch.Tensor.detach, given), **named)
+            self._fresh.reset()
+        return value
+
+
+@contextmanager
+def apart(module: nn.Module, log: Log) -> Iterator[None]:
+    """Take what metrics of the module are called with aside, in the body."""
+    metrics = [(path, one) for path, one in module.named_modules() if isinstance(one, Metric)]
+    before = [(one, way, vars(one).get(way)) for _, one in metrics for way in WAYS]
+    calls = [(one, way, Call(path, way, one, log)) for path, one in metrics for way in WAYS]
+    for one, way, call in calls:
+        vars(one)[way] = call
+    try:
+        yield
+    finally:
+        for one, way, own in before:
+            del vars(one)[way]
+            if own is not None:
+                vars(one)[way] = own

@@ -1,0 +1,90 @@
+"""What a Lightning `Trainer` can do and must not beside `WholeBatch`: refused before it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from anybatch.errors import NotYetError
+
+PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+LINE = "self.manual_backward(whole_loss(self, self.my_loss, batch))"
+"""What to paste in a training_step with manual optimisation."""
+
+
+def refuse_trainer(trainer: Any, module: Any) -> None:
+    """Refuse what decides what the engine decides, or what nobody has tried.
+
+    Raises:
+        ValueError: a step would not be one batch, or the batch be changed.
+        NotYetError: not possible today.
+    """
+    _refuse_accumulation(trainer)
+    _refuse_places(trainer, module)
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise NotYetError(
+            "a batch must be there before it is split, and training_step takes dataloader_iter: "
+            "let it take (batch, batch_idx)"
+        )
+
+
+def _refuse_accumulation(trainer: Any) -> None:
+    of_finder = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder)]
+    if of_finder:
+        raise ValueError(
+            "a batch must stay what it is, and a BatchSizeFinder makes it smaller until it fits: "
+            'leave it out, and give WholeBatch(memory="6GiB") or nothing; its plan finds the '
+            "micro-batch"
+        )
+    scheduled = any(
+        isinstance(c, GradientAccumulationScheduler) and set(c.scheduling.values()) != {1}
+        for c in trainer.callbacks
+    )
+    if trainer.accumulate_grad_batches != 1 or scheduled:
+        raise ValueError(
+            "with WholeBatch a step is one batch already, and accumulate_grad_batches is "
+            f"{'scheduled' if scheduled else trainer.accumulate_grad_batches}: leave it out, and "
+            "make the loader's batch_size as large as the optimisation wants"
+        )
+
+
+def _refuse_places(trainer: Any, module: Any) -> None:
+    if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
+        raise NotYetError(
+            "WholeBatch trains on one device, or on several with DDPStrategy, and the strategy is "
+            f"{type(trainer.strategy).__name__}: give strategy='auto' or 'ddp'"
+        )
+    if type(trainer.precision_plugin) not in PRECISIONS:
+        raise NotYetError(
+            "WholeBatch has been tried with 32-true, 64-true, 16-true, bf16-true, 16-mixed and "
+            f"bf16-mixed, and the precision is that of {type(trainer.precision_plugin).__name__}: "
+            "use one of these"
+        )
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise NotYetError(
+            "a compiled model that computes its own loss is not something that the engine can run "
+            "today: give the Trainer the module without torch.compile"
+        )
+
+
+def refuse_backward(*, handed: bool) -> None:
+    """Refuse ``manual_backward`` of a loss that is not `whole_loss`'s.
+
+    Raises:
+        ValueError: none was asked for since the last one.
+    """
+    if not handed:
+        raise ValueError(
+            "with WholeBatch manual_backward must be given the loss of the whole batch, and this "
+            "one was computed in one piece, which cannot be split afterwards: write its lines as a "
+            f"method, def my_loss(self, rows), and {LINE}"
+        )

@@ -1,0 +1,244 @@
+"""A `training_step` as the engine takes it: a module whose forward runs it on the rows it is given.
+
+    Overheard ── Rows ── LightningModule.training_step(rows, batch_idx)
+                   │ what it logs is taken aside, by name, once for each micro-batch
+                   └ {"loss": ..., "logged": {...}, "rows": n, "extra": {...}}
+
+A micro-batch may be run more often than once: without data, to foresee memory, or again. So nothing
+of it is logged where it runs. What counts is what an observer sees, and that is put together when
+the step is over: a mean over samples, unless ``reduce_fx`` says otherwise.
+Source: Lightning 2.6, ``LightningModule.log`` and ``_AutomaticOptimization``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import local
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from anybatch import tree
+from anybatch.errors import LossError
+from anybatch.fakes import is_fake
+from anybatch.loss.heard import Heard, Overheard
+from anybatch.loss.hearing import rows_of
+
+Step = Callable[..., Any]
+REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda values, _: values.sum(),
+    "max": lambda values, _: values.max(),
+    "min": lambda values, _: values.min(),
+    torch.sum: lambda values, _: values.sum(),
+    torch.max: lambda values, _: values.max(),
+    torch.min: lambda values, _: values.min(),
+}
+"""What becomes of the values of micro-batches, by ``reduce_fx``; else the mean over samples."""
+
+
+class Log:
+    """What stands in for ``LightningModule.log`` while micro-batches run; a lane is a thread.
+
+    Attributes:
+        options: of every name that was logged, what was given with it.
+        metrics: of every name whose value was a metric, that metric.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, dict[str, Any]] = {}
+        self.metrics: dict[str, Metric] = {}
+        self._lane = local()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Log:
+        return self
+
+    def begin(self) -> None:
+        """Begin a micro-batch of this lane."""
+        self._lane.values = {}
+        self._lane.calls = {}
+
+    def end(self, loss: Tensor, extra: Mapping[str, Any]) -> None:
+        """End it, with what its step returned."""
+        self._lane.extra = dict(extra)
+        self._lane.is_loss = [n for n, value in self._lane.values.items() if _same(value, loss)]
+
+    def call(self, path: str, way: str, given: Any) -> None:
+        """Take what a metric is called with aside."""
+        self._lane.calls[f"{len(self._lane.calls)} {way} {path}"] = given
+
+    def taken(self) -> dict[str, Any]:
+        """Return what it gave beside its loss."""
+        lane = self._lane
+        found = {"logged": lane.values, "is loss": lane.is_loss}
+        return found | {"extra": lane.extra, "calls": lane.calls}
+
+    def __call__(self, name: str, value: Any, *places: Any, **options: Any) -> None:
+        """Take a value aside; the arguments are those of ``LightningModule.log``."""
+        self.options[name] = dict(zip(PLACES, places, strict=False)) | options
+        if isinstance(value, Metric):
+            self.metrics[name] = value
+            return
+        value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+        if value.numel() != 1:
+            raise ValueError(
+                f"a value that is logged must be a single number, and self.log({name!r}, ...) was "
+                f"given a tensor of shape {tuple(value.shape)}: log its mean, for instance"
+            )
+        self._lane.values[name] = value.squeeze()
+
+
+PLACES = (
+    "prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group "
+    "add_dataloader_idx batch_size metric_attribute rank_zero_only"
+).split()
+"""What ``log`` takes after the value, in order."""
+
+
+class Present:
+    """What a step has beside its rows: the same for a copy that is rehearsed.
+
+    Attributes:
+        trainer: the Trainer.
+        rest: what ``training_step`` takes after the batch.
+        log: takes what is logged.
+    """
+
+    def __init__(self, trainer: Any, log: Log) -> None:
+        self.trainer, self.log = trainer, log
+        self.rest: tuple[Any, ...] = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Present:
+        return self
+
+
+class Rows(nn.Module):
+    """A LightningModule whose forward is one of its steps.
+
+    Args:
+        module: the person's.
+        step: ``step(module, rows, *rest)`` -> loss, or a mapping with "loss".
+        present: what it has beside the rows.
+    """
+
+    def __init__(self, module: LightningModule, step: Step, present: Present) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self._step, self._present = step, present
+
+    def forward(self, rows: Any) -> dict[str, Tensor]:
+        """Return the loss of some rows of the batch, by its name."""
+        if self.module._trainer is None:  # a copy
+            self.module.trainer = self._present.trainer
+        self._present.log.begin()
+        found = self._step(self.module, rows, *self._present.rest)
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        if not isinstance(loss, Tensor):
+            raise LossError(
+                "training_step must return its loss, or a dict with 'loss', for all rows it is "
+                f"given, and it returned {type(found).__name__}: return a loss of zero "
+                "(loss * 0) where a batch should be skipped"
+            )
+        extra = {k: v for k, v in found.items() if k != "loss"} if found is not loss else {}
+        self._present.log.end(loss, extra)
+        return {"loss": loss}
+
+
+class Overhearing(Overheard):
+    """`Overheard`, which also lets an observer see what was logged and returned beside the loss."""
+
+    def __init__(self, rows: Rows, log: Log) -> None:
+        super().__init__(rows)
+        self._log = log
+
+    def forward(self, *args: Any, **kwargs: Any) -> Heard:
+        """Run the step, and listen."""
+        heard = super().forward(*args, **kwargs)
+        rows = torch.full((), rows_of((args, kwargs)), device=heard["loss"].device)
+        heard.update(tree.map_tensors(Tensor.detach, self._log.taken()), rows=rows)
+        return heard
+
+
+class Seen:
+    """The observer of a step."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._logged: list[dict[str, Tensor]] = []
+        self._extra: list[dict[str, Any]] = []
+        self._is_loss: set[str] = set()
+        self._calls: list[dict[str, Any]] = []
+
+    def __call__(self, outputs: Any, targets: Any) -> None:
+        """Take in a micro-batch."""
+        del targets
+        self._rows.append(outputs["rows"])
+        self._logged.append(tree.map_tensors(torch.clone, outputs["logged"]))
+        self._extra.append(outputs["extra"])
+        self._is_loss.update(outputs["is loss"])
+        self._calls.append(outputs["calls"])
+
+    def logged(self, loss: Tensor, log: Log) -> dict[str, Any]:
+        """Return every name with its value for the whole batch."""
+        found: dict[str, Any] = {}
+        for name in dict.fromkeys(name for one in self._logged for name in one):
+            if name in self._is_loss:
+                found[name] = loss
+                continue
+            there = [
+                (one[name], n)
+                for one, n in zip(self._logged, self._rows, strict=True)
+                if name in one
+            ]
+            values = torch.stack([value for value, _ in there])
+            weights = torch.stack([n for _, n in there])
+            reduced = REDUCED.get(log.options[name].get("reduce_fx", "mean"), mean)
+            found[name] = reduced(values, weights)
+        return found
+
+    def update(self, module: nn.Module) -> None:
+        """Call the metrics of a module as they were called, once, with all rows."""
+        rows = torch.stack(self._rows)
+        for name in self._calls[0]:
+            _, way, path = name.split(" ", 2)
+            given, named = [
+                {key: _together([one[name][i][key] for one in self._calls], rows) for key in keys}
+                for i, keys in enumerate(self._calls[0][name])
+            ]
+            with torch.no_grad():
+                getattr(module.get_submodule(path), way)(*given.values(), **named)
+
+    def extra(self) -> dict[str, Any]:
+        """Return what ``training_step`` returned beside the loss, for the whole batch.
+
+        Tensors with rows are put one after another; of single numbers it is the mean over samples;
+        of all else that of the last micro-batch.
+        """
+        rows = torch.stack(self._rows)
+        return {key: _together([one[key] for one in self._extra], rows) for key in self._extra[-1]}
+
+
+def mean(values: Tensor, rows: Tensor) -> Tensor:
+    """Return the mean over samples of values that are means over `rows` samples each."""
+    weights = rows.to(values.dtype if values.is_floating_point() else torch.float32)
+    total: Tensor = (values * weights).sum() / weights.sum()
+    return total
+
+
+def _together(values: list[Any], rows: Tensor) -> Any:
+    if not all(isinstance(value, Tensor) for value in values):
+        return values[-1]
+    if all(value.dim() == 0 for value in values):
+        return mean(torch.stack(values), rows)
+    fits = all(len(value) == n for value, n in zip(values, rows.tolist(), strict=True))
+    return torch.cat(values) if fits else values[-1]
+
+
+def _same(value: Tensor, loss: Tensor) -> bool:
+    """Say whether a value that was logged is the loss itself, detached or not."""
+    if is_fake(value) or is_fake(loss):
+        return False
+    return value.dtype == loss.dtype and value.data_ptr() == loss.data_ptr()

@@ -1,0 +1,36 @@
+"""What one of several ranks runs: a fit of which every rank keeps batches, loss and gradients."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from tests.integrations.fits import fit, made, rows
+from torch.utils.data import DataLoader
+
+from anybatch.integrations.lightning import WholeBatch
+
+
+def main(folder: Path, micro_batch: int) -> None:
+    """Fit on this rank, and write what was seen."""
+    torch.set_num_threads(1)
+    seen = fit(
+        *(made(), WholeBatch(micro_batch=micro_batch)),
+        loader=DataLoader(rows(), batch_size=7),
+        max_epochs=1,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        devices=2,
+    )
+    found = {
+        "before": [module.state_dict() for module in seen.before],
+        "batches": seen.batches,
+        "after": seen.after,
+        "outputs": seen.outputs,
+    }
+    torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
