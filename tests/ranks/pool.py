@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 PROCESSES = mp.get_context("forkserver")
 """Starts processes that have torch imported already, which is most of what such a start costs."""
-PROCESSES.set_forkserver_preload(["anybatch", "tests.ranks.pool"])
+PROCESSES.set_forkserver_preload(["anybatch", "torch._dynamo", "tests.ranks.pool"])
 
 PATIENCE = 120
 """Seconds after which a rank that does not answer counts as hanging."""

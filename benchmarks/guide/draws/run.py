@@ -37,7 +37,7 @@ Found = dict[str, Any]
 def drawn(seed: int) -> Found:
     """Return what has become of a draw in a process of its own, also where that was killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.guide.draws.child"])
+    context.set_forkserver_preload(["torch._dynamo", "benchmarks.guide.draws.child"])
     start = perf_counter()
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:

@@ -34,7 +34,7 @@ SUBJECTS: dict[str, str] = {  # name -> its step, package.module:function
 }
 MODES = ("default", "large")
 ORDERS = {"float64": (1,), "float32": (1, 2, 3, 4, 5)}  # seeds of the shuffles: 15 pairs
-QUICK = Run(batch=64, steps=2, blocks=(1,))
+QUICK = Run(batch=32, steps=2, blocks=(1,))
 Results = dict[str, Any]
 
 
