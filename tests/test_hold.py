@@ -248,3 +248,20 @@ def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> 
         hold.close()
     assert kept[0].isnan().all()
     assert torch.equal(kept[1], torch.arange(float(KIB)))
+
+
+def test_what_is_used_on_its_way_out_waits_until_it_has_been_copied() -> None:
+    """Whoever lets go of it before that, the copy does not."""
+    store = Slow()
+    hold, kept = Hold(store, CPU, []), torch.arange(float(KIB))
+    key = int(kept.untyped_storage()._cdata)
+    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    held, hold.since, hold.touched = hold.all[key], 2, 0
+    hold.send_away(key, held)
+    hold.touch(key, held, 2)
+    assert (hold.here, hold.touched, hold.waiting) == (1024, 0, 1024)
+    store.go.set()
+    hold._copier.wait(hold._moving[0][2])
+    hold.settle()
+    assert (hold.here, hold.touched, hold.waiting) == (1024, 1024, 0)
+    hold.close()

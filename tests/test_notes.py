@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from anybatch.norm.moments import Moments
+from anybatch.notes import Alone, Notes, shapes_of_moments
+from anybatch.paging import Paging, keep
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def test_what_a_turn_has_not_used_may_be_away_and_what_dies_is_forgotten() -> None:
+    notes = Notes(CPU)
+    with Paging(notes):
+        one, two = torch.zeros(256), torch.zeros(512)
+        assert (notes.untouched, notes.holds) == (0, 3 * KIB)
+        notes.turn += 1
+        assert notes.untouched == 3 * KIB
+        view = one[:3] + 1
+        assert notes.untouched == 2 * KIB
+        del two
+        assert (notes.untouched, notes.holds) == (0, KIB + view.nbytes)
+
+
+def test_what_stays_or_is_shared_does_not_wait() -> None:
+    notes = Notes(CPU)
+    with Paging(notes):
+        kept, also = torch.zeros(256), torch.zeros(256)
+        with notes.sharing():
+            shared = torch.zeros(256)
+    keep(notes, kept)
+    assert (notes.holds, notes.known) == (KIB, 2 * KIB)
+    notes.give_up(int(also.untyped_storage()._cdata))
+    assert (notes.holds, notes.known) == (0, KIB)
+    assert shared.nbytes == KIB
+
+
+def test_a_meeting_ends_a_turn_and_another_one_makes_it_unknown() -> None:
+    notes, ended = Notes(CPU), list[int]()
+    alone = Alone(notes, partial(ended.append, 1))
+    found = alone.reduce("norm", shapes_of_moments(torch.zeros(2, 3)), max, lambda total: total)
+    assert isinstance(found, Moments)
+    assert (found.count, found.mean.shape, ended, notes.unknown) == (3, (3,), [1], False)
+    assert alone.exchange("loss", 5, lambda parts: parts) == 5
+    assert notes.unknown
+    assert alone.gather("rows", found.mean) == (found.mean, 0)
