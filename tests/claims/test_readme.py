@@ -64,6 +64,9 @@ class Page:
         self.told.add(number)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # Lightning calls torch so
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
 def test_the_code_of_a_page_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
