@@ -8,7 +8,9 @@ from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import BatchError, Engine, LazyBatch, LossError, NotExactError
+from anybatch.meter import Meter
 
 
 def batch(n: int = 10) -> tuple[Tensor, Tensor]:
@@ -406,3 +408,34 @@ def test_sparse_parameters_can_be_looked_at() -> None:
     model, (x, y) = Tabled().double(), batch()
     Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
     assert model.linear.weight.grad is not None
+
+
+class Small(nn.Module):
+    """Its input is more than all that it makes of it, so the first look holds the most."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.scan, self.norm, self.head = nn.Conv2d(3, 2, 3, stride=4), norm(2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.norm(self.scan(x)).mean((2, 3)))
+        return found
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+def test_a_first_look_at_rows_larger_than_the_network_holds_what_was_foreseen(
+    n: int, norm: type[nn.Module]
+) -> None:
+    model, loss = Small(norm), nn.CrossEntropyLoss()
+    batch = torch.randn(12, 3, 32, 32), torch.randint(0, 3, (12,))
+    plan = anybatch.plan(model, loss, batch, memory="1MiB", micro_batch=n, timed=False)
+    assert plan.memory is not None
+    least = next(c.peak_bytes for c in plan.memory.candidates if c.micro_batch == n)
+    tight = anybatch.plan(model, loss, batch, memory=least, micro_batch=n, timed=False)
+    assert tight.memory is not None
+    engine = anybatch.Engine(model, loss, plan=tight)
+    there = {"there": [*model.parameters(), *model.buffers()]}
+    with Meter(torch.device("cpu"), there) as meter:
+        engine.backward(*batch)
+    assert meter.peak <= tight.memory.predicted <= least

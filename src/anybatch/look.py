@@ -83,7 +83,8 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     if not others:
         half = first.size // 2
         rows = tree.rows(first.inputs, first.size - half, first.size, first.size)
-        return _alone(first.inputs, first.size), _alone(turned(rows, half), half)
+        whole = copied(MicroBatch(first.inputs, None, first.size))
+        return whole, _alone(turned(rows, half), half, first.inputs)
     second = others[0]
     try:
         both = tree.join(
@@ -92,12 +93,22 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     except AnybatchError:  # samples of different shapes, one at a time
         second = first
         both = tree.join([first.inputs] * 2, sizes=[first.size] * 2, name="inputs")
-    part = _alone(turned(second.inputs, second.size), second.size)
-    return _alone(both, first.size + second.size), part
+    part = _alone(turned(second.inputs, second.size), second.size, second.inputs)
+    return _alone(both, first.size + second.size, [first.inputs, second.inputs]), part
 
 
-def _alone(inputs: Any, size: int) -> MicroBatch:
-    return copied(MicroBatch(inputs, None, size))
+def _alone(inputs: Any, size: int, made_of: Any) -> MicroBatch:
+    """Return a micro-batch that shares no tensor with what it was `made_of`, without rows at least.
+
+    Rows that were joined or turned are copies already: copied again they would be there twice.
+    """
+    given = {id(tensor) for _, tensor in tree.tensors(made_of)}
+
+    def apart(tensor: Tensor) -> Tensor:
+        shared = id(tensor) in given and not tensor.requires_grad
+        return tensor.detach().clone() if shared else tensor
+
+    return MicroBatch(tree.map_tensors(apart, inputs), None, size)
 
 
 def turned(inputs: Any, size: int) -> Any:
