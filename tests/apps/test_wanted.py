@@ -11,7 +11,7 @@ import pytest
 from typer.testing import Result
 
 Command = Callable[..., Result]
-PLAN = ("plan", "--batch-size", 256, "--threads", 1, "--memory", "4MiB")
+PLAN = ("plan", "--model", "cnn:8", "--batch-size", 256, "--threads", 1, "--memory", "4MiB")
 
 
 def test_a_goal_is_answered_with_a_line_that_trains(command: Command, tmp_path: Path) -> None:
