@@ -236,3 +236,19 @@ def test_one_sample_is_not_divided() -> None:
     model, batch = network(), images(1)
     with pytest.raises(BudgetError, match="undivided, all that autograd saves away"):
         plan(model, F.cross_entropy, batch, memory=1024, offload="file")
+
+
+@pytest.mark.parametrize(("size", "micro_batch"), [(5, 2), (5, 3), (5, 4), (7, 3), (7, 6)])
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_a_smaller_last_lane_does_not_stand_for_all(
+    size: int, micro_batch: int, share: float
+) -> None:
+    model, batch = network(), images(size)
+    known = plan(model, F.cross_entropy, batch, memory="1GiB", micro_batch=micro_batch).memory
+    assert known is not None
+    given: dict[str, Any] = {"micro_batch": micro_batch, "offload": "file"}
+    found = plan(model, F.cross_entropy, batch, memory=int(share * known.whole), **given)
+    assert found.mechanism == "lanes"
+    assert found.memory is not None
+    held = step(Engine(model, F.cross_entropy, plan=found), batch)
+    assert held <= found.memory.predicted <= found.memory.budget

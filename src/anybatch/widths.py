@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,7 @@ from anybatch import rehearse
 from anybatch.case import Case, first_rows
 from anybatch.forecast import Forecast, merged, total
 from anybatch.meter import Meter, tensors_in
+from anybatch.timeline import Bytes, Timeline
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,15 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     case = replace(first_rows(fakes, size), everyone=foreseen.everyone)
     line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
     (seen,) = watched
-    begin, end = seen.spans[-1]  # it has found the gradients of those before it
-    live = line.live[begin - 1] if begin else 0 * line.live[0]
-    there = dict(zip(line.owners, map(int, live), strict=True))
-    lane = line.live[begin:end].sum(1) - live.sum()
+    last = len(seen.spans) - 1
+    full = max(range(last + 1), key=lambda i: (seen.sizes[i], i))  # the last may be smaller
+    (begin, end), before = seen.spans[full], _before(line, full, seen)
+    most = np.maximum(before, _before(line, last, seen))  # of inputs, and of gradients
+    there = dict(zip(line.owners, map(int, most), strict=True))
+    own = line.live[begin:end] - before
+    if full == 0 < last:  # it makes the gradients, which are there once
+        own = own[:, [owner != "gradients" for owner in line.owners]]
+    lane = own.sum(1)
     held = foreseen.held(size, divided=True)
     if len(seen.spans) == 1:  # the only one of this rank makes the gradients
         held = merged(held, {"gradients": foreseen.gradients})
@@ -98,6 +105,13 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     )
 
 
+def _before(line: Timeline, i: int, seen: Watched) -> Bytes:
+    """Return what is there when the i-th micro-batch begins: for the last one gradients, too."""
+    begin, _ = seen.spans[i]
+    there: Bytes = line.live[begin - 1] if begin else 0 * line.live[0]
+    return there
+
+
 class Watched:
     """Watches the kernels of micro-batches; nothing leaves.
 
@@ -108,21 +122,24 @@ class Watched:
         needs: the most bytes that a kernel has needed of what its micro-batch has made.
         makes: the most bytes that a kernel has made.
         spans: where each micro-batch begins and ends, in kernels.
+        sizes: samples of each.
     """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self.needs = self.makes = 0
         self.spans: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples."""
-        del size, first
+        del first
         begin = self._meter.events
         with Kernels(self._meter) as kernels:
             work()
         self.needs, self.makes = max(self.needs, kernels.needs), max(self.makes, kernels.makes)
         self.spans.append((begin, self._meter.events))
+        self.sizes.append(size)
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
