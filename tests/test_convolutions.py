@@ -387,3 +387,23 @@ def test_what_is_torchs_for_ever_is_not_asked_about_again(monkeypatch: pytest.Mo
         F.conv1d(x.detach(), w).sum().backward()
         assert asked == ["forward", "data", "filter", "forward", "filter"]
     assert len(found.chosen) == 4
+
+
+@pytest.mark.parametrize("error", [RuntimeError("could not create a primitive"), KeyError("x")])
+def test_a_kernel_for_whose_measurement_memory_does_not_suffice_stays_torchs(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("anybatch.conv.costs.measure", fails)
+    x, weight = torch.randn(4, 3, 40, 40), torch.randn(3, 1, 31, 31)
+    want = F.conv2d(x, weight, groups=3)
+    with anybatch.convolutions("8MiB") as chosen:
+        if isinstance(error, KeyError):
+            with pytest.raises(KeyError):
+                F.conv2d(x, weight, groups=3)
+            return
+        assert torch.equal(F.conv2d(x, weight, groups=3), want)
+        assert torch.equal(F.conv2d(x, weight, groups=3), want)  # and is not measured again
+    assert "native" in str(chosen)

@@ -23,7 +23,8 @@ def _figure_2(rows: list[dict[str, Any]]) -> Figure:
     figure = _blank()
     axes = figure.subplots()
     sizes = [row["samples"] for row in rows]
-    axes.plot(sizes, [row["anybatch"] for row in rows], "o-", label="with what memory is left")
+    axes.plot(sizes, [row["anybatch"] for row in rows], "o-", label="in what memory is left")
+    axes.plot(sizes, [row["undivided"] for row in rows], "^-.", label="the same, not divided")
     axes.plot(sizes, [row["torch"] for row in rows], "s--", label="torch's own kernels")
     axes.set(xlabel="samples in a mini-batch", ylabel="samples a second", ylim=(0, None))
     axes.grid(visible=True, alpha=0.3)

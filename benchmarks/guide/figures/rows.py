@@ -10,12 +10,13 @@ Results = dict[str, Any]
 
 def guide_figures(results: Results) -> str:
     """Figure 2: a line for each mini-batch."""
-    head = ["samples", "workspace left", "samples a second", "torch's own kernels"]
+    head = ["samples", "workspace left", "samples a second, divided", "in one piece", "torch's own"]
     rows = [
         [
             str(one["samples"]),
             show_bytes(one["workspace"]),
             f"{one['anybatch']:.1f}",
+            f"{one['undivided']:.1f}",
             f"{one['torch']:.1f}",
         ]
         for one in results["figure 2"]

@@ -29,6 +29,7 @@ from anybatch.conv.execute import run
 from anybatch.conv.intercept import Strides, untouched
 from anybatch.conv.network import Key, Network
 from anybatch.conv.problem import Problem
+from anybatch.memory_errors import out_of_memory
 from anybatch.meter import within_kernel
 from anybatch.units import show_bytes
 
@@ -224,16 +225,29 @@ class Chooser:
         }
 
     def _front(self, key: Key, seconds: float) -> list[Configuration]:
-        """Return what a kernel may be: torch's own, and what is clearly faster."""
-        assert self._costs is not None
-        problem, size = key
-        limit, begin = self.found.workspace, perf_counter()
-        with torch.no_grad(), untouched():
-            parts = self._costs.parts(problem, size, self.found.policy, limit, seconds)
-            self._own[key] = own_of(parts, size).seconds
-            found = certain(self._costs, problem, worthwhile(parts, size, limit))
+        """Return what a kernel may be: torch's own, and what is clearly faster.
+
+        One for whose measurement memory does not suffice stays torch's own.
+        """
+        begin = perf_counter()
+        try:
+            found, self._own[key] = self._measured(key, seconds)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            found, self._own[key] = [Configuration((Part(key[1], NATIVE, 0.0, 0),))], 0.0
         self._left = max(0.0, self._left - (perf_counter() - begin))
         return found
+
+    def _measured(self, key: Key, seconds: float) -> tuple[list[Configuration], float]:
+        """Return the same, and the seconds of torch's own."""
+        assert self._costs is not None
+        problem, size = key
+        limit = self.found.workspace
+        with torch.no_grad(), untouched():
+            parts = self._costs.parts(problem, size, self.found.policy, limit, seconds)
+            found = certain(self._costs, problem, worthwhile(parts, size, limit))
+        return found, own_of(parts, size).seconds
 
 
 def _captured(problem: Problem) -> bool:
