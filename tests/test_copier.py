@@ -48,3 +48,15 @@ def test_closing_waits_for_what_was_started() -> None:
     threading.Timer(0.05, go.set).start()
     copier.close()
     assert done == [True]
+
+
+def test_a_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copier = Copier(CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            copier.start(lambda: None)
+    copier.close()

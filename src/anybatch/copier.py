@@ -64,8 +64,9 @@ class Copier:
         job = Job(work, after)
         if self._thread is None:
             with uninterrupted():  # one that has not begun cannot be waited for
-                self._thread = threading.Thread(target=self._run, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, daemon=True)
+                thread.start()  # where there is no memory for one, nobody waits for it
+                self._thread = thread
         self._jobs.put(job)
         return job
 
