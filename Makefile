@@ -7,7 +7,7 @@ PEERS := $(VENV)/.peers
 # 2 test processes with one thread each are faster than one process with two.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test soak bench gpu-check docs site clean
+.PHONY: demo test soak bench gpu-check docs site matrix clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,5 +51,9 @@ site: $(READY)  ## the documentation as a site: examples run, public names told,
 	$(PYTEST) -q tests/claims/test_docs.py tests/claims/test_readme.py tests/claims/test_papers.py
 	$(BIN)/python -m scripts.website
 
+matrix: $(READY)  ## the tests that a version could break, with every Python and torch (gigabytes)
+	$(BIN)/python -m scripts.matrix
+	$(BIN)/python -m scripts.docs
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist site
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist site .matrix

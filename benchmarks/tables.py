@@ -49,6 +49,7 @@ from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
+from benchmarks.platforms.matrix import rows as platforms
 from benchmarks.results import HERE, read
 from benchmarks.ucudnn.kernels import rows as conv_rows
 from benchmarks.ucudnn.networks import rows as conv_networks
@@ -70,6 +71,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "lies": ("mbs/lies", lies),
     "overhead": ("mbs/overhead", overhead),
     "soak": ("mbs/soak", soak),
+    "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
     "choice_sweep": ("mbs/choice", choice.choice_sweep),
@@ -235,6 +237,8 @@ PICTURES = {
     ),
 }
 """Pictures of a table and what they show; those that are there stand below it."""
+MADE = {"mbs/soak": "make soak", "platforms/matrix": "make matrix"}
+"""Folders whose results a command of the Makefile makes."""
 OPTIONS = {
     "mbs/demo": " --out benchmarks/mbs/demo",
     "mbs/tables": " --images DIR --membrane DIR",
@@ -257,8 +261,8 @@ def pictures(name: str, folder: str = "") -> list[str]:
 
 def command(folder: str) -> str:
     """The command that makes the results of a folder."""
-    if folder == "mbs/soak":
-        return "make soak"
+    if folder in MADE:
+        return MADE[folder]
     return f"python -m benchmarks.{folder.replace('/', '.')}.run{OPTIONS.get(folder, '')}"
 
 

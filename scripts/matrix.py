@@ -3,8 +3,8 @@
 Each pair gets an environment of its own below a folder that stays, so that a second run installs
 nothing; a Python that is not on the path, or a torch that cannot be installed, is a row that says
 so. What is run are the tests of what depends most on them: exactness, lanes (threads and modes of
-torch), losses (watched torch functions), draws, offload (hooks), ranks (gloo), the command. Warnings
-are errors, as everywhere. The results file is benchmarks/platforms/matrix/results.json.
+torch), losses (watched functions), draws, offload (hooks), ranks (gloo), the command; of large
+counts a tenth. Warnings are errors. The results are in benchmarks/platforms/matrix/results.json.
 
     python -m scripts.matrix [--cell 3.12:2.12.0] [--folder .matrix]
 
@@ -76,7 +76,7 @@ def installed(python: str, torch: str, within: Path) -> Path | str:
     return found if told.returncode == 0 else "cannot be installed"
 
 
-def tested(python: Path, tests: tuple[str, ...] = TESTS) -> dict[str, Any]:
+def outcome(python: Path, tests: tuple[str, ...] = TESTS) -> dict[str, Any]:
     """Run the tests and return versions and counts."""
     with TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
@@ -129,7 +129,7 @@ def main(
         python, _, torch = one.partition(":")
         print(f"Python {python}, torch {torch}")
         found = installed(python, torch, within.resolve())
-        given = {"reason": found} if isinstance(found, str) else tested(found)
+        given = {"reason": found} if isinstance(found, str) else outcome(found)
         row = {"python": python, "torch": torch, **given}
         failed = failed or bool(row.get("failed"))
         before = (read(out) or {"cells": []})["cells"]
