@@ -10,6 +10,7 @@ from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.agbn.overlap import rows as overlap_rows
+from benchmarks.concepts.memory import rows as concepts
 from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.gpus import rows as guide_gpus
@@ -115,6 +116,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_solver": ("ucudnn/solver", conv_solver.conv_solver),
     "conv_training": ("ucudnn/training", conv_training.conv_training),
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
+    "concepts_memory": ("concepts/memory", concepts.concepts_memory),
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
@@ -180,6 +182,7 @@ TITLES = {
     "conv_parallel": "u-cuDNN: several processes that measure at a time",
     "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
+    "concepts_memory": "Concepts: live bytes over one step, in every way",
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
@@ -220,6 +223,7 @@ PICTURES = {
         ("figure_2.png", "samples a second by mini-batch, within one memory"),
         ("figure_3.png", "test error by epoch, for a range of mini-batches"),
     ),
+    "concepts_memory": (("memory.png", "live bytes over one step of one network, in every way"),),
     "frontier": (("frontier.png", "seconds of a step against the memory that it holds"),),
     "schedules": (
         ("figure_3.png", "the largest budgets that allocators serve, by batch"),

@@ -14,6 +14,7 @@ A torch from a package index comes with its CUDA libraries: some gigabytes for e
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from subprocess import CompletedProcess, run
 from tempfile import TemporaryDirectory
@@ -124,6 +125,7 @@ def main(
     out: Annotated[Path, typer.Option(hidden=True)] = RESULTS,
 ) -> None:
     """Run the tests with each pair of versions and write what passed."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where this is in background
     failed = False
     for one in cell or CELLS:
         python, _, torch = one.partition(":")

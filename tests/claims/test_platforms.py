@@ -25,7 +25,11 @@ import pathlib, signal, sys, os
 import torch, numpy, typer, rich, rich.progress, rich.console, jinja2, platformdirs, PIL.Image
 import multiprocessing, concurrent.futures.process, tempfile, ctypes, mmap, shutil, platform
 import torch._subclasses, torch.distributed, torch.utils.checkpoint, torch.distributed.tensor
-import torch.distributed.fsdp, torch.utils.data, torch.distributed.algorithms.join
+import torch.distributed.fsdp, torch.utils.data, torch.distributed.algorithms.join, torch._dynamo
+try:
+    import triton
+except ImportError:
+    pass
 system, missing, modules = sys.argv[1:]
 for name in missing.split():
     owner, _, what = name.partition(".")
