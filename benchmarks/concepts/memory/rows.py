@@ -10,7 +10,7 @@ def concepts_memory(results: Results) -> str:
     head = ["way", "mechanism", "micro-batch", "exact", "peak, MiB", "budget, MiB", "moved, MiB"]
     rows = [
         [
-            name,
+            way["name"],
             way["mechanism"],
             str(way["micro_batch"]),
             "yes" if way["exact"] else "no",
@@ -18,6 +18,6 @@ def concepts_memory(results: Results) -> str:
             "-" if way["budget"] is None else f"{way['budget'] / MIB:.1f}",
             f"{way['moved'] / MIB:.1f}",
         ]
-        for name, way in results["ways"].items()
+        for way in results["ways"]
     ]
     return markdown(head, rows)

@@ -54,6 +54,7 @@ def counted(way: dict[str, Any], samples: int, pixels: int) -> dict[str, Any]:
         engine.backward(*batch)
     live = meter.timeline().live.sum(1)
     assert engine.last is not None
+    assert engine.plan is not None
     return {
         "mechanism": engine.plan.mechanism,
         "micro_batch": engine.last.micro_batch,
@@ -80,13 +81,13 @@ def main(
     """Count every way's step, and draw them."""
     torch.set_num_threads(1)
     samples, pixels = (8, 16) if quick else (SAMPLES, PIXELS)
-    found = {}
+    found = []
     for name, way in WAYS.items():
         if quick and "memory" in way:
             continue
         given = way | {"micro_batch": samples} if name == "undivided" else way
-        found[name] = counted(given, samples, pixels)
-        print(name, found[name]["peak"])
+        found.append({"name": name, **counted(given, samples, pixels)})
+        print(name, found[-1]["peak"])
     results = {"environment": environment(), "seed": 0, "ways": found}
     if quick:
         return
