@@ -1,4 +1,4 @@
-"""The simulated lack of memory by which accelerate and Lightning test their finders of a batch size.
+"""The simulated lack of memory by which accelerate and Lightning test how they find a batch size.
 
 A finder tries a training with a smaller batch until it does not fail. Their tests raise the words
 of such errors where a batch is too large; here a model raises them where a micro-batch is. The

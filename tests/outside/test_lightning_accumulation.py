@@ -1,4 +1,4 @@
-"""What Lightning's tests demand of accumulation, asked of `WholeBatch`: how often, when, and of whom.
+"""What Lightning's tests demand of accumulation, asked of `WholeBatch`: how often, and when.
 
 Theirs count calls of ``zero_grad`` with micro-batches in the loader; here the loader has the whole
 batch, and counts, steps and schedules must be the same. What differs is in docs/decisions.md.
@@ -39,9 +39,9 @@ class Counted(torch.optim.SGD):
 
     zeroed = stepped = 0
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *given: Any, **named: Any) -> None:
         self.zeroed += 1
-        super().zero_grad(set_to_none)
+        super().zero_grad(*given, **named)
 
     def step(self, closure: Any = None) -> Any:
         self.stepped += 1
