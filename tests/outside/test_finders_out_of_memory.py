@@ -80,7 +80,8 @@ def test_it_gets_smaller_until_it_fits_and_the_batch_does_not() -> None:
     """We differ: accelerate's training goes on with a batch of 8 or less, ours with all 128."""
     tried: list[int] = []
 
-    @find_executable_batch_size(starting_batch_size=BATCH)
+    # Each try empties the garbage first, which is most of what this test takes.
+    @find_executable_batch_size(starting_batch_size=BATCH, reduce_batch_size_fn=lambda: FITS)
     def training(batch_size: int) -> int:
         tried.append(batch_size)
         if batch_size > FITS:
@@ -88,7 +89,7 @@ def test_it_gets_smaller_until_it_fits_and_the_batch_does_not() -> None:
         return batch_size
 
     assert training() <= FITS
-    assert tried[0] == BATCH
+    assert tried == [BATCH, FITS]
 
     model = small(above(FITS))
     seen: list[int] = []
@@ -103,7 +104,7 @@ def test_it_gets_smaller_until_it_fits_and_the_batch_does_not() -> None:
 
 
 def test_where_nothing_fits_that_is_said_and_nothing_has_changed() -> None:
-    @find_executable_batch_size(starting_batch_size=16)
+    @find_executable_batch_size(starting_batch_size=1)
     def training(batch_size: int) -> None:
         raise RuntimeError(FULL)
 
