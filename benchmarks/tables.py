@@ -18,7 +18,9 @@ from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
+from benchmarks.integrations.accelerate import rows as of_accelerate
 from benchmarks.integrations.language import rows as of_language
+from benchmarks.integrations.lightning import rows as of_lightning
 from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
@@ -148,6 +150,10 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
         "integrations/transformers",
         of_transformers.transformers_overhead,
     ),
+    "accelerate": ("integrations/accelerate", of_accelerate.accelerate),
+    "accelerate_overhead": ("integrations/accelerate", of_accelerate.accelerate_overhead),
+    "lightning": ("integrations/lightning", of_lightning.lightning),
+    "lightning_overhead": ("integrations/lightning", of_lightning.lightning_overhead),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
 }
@@ -195,6 +201,8 @@ TITLES = {
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "language": "A language model on rows of uneven length: the batch's mean, and means of means",
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
+    "accelerate": "accelerate's loop: errors of a step's gradient, and its seconds",
+    "lightning": "Lightning's Trainer: errors of a step's gradient, and its seconds",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -219,6 +227,8 @@ MORE = {
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
     "transformers": ("transformers_overhead",),
+    "accelerate": ("accelerate_overhead",),
+    "lightning": ("lightning_overhead",),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {
