@@ -17,6 +17,7 @@ from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
+from benchmarks.integrations.contrastive import rows as of_contrastive
 from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
@@ -142,6 +143,10 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
         "integrations/transformers",
         of_transformers.transformers_overhead,
     ),
+    "contrastive": ("integrations/contrastive", of_contrastive.contrastive),
+    "contrastive_summary": ("integrations/contrastive", of_contrastive.contrastive_summary),
+    "contrastive_steps": ("integrations/contrastive", of_contrastive.contrastive_steps),
+    "contrastive_large": ("integrations/contrastive", of_contrastive.contrastive_large),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
 }
@@ -187,6 +192,7 @@ TITLES = {
     "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
+    "contrastive": "Contrastive training: beside GradCache and sentence-transformers",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -211,6 +217,7 @@ MORE = {
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
     "transformers": ("transformers_overhead",),
+    "contrastive": ("contrastive_steps", "contrastive_large"),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {

@@ -41,7 +41,7 @@ def naive(f: nn.Module, g: nn.Module, n: int) -> Step:
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         total = torch.zeros((), dtype=next(f.parameters()).dtype)
-        for a, b in zip(x.split(n), y.split(n), strict=True):
+        for a, b in zip(torch.split(x, n), torch.split(y, n), strict=True):
             loss = matrix(f(a), g(b)) * (len(a) / len(x))
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()

@@ -26,7 +26,7 @@ from anybatch.fakes import is_fake
 SIDE = {"cpu": 512, "cuda": 4096}
 """Rows and columns of a tile at most; 4096 on other devices, too."""
 
-LEAST = 64
+LEAST = 256
 """Rows and columns at least; between them a tile is no larger than what it is computed from."""
 
 FIRST = 2
