@@ -6,6 +6,9 @@ and of the size that was taken the plan counts what its kernels really allocate.
 
     whole workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
 
+What was given is a ceiling. Where it leaves too little for a step, kernels may take half of what
+the budget has above that step without them, and where even that is too much, nothing.
+
 Source: u-cuDNN, section III; the trade of a smaller micro-batch for a faster algorithm is the
 guide's, section 3.1.
 """
@@ -15,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybatch._memory import Memory
+from anybatch._memory import Memory, Room
 from anybatch._plan import Away
 from anybatch.contest import StepTimer
 from anybatch.conv.chooser import Chooser
 from anybatch.conv.engaged import Engaged
 from anybatch.conv.heard import sizes_of
 from anybatch.conv.network import Key
+from anybatch.errors import BudgetError
 from anybatch.forecast import WORKSPACE, Forecast, total
 from anybatch.kinds import Allowed
 
@@ -51,6 +55,33 @@ class Workspaces:
         heard = foreseen.convolutions(1)
         return 0 if heard is not None and not heard.keys else chooser.most
 
+    def within(self, budget: Callable[[], int], decide: Callable[[], Allowed]) -> Allowed:
+        """Decide, with less workspace than was given where nothing fits beside all of it.
+
+        Args:
+            budget: returns the bytes that a step may hold, when that is known.
+            decide: returns how a step is run.
+
+        Raises:
+            BudgetError: nothing fits without any workspace either.
+        """
+        try:
+            return decide()
+        except BudgetError as error:
+            own = None if self.engaged is None else self.engaged.yields
+            if own is None or not own.most:
+                raise
+            needed = error.needed - own.most
+        for workspace in (max(0, budget() - needed) // 2, 0):
+            own.limit(min(own.most, workspace))
+            try:
+                return decide()
+            except BudgetError as error:
+                last = error
+            if not own.most:
+                break
+        raise last
+
     def ready(self, foreseen: Forecast, n: int) -> None:
         """Choose how the convolutions of a micro-batch are computed, before it is timed."""
         chooser = self.chooser
@@ -66,7 +97,7 @@ class Workspaces:
             time_step: times it.
         """
 
-        def timed(n: int, room: int | None, away: Away | None) -> float | None:
+        def timed(n: int, room: Room, away: Away | None) -> float | None:
             known = foreseen()
             if known is not None:
                 self.ready(known, n)

@@ -1,4 +1,4 @@
-"""The tables of contrastive training: errors, bytes and seconds, the largest batch, the training."""
+"""The tables of contrastive training: errors, bytes and seconds, the largest batch, a training."""
 
 from statistics import fmean
 from typing import Any
@@ -6,12 +6,15 @@ from typing import Any
 from benchmarks.mbs.rows import figure, markdown
 
 Results = dict[str, Any]
+RUN = "python -m benchmarks.integrations.contrastive.run --only"
 WAYS = ("naive", "gradcache", "sentence-transformers", "anybatch, matrix", "anybatch")
 MIB = 2**20
 
 
 def contrastive(results: Results) -> str:
     """A line for each pair of encoders: the worst error of a step's gradient, by way."""
+    if "errors" not in results:
+        return f"*No results yet: run `{RUN} errors`.*"
     ways = [*WAYS, "anybatch, rng batch"]
     rows = [
         [name, *(figure(found[way]) if way in found else "" for way in ways)]
@@ -22,6 +25,8 @@ def contrastive(results: Results) -> str:
 
 def contrastive_summary(results: Results) -> str:
     """The last look of each arm of the training, over the seeds."""
+    if "learns" not in results:
+        return f"*No results yet: run `{RUN} learns`.*"
     rows = []
     for arm in ("undivided", "anybatch", "accumulated"):
         runs = [run for run in results["learns"] if run["arm"] == arm]
@@ -34,6 +39,8 @@ def contrastive_summary(results: Results) -> str:
 
 def contrastive_steps(results: Results) -> str:
     """A line for each way: bytes, and seconds of a step of `anybatch.contrastive` beside it."""
+    if "speed" not in results:
+        return f"*No results yet: run `{RUN} speed`.*"
     rows = []
     for name, found in results["peaks"].items():
         speed = results["speed"][name]
@@ -49,6 +56,8 @@ def contrastive_steps(results: Results) -> str:
 
 def contrastive_large(results: Results) -> str:
     """A line for each batch: what a step holds, foresees, and would need with the matrix."""
+    if "large" not in results:
+        return f"*No results yet: run `{RUN} large`.*"
     found = results["large"]
     rows = [
         [

@@ -6,9 +6,9 @@ GradCache by its authors; sentence-transformers' CachedMultipleNegativesRankingL
 encoder for both sides; and the engine, with the loss as it is written by hand (*matrix*) and with
 `anybatch.contrastive`. The error is that of Law 1 in float64, against torch undivided; the last
 micro-batch is smaller. With dropout each way draws its own, which is as good; only `rng="batch"`
-draws what the undivided batch would. Peaks are of live tensor bytes; what a kernel takes and gives back inside is
-not seen. A micro-batch of the engine holds the graphs of both encoders at once, where GradCache
-runs one after the other. Seconds are ratios of steps taken in turn.
+draws what the undivided batch would. Peaks are of live tensor bytes; what a kernel takes and gives
+back inside is not seen. A micro-batch of the engine holds the graphs of both encoders at once,
+where GradCache runs one after the other. Seconds are ratios of steps taken in turn.
 
 The largest batch has a budget: what torch alone holds for 64 pairs of images of 32x32 (ResNet-20
 with GroupNorm) and texts of 32 tokens (four layers of a transformer of width 128), embeddings of
