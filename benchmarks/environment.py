@@ -10,7 +10,10 @@ import torch
 from anybatch.apps.allocator import running
 
 Environment = dict[str, str | int]
-PACKAGES = ("torch", "numpy", "mbp-pytorch", "accelerate", "lightning", "transformers")
+PACKAGES = (
+    *("torch", "numpy", "mbp-pytorch", "accelerate", "lightning", "transformers"),
+    *("gradcache", "sentence-transformers"),
+)
 LARGE = str(1 << 30)  # bytes; glibc then keeps freed blocks instead of unmapping them
 MALLOC: dict[str, dict[str, str]] = {
     "default": {},

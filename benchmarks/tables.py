@@ -19,6 +19,7 @@ from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
 from benchmarks.integrations.accelerate import rows as of_accelerate
+from benchmarks.integrations.contrastive import rows as of_contrastive
 from benchmarks.integrations.language import rows as of_language
 from benchmarks.integrations.lightning import rows as of_lightning
 from benchmarks.integrations.transformers import rows as of_transformers
@@ -154,6 +155,10 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accelerate_overhead": ("integrations/accelerate", of_accelerate.accelerate_overhead),
     "lightning": ("integrations/lightning", of_lightning.lightning),
     "lightning_overhead": ("integrations/lightning", of_lightning.lightning_overhead),
+    "contrastive": ("integrations/contrastive", of_contrastive.contrastive),
+    "contrastive_summary": ("integrations/contrastive", of_contrastive.contrastive_summary),
+    "contrastive_steps": ("integrations/contrastive", of_contrastive.contrastive_steps),
+    "contrastive_large": ("integrations/contrastive", of_contrastive.contrastive_large),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
     **{path.stem: ("mbs/lies", lie(path.stem)) for path in sorted(LIES.glob("[0-9]_*.py"))},
 }
@@ -203,6 +208,7 @@ TITLES = {
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
     "accelerate": "accelerate's loop: errors of a step's gradient, and its seconds",
     "lightning": "Lightning's Trainer: errors of a step's gradient, and its seconds",
+    "contrastive": "Contrastive training: beside GradCache and sentence-transformers",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
     "membrane": "Membrane images: a training with its curves",
@@ -229,6 +235,7 @@ MORE = {
     "transformers": ("transformers_overhead",),
     "accelerate": ("accelerate_overhead",),
     "lightning": ("lightning_overhead",),
+    "contrastive": ("contrastive_steps", "contrastive_large"),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {

@@ -23,6 +23,7 @@ from anybatch.errors import (
 )
 from anybatch.gathered import all_gather
 from anybatch.joint import joint
+from anybatch.loss.contrastive import contrastive
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive, Plateau
 from anybatch.norm.ranks import global_batchnorm
@@ -61,6 +62,7 @@ __all__ = [
     "StoreError",
     "all_gather",
     "check",
+    "contrastive",
     "convolutions",
     "global_batchnorm",
     "joint",

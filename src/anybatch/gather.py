@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import graph, tree
+from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
-from anybatch.errors import LossError, NotReproducibleError
+from anybatch.coupled import Taken, loss_of_all, value_of_all
+from anybatch.errors import NotReproducibleError
 from anybatch.ranks.everyone import Rows
 from anybatch.retry import StartOverError, attempt, in_pieces
 from anybatch.rng import Dice
@@ -53,13 +54,13 @@ def gather(step: Step) -> Tensor:
     rows = step.everyone.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
     first.leave_to(rows)
     step.agree()  # a rank without samples has drawn nothing, and takes the same loss
-    whole = MicroBatch(None, rows.targets, rows.size)
     if step.gradients is None or not step.batch.size:
-        loss = step.loss.whole(rows.outputs, whole).detach()
+        loss = value_of_all(step, rows)
     else:
-        loss, gradients = loss_of_all(step, rows.outputs, whole, leads=rows.leads)
-        end, statistics = Dice.now(), step.buffers.statistics()
-        backwards = Backwards(step, first, gradients, rows.begin, end)
+        taken = loss_of_all(step, rows)
+        loss, end, statistics = taken.loss, Dice.now(), step.buffers.statistics()
+        backwards = Backwards(step, first, taken, end)
+        del taken
         stop = backwards.last()
         step.buffers.restart()
         if stop:
@@ -148,14 +149,13 @@ class Backwards:
         self,
         step: Step,
         first: FirstPass,
-        gradients: list[Tensor | None],
-        before: int,
+        taken: Taken,
         dice: Dice,
     ) -> None:
         self.trained = 0
         self._dice = dice
-        self._step, self._first, self._gradients = step, first, gradients
-        self._before = before  # rows of ranks before this one
+        self._step, self._first, self._gradients = step, first, taken.gradients
+        self._before = taken.begin  # rows of ranks before this one
         self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
         self._begin = 0
 
@@ -209,36 +209,6 @@ class Backwards:
         trained = step.pull(*shares(step, out, self._gradients, self._before + begin))
         self.trained += trained
         self._begin += micro.size
-
-
-def loss_of_all(
-    step: Step, outputs: Any, whole: MicroBatch, *, leads: bool = True
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the loss, and the gradient of each output tensor, in order, or None.
-
-    Args:
-        step: the step.
-        outputs: of the whole batch, over all ranks.
-        whole: its targets.
-        leads: what belongs to the loss itself gets its gradient here; else on another rank.
-    """
-    leaves = [tensor.detach() for _, tensor in tree.tensors(outputs)]
-    for leaf in leaves:
-        if leaf.is_floating_point() or leaf.is_complex():
-            leaf.requires_grad_()
-    step.own.update(map(id, leaves))
-    moment, given = graph.now(), iter(leaves)
-    # The loss gets copies: it may write to them.
-    loss = step.loss.whole(tree.map_tensors(lambda _: next(given).clone(), outputs), whole)
-    if graph.reaches_before(loss, moment):
-        raise LossError(
-            "a loss must compute from the outputs and targets it is given, and it uses a tensor "
-            "that forward left elsewhere, which belongs to one micro-batch only (an attribute of "
-            "a module, what a hook kept): return it from the model, as one value a sample"
-        )
-    into = None if leads else [leaf for leaf in leaves if leaf.requires_grad]
-    check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
-    return loss.detach(), [leaf.grad for leaf in leaves]
 
 
 def shares(

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, made_up
-from anybatch.gather import loss_of_all, shares
+from anybatch.coupled import loss_of_all, value_of_all
+from anybatch.gather import shares
 from anybatch.lanes import Lanes
 from anybatch.loss.declared import Total
 from anybatch.loss.watched import NotAPartError
@@ -180,9 +181,8 @@ class Together:
         if step.coupled:
             step.found = step.loss.name
             rows = step.everyone.rows(None, None, (), 0)
-            whole = MicroBatch(None, rows.targets, rows.size)
             with torch.no_grad(), self._whole_loss():
-                self._coupled = step.loss.whole(rows.outputs, whole).detach()
+                self._coupled = value_of_all(step, rows)
         roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
         return roots, [torch.zeros_like(root) for root in roots]
 
@@ -232,11 +232,10 @@ class Together:
         aims = tree.join(targets, sizes=sizes, name="targets")
         rows = step.everyone.rows(joined, aims, step.layout or (), step.batch.size)
         del joined, aims
-        whole = MicroBatch(None, rows.targets, rows.size)
-        gradients: list[Tensor | None] = []
         if step.gradients is None:
-            self._coupled = step.loss.whole(rows.outputs, whole).detach()
-        else:
-            with torch.enable_grad():
-                self._coupled, gradients = loss_of_all(step, rows.outputs, whole, leads=rows.leads)
-        return [(gradients, rows.begin + sum(sizes[:lane])) for lane in range(len(sizes))]
+            self._coupled = value_of_all(step, rows)
+            return [([], 0)] * len(sizes)
+        with torch.enable_grad():
+            taken = loss_of_all(step, rows)
+        self._coupled = taken.loss
+        return [(taken.gradients, taken.begin + sum(sizes[:k])) for k in range(len(sizes))]

@@ -28,10 +28,11 @@ from anybatch.batchnorm import counters
 from anybatch.buffers import ForwardBuffers
 from anybatch.case import MICRO_BATCHES, Case, Claiming, first_rows
 from anybatch.conv.heard import Hearing
+from anybatch.coupled import loss_of_all, value_of_all
 from anybatch.device import Link
 from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
-from anybatch.gather import COUPLED, loss_of_all, shares
+from anybatch.gather import COUPLED, shares
 from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.kinds import bytes_of
@@ -40,6 +41,7 @@ from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.paged import TAKES, uncounted
+from anybatch.ranks.everyone import Rows
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
 from anybatch.timeline import Timeline
@@ -228,18 +230,18 @@ def _gathered(step: Step, case: Case) -> None:
         every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
         del here
     del outputs
-    whole = MicroBatch(None, targets, size)
+    whole = Rows(every, targets, size, 0, leads=True)
     if step.gradients is None:
-        step.loss.whole(every, whole)
+        value_of_all(step, whole)
         return
-    _, gradients = loss_of_all(step, every, whole)
+    taken = loss_of_all(step, whole)
     for graph in last:
-        step.pull(*shares(step, graph, gradients, 0))
+        step.pull(*shares(step, graph, taken.gradients, 0))
         del graph
     last.clear()
 
     def again(micro: MicroBatch) -> None:
-        step.pull(*shares(step, step.forward(micro), gradients, 0))
+        step.pull(*shares(step, step.forward(micro), taken.gradients, 0))
 
     for micro in chain([first], micro_batches):
         step.under(again)(micro)

@@ -1,0 +1,1 @@
+"""Contrastive training beside GradCache and sentence-transformers."""

@@ -1,0 +1,81 @@
+"""Contrastive training beside GradCache and sentence-transformers, and why exactness matters there.
+
+All compute one loss, InfoNCE at one temperature, and take its gradient in the same micro-batches:
+torch alone *undivided*; *naive* accumulation, whose negatives are those of the micro-batch;
+GradCache by its authors; sentence-transformers' CachedMultipleNegativesRankingLoss, which has one
+encoder for both sides; and the engine, with the loss as it is written by hand (*matrix*) and with
+`anybatch.contrastive`. The error is that of Law 1 in float64, against torch undivided; the last
+micro-batch is smaller. With dropout each way draws its own, which is as good; only `rng="batch"`
+draws what the undivided batch would. Peaks are of live tensor bytes; what a kernel takes and gives
+back inside is not seen. A micro-batch of the engine holds the graphs of both encoders at once,
+where GradCache runs one after the other. Seconds are ratios of steps taken in turn.
+
+The largest batch has a budget: what torch alone holds for 64 pairs of images of 32x32 (ResNet-20
+with GroupNorm) and texts of 32 tokens (four layers of a transformer of width 128), embeddings of
+128. What grows with the batch are embeddings and their gradients alone; with the matrix the plan
+says what a micro-batch of one sample would need.
+
+The training lets an image of four digits find its number among a thousand that it was not trained
+with; curves are the mean of the seeds, and their range.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from benchmarks.environment import environment
+from benchmarks.integrations.contrastive.curves import draw
+from benchmarks.integrations.contrastive.encoders import SUBJECTS
+from benchmarks.integrations.contrastive.large import large
+from benchmarks.integrations.contrastive.learns import ARMS, Recipe, train
+from benchmarks.integrations.contrastive.steps import errors, peaks, speed
+from benchmarks.results import console, read, write
+
+HERE = Path(__file__).parent
+SEEDS = (0, 1, 2)
+MEASURED = ("sentences", "images and texts")
+BATCH, MICRO_BATCH = 512, 32
+PARTS = ("errors", "peaks", "speed", "large", "learns")
+QUICK = Recipe(batch=32, micro_batch=8, steps=4, every=2, tests=20)
+
+
+def part(name: str, count: int, *, quick: bool) -> Any:
+    """Measure one part."""
+    batch = 64 if quick else BATCH
+    if name == "errors":
+        return errors(list(SUBJECTS)[:1] if quick else list(SUBJECTS), 40, 7)
+    if name == "peaks":
+        return {subject: peaks(subject, batch, MICRO_BATCH) for subject in MEASURED}
+    if name == "speed":
+        return {subject: speed(subject, batch, MICRO_BATCH, count) for subject in MEASURED}
+    if name == "large":
+        return large((64,) if quick else (64, 1024, 32768))
+    recipe, seeds = (QUICK, SEEDS[:1]) if quick else (Recipe(), SEEDS)
+    jobs = [(arm, recipe, seed) for seed in seeds for arm in ARMS]
+    return [train(*job) for job in track(jobs, "learns", console=console)]
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    count: Annotated[int, typer.Option("--pairs", help="rounds of steps")] = 9,
+    only: Annotated[str, typer.Option(help="one of the parts; others stay as they are")] = "",
+) -> None:
+    """Measure all parts, or one, and write results.json and the picture."""
+    torch.set_num_threads(1)
+    found = (read(out / "results.json") or {}) if only else {}
+    found |= {"environment": environment(), "seeds": SEEDS[:1] if quick else SEEDS, "pairs": count}
+    found["sizes"] = {"batch": BATCH, "micro_batch": MICRO_BATCH}
+    for name in [only] if only else PARTS:
+        found[name] = part(name, count, quick=quick)
+        write(out / "results.json", found)
+    if "learns" in found:
+        draw(found["learns"], out / "curves.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

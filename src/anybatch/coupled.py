@@ -1,0 +1,99 @@
+"""The loss of all outputs at once, and the gradient of each of them.
+
+What gathers the outputs of a batch (two passes, or lanes) ends here. Any loss is called on copies
+of all of them, on every rank alike. A contrastive loss is asked for the rows of this rank only: no
+rank computes a gradient for another one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybatch import graph, tree
+from anybatch.batch import MicroBatch
+from anybatch.errors import LossError
+from anybatch.loss.contrastive import Contrastive
+from anybatch.ranks.everyone import Rows
+from anybatch.step import Step, check_trains
+
+
+class Taken(NamedTuple):
+    """A loss that was taken.
+
+    Attributes:
+        loss: of the whole batch, detached.
+        gradients: of each output tensor, in order, or None.
+        begin: the first row of this rank among those of `gradients`.
+    """
+
+    loss: Tensor
+    gradients: list[Tensor | None]
+    begin: int
+
+
+def value_of_all(step: Step, rows: Rows) -> Tensor:
+    """Return the loss of the whole batch without a gradient; a rank without samples joins in."""
+    if isinstance(step.loss, Contrastive):
+        return _of_rows(step, step.loss, rows, _here(step, rows)).detach()
+    return step.loss.whole(rows.outputs, _whole(rows)).detach()
+
+
+def loss_of_all(step: Step, rows: Rows) -> Taken:
+    """Return the loss of the whole batch, and the gradients of the outputs.
+
+    Args:
+        step: the step.
+        rows: outputs and targets of all ranks. What belongs to the loss itself gets its gradient
+            on the rank that leads.
+
+    Raises:
+        LossError: the loss uses tensors that it was not given.
+    """
+    own = isinstance(step.loss, Contrastive)
+    outputs = _here(step, rows) if own else rows.outputs
+    leaves = [tensor.detach() for _, tensor in tree.tensors(outputs)]
+    for leaf in leaves:
+        if leaf.is_floating_point() or leaf.is_complex():
+            leaf.requires_grad_()
+    step.own.update(map(id, leaves))
+    moment, given = graph.now(), iter(leaves)
+    if isinstance(step.loss, Contrastive):
+        loss = _of_rows(step, step.loss, rows, tree.map_tensors(lambda _: next(given), outputs))
+    else:  # the loss gets copies: it may write to them
+        copies = tree.map_tensors(lambda _: next(given).clone(), outputs)
+        loss = step.loss.whole(copies, _whole(rows))
+    if graph.reaches_before(loss, moment):
+        raise LossError(
+            "a loss must compute from the outputs and targets it is given, and it uses a tensor "
+            "that forward left elsewhere, which belongs to one micro-batch only (an attribute of "
+            "a module, what a hook kept): return it from the model, as one value a sample"
+        )
+    into = None if rows.leads or own else [leaf for leaf in leaves if leaf.requires_grad]
+    check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
+    return Taken(loss.detach(), [leaf.grad for leaf in leaves], 0 if own else rows.begin)
+
+
+def _whole(rows: Rows) -> MicroBatch:
+    return MicroBatch(None, rows.targets, rows.size)
+
+
+def _here(step: Step, rows: Rows) -> Any:
+    """Return the outputs for the samples of this rank."""
+    if not step.everyone.several:
+        return rows.outputs
+    return step.rows(rows.outputs, rows.begin, step.batch.size, rows.size)
+
+
+def _of_rows(step: Step, loss: Contrastive, rows: Rows, own: Any) -> Tensor:
+    """Return a contrastive loss, of which the gradient of `own` is known."""
+    everyone = step.everyone
+    if not everyone.several:
+        return loss.whole(own, _whole(rows))
+
+    def gather(part: Tensor) -> Tensor:
+        return everyone.gather("the contrastive loss", part.contiguous())[0]
+
+    return loss.of_rows(own, rows.outputs, rows.begin, _whole(rows), gather)

@@ -1,0 +1,279 @@
+"""Contrastive losses: every sample against all others of the batch, in memory linear in the batch.
+
+InfoNCE is ``F.cross_entropy(s * z @ w.T, arange(N))``: sample i is to find w_i among all w. Written
+so it couples the samples, which the engine takes as it is, and holds N x N similarities several
+times, which it cannot divide. Here they come in tiles that are thrown away (`anybatch.loss.tiles`).
+The gradient is in closed form, with shares P_ij = exp(s z_i w_j - L_i) of the sums:
+
+    L_i = log sum_j exp(s z_i w_j)         loss = mean_i (L_i - s z_i w_i)
+    d z_i = s/N (sum_j P_ij w_j - w_i)     d w_j = s/N (sum_i P_ij z_i - z_j)
+
+The loss is a function of s z_i w_j alone, so d s = (sum z dz + sum w dw) / 2 s costs nothing. Over
+ranks each takes the sums and the gradients of its own rows; the L of all is what they share.
+Source: van den Oord et al. 2018, Eq. 4 (InfoNCE); Radford et al. 2021, Figure 3 (both directions);
+Chen et al. 2020, Eq. 1 (NT-Xent).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.batch import MicroBatch
+from anybatch.errors import LossError
+from anybatch.loss.declared import Loss, Part, Scope, Total
+from anybatch.loss.tiles import add_log_sums, add_weighted, computed_in, dots
+
+Gather = Callable[[Tensor], Tensor]
+"""Returns the rows of all ranks, in their order, from those of this one."""
+
+
+def contrastive(
+    *, temperature: float | None = None, symmetric: bool = False, within: bool = False
+) -> Loss:
+    """Make the loss that lets every sample find its partner among those of the whole batch.
+
+    The model returns embeddings, as they are to be compared (normalise them there): two or more
+    tensors of shape [n, d] in a tuple, list or mapping, or one of shape [n, k, d]. The second
+    belongs to the first; further ones are more negatives. A 0-dim tensor beside them is a learnable
+    scale, which multiplies the similarities (``logit_scale.exp()`` of CLIP). Half precision is
+    computed in float32.
+
+    Args:
+        temperature: divides the similarities, above 0. None (default) is 1, or what the model
+            returns as a scale.
+        symmetric: the second also finds the first, and the loss is the mean of both directions
+            (CLIP). Default False: the first finds the second (InfoNCE).
+        within: who searches is also compared with all others of its own kind, which are negatives.
+            Default False. With `symmetric` it is NT-Xent (SimCLR).
+
+    Returns:
+        The loss. Memory beside the embeddings and their gradients is that of a few tiles.
+
+    Raises:
+        ValueError: `temperature` is not above 0, or is a tensor.
+        LossError: at the first step, where the model returns something else, or there are targets.
+
+    Example:
+        >>> model = anybatch.joint(lambda f, g, s, x, y: (f(x), g(y), s()), image, text, scale)
+        >>> engine = anybatch.Engine(model, anybatch.contrastive(symmetric=True), memory="8GiB")
+        >>> engine.backward((images, texts))
+    """
+    if isinstance(temperature, Tensor):
+        raise ValueError(
+            "temperature must be a number, and a tensor came: a temperature that is learned is a "
+            "parameter of the model, which returns its inverse beside the embeddings, as CLIP does"
+        )
+    if temperature is not None and not temperature > 0:
+        raise ValueError(
+            f"temperature must be above 0, and is {temperature}: similarities are divided by it"
+        )
+    return Contrastive(temperature, symmetric=symmetric, within=within)
+
+
+class Contrastive(Loss):
+    """`contrastive`.
+
+    Args:
+        temperature: as there.
+        symmetric: as there.
+        within: as there.
+    """
+
+    def __init__(self, temperature: float | None, *, symmetric: bool, within: bool) -> None:
+        self.name = "contrastive: NT-Xent" if symmetric and within else "contrastive"
+        self._temperature, self._symmetric, self._within = temperature, symmetric, within
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss of all samples, which are all here."""
+        return self.of_rows(outputs, outputs, 0, micro, lambda rows: rows)
+
+    def of_rows(
+        self, own: Any, every: Any, begin: int, micro: MicroBatch, gather: Gather
+    ) -> Tensor:
+        """Return the loss of all samples, whose gradient flows to the rows of this rank alone.
+
+        Args:
+            own: outputs for the samples of this rank, perhaps none.
+            every: those of all ranks; the same object where this is all of them.
+            begin: the first row of this rank.
+            micro: the samples of all ranks.
+            gather: asks the other ranks, once.
+        """
+        if micro.targets is not None:
+            raise LossError(
+                "a contrastive loss must have no targets, because samples are compared by their "
+                "places, and targets came: leave them out, engine.backward(inputs)"
+            )
+        embeddings, scale = self._parsed(every, micro.size)
+        if own is every:
+            here, factor = embeddings, scale
+        else:
+            here, factor = self._parsed(own, None)
+        pairs = _pairs(len(embeddings), symmetric=self._symmetric, within=self._within)
+        task = _Task(pairs, begin, gather)
+        kept = None if own is every else [embedding.detach() for embedding in embeddings]
+        loss: Tensor = _Function.apply(task, kept, factor, *here)  # type: ignore[no-untyped-call]
+        return loss
+
+    def totals(self, scope: Scope) -> list[Total] | None:  # noqa: ARG002
+        """Samples meet."""
+        return None
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Never asked for."""
+        raise NotImplementedError
+
+    def _parsed(self, outputs: Any, size: int | None) -> tuple[list[Tensor], Tensor | float]:
+        """Return the embeddings, [n, d] each, and what multiplies their similarities."""
+        found = [tensor for _, tensor in tree.tensors(outputs)]
+        scales = [tensor for tensor in found if tensor.dim() == 0]
+        embeddings = list[Tensor]()
+        for tensor in (tensor for tensor in found if tensor.dim() > 0):
+            embeddings.extend(tensor.unbind(1) if tensor.dim() == 3 else [tensor])
+        first = embeddings[0] if embeddings else None
+        alike = first is not None and all(
+            e.shape == first.shape and e.dtype == first.dtype for e in embeddings
+        )
+        rows = len(first) if first is not None and first.dim() else None
+        if (
+            not alike
+            or len(embeddings) < 2
+            or first is None
+            or first.dim() != 2
+            or not first.is_floating_point()
+            or size not in (None, rows)
+            or len(scales) > 1
+        ):
+            came = ", ".join(f"{tuple(t.shape)} of {t.dtype}".replace("torch.", "") for t in found)
+            raise LossError(
+                "a model with a contrastive loss must return two or more embeddings of one shape "
+                f"[n, d] (or one tensor [n, k, d]), and a 0-dim scale at most, and it returned "
+                f"{came}: return no more than the loss needs, samples first"
+            )
+        if scales and self._temperature is not None:
+            raise LossError(
+                "similarities must be scaled once, and the model returned a scale while "
+                f"temperature is {self._temperature}: leave one of them out"
+            )
+        return embeddings, scales[0] if scales else 1 / (self._temperature or 1.0)
+
+
+class _Pair(NamedTuple):
+    """Two embeddings that are compared, by their numbers.
+
+    Attributes:
+        a: the one that searches.
+        b: the one in which it does; the same number leaves out the sample itself.
+        both: b searches in a, too.
+    """
+
+    a: int
+    b: int
+    both: bool
+
+
+class _Task(NamedTuple):
+    """What is compared with what, and where."""
+
+    pairs: list[_Pair]
+    begin: int
+    gather: Gather
+
+    @property
+    def searching(self) -> int:
+        """How many of the embeddings search: the first, or the first two."""
+        return 2 if self.pairs[0].both else 1
+
+
+def _pairs(count: int, *, symmetric: bool, within: bool) -> list[_Pair]:
+    found = [_Pair(0, 1, symmetric), *(_Pair(0, more, both=False) for more in range(2, count))]
+    return [*found, *(_Pair(k, k, both=True) for k in range((1 + symmetric) * within))]
+
+
+class _Function(torch.autograd.Function):
+    """The loss of all rows; the gradient of those that are here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, task: _Task, every: list[Tensor] | None, scale: Tensor | float, *own: Tensor
+    ) -> Tensor:
+        with torch.autocast(own[0].device.type, enabled=False):
+            logs = _log_sums(task, every, scale, own)
+            true = dots(own[0], own[1]).mul_(scale)
+            found = task.gather(torch.cat([logs, true.unsqueeze(0)]).T)
+        ctx.task, ctx.every, ctx.scale = task, every, None if isinstance(scale, Tensor) else scale
+        ctx.save_for_backward(found, *([scale] if isinstance(scale, Tensor) else []), *own)
+        return (found[:, :-1] - found[:, -1:]).mean()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found, *own = ctx.saved_tensors
+        scale = own.pop(0) if ctx.scale is None else ctx.scale
+        factor = gradient / (len(found) * ctx.task.searching)
+        with torch.autocast(own[0].device.type, enabled=False):
+            sums = _weighted(ctx.task, ctx.every, scale, own, found)
+            of_scale = None
+            if ctx.scale is None:
+                each = [dots(e, r).sum() for e, r in zip(own, sums, strict=True)]
+                of_scale = (torch.stack(each).sum() * factor / 2).to(scale.dtype)
+            shares = [r.mul_(factor * scale).to(own[0].dtype) for r in sums]
+        return None, None, of_scale, *shares
+
+
+def _log_sums(
+    task: _Task, every: list[Tensor] | None, scale: Tensor | float, own: tuple[Tensor, ...]
+) -> Tensor:
+    """Return L for the rows that are here, [who searches, n]."""
+    shape = task.searching, len(own[0])
+    logs = own[0].new_full(shape, -torch.inf, dtype=computed_in(own[0]))
+    for a, b, both in task.pairs:
+        if a == b:
+            add_log_sums(own[a], (every or own)[a], scale, logs[a], own=task.begin)
+        elif every is None:
+            add_log_sums(own[a], own[b], scale, logs[a], logs[b] if both else None)
+        else:
+            add_log_sums(own[a], every[b], scale, logs[a])
+            if both:
+                add_log_sums(own[b], every[a], scale, logs[b])
+    return logs
+
+
+def _weighted(
+    task: _Task,
+    every: list[Tensor] | None,
+    scale: Tensor | float,
+    own: list[Tensor],
+    found: Tensor,
+) -> list[Tensor]:
+    """Return sum_j P_ij w_j and the like, less the true partners, for each embedding that is here.
+
+    Args:
+        task: what is compared.
+        every: embeddings of all ranks; None where they are `own`.
+        scale: of the similarities.
+        own: embeddings that are here.
+        found: L of all rows, [N, who searches + 1].
+    """
+    sums = [torch.zeros_like(e, dtype=found.dtype) for e in own]
+    here = slice(task.begin, task.begin + len(own[0]))
+    for a, b, both in task.pairs:
+        of_a, of_b = found[:, a], found[:, b] if both else None
+        if a == b:
+            add_weighted(
+                *(own[a], (every or own)[a], scale), (of_a[here], of_a), (sums[a], None), task.begin
+            )
+        elif every is None:
+            add_weighted(own[a], own[b], scale, (of_a, of_b), (sums[a], sums[b]))
+        else:
+            add_weighted(own[a], every[b], scale, (of_a[here], of_b), (sums[a], None))
+            in_b = None if of_b is None else of_b[here]
+            add_weighted(own[b], every[a], scale, (in_b, of_a), (sums[b], None))
+    sums[0].sub_(own[1], alpha=task.searching)
+    sums[1].sub_(own[0], alpha=task.searching)
+    return sums
