@@ -20,6 +20,12 @@ def save(path: Path, pixels: np.ndarray) -> None:
     Image.fromarray(pixels).save(path)
 
 
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `plan --measure` measure few steps of the loop: how many is no matter of these tests."""
+    monkeypatch.setattr("anybatch.apps.wanted.STEPS", 3)
+
+
 @pytest.fixture
 def classes(tmp_path: Path) -> Make:
     """Return a maker of DIR/<class>/*.png: dark and bright squares with noise."""

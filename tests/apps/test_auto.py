@@ -84,6 +84,7 @@ def test_a_plan_says_which_shares_were_tried(command: Command, faster: bool) -> 
     assert ("no share of the budget was worth it" in told.stdout) != faster
 
 
+@pytest.mark.large(few=1)
 def test_a_training_shares_its_budget_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:

@@ -58,6 +58,7 @@ def stopped(tmp_path: Path) -> Path:
     return tmp_path / "stopped"
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("at", range(1, 2 * MICRO_BATCHES + 1))
 def test_an_interrupt_anywhere_changes_nothing(at: int, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
