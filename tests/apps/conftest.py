@@ -27,6 +27,13 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run leave an empty picture and page at its end: other tests look at what is on them."""
+    monkeypatch.setattr("anybatch.apps.run_folder.draw_curves", lambda epochs: b"")
+    monkeypatch.setattr("anybatch.apps.run_folder.page_of", lambda known: "")
+
+
+@pytest.fixture
 def classes(tmp_path: Path) -> Make:
     """Return a maker of DIR/<class>/*.png: dark and bright squares with noise."""
 

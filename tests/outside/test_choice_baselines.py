@@ -264,6 +264,7 @@ def test_a_step_over_its_budget_reaches_nothing() -> None:
     assert "4 (over budget)" in choice_rows.choice(results)
 
 
+@pytest.mark.large(of="a limit, for real", few=1)
 def test_a_limited_child_really_dies_and_an_unlimited_one_finishes(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     free = limited(PLAIN, QUICK, None, weights=weights)
