@@ -119,7 +119,8 @@ class Planner:
             case = cache(make_case)
             foreseen = partial(self._foreseen.bound, kind)
             time_step = self.workspaces.before(foreseen, time_step)
-            found = self._decide(Asked(kind, case, optimizer, refuse_division, time_step))
+            asked = Asked(kind, case, optimizer, refuse_division, time_step)
+            found = self.workspaces.within(self._known_budget, partial(self._decide, asked))
             found = self._settled_in(found, kind)
             self._allowed[self._foreseen.plain(kind)] = found
         return found
@@ -169,6 +170,10 @@ class Planner:
         """
         self._best = n, kind.elements
         self._allowed.pop(self._foreseen.plain(kind), None)
+
+    def _known_budget(self) -> int:
+        assert self.budget is not None
+        return self.budget
 
     def _decide(self, asked: Asked) -> Allowed:
         kind, way = asked.kind, self.spill.way

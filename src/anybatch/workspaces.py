@@ -6,6 +6,9 @@ and of the size that was taken the plan counts what its kernels really allocate.
 
     whole workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
 
+What was given is a ceiling. Where it leaves too little for a step, kernels may take half of what
+the budget has above that step without them, and where even that is too much, nothing.
+
 Source: u-cuDNN, section III; the trade of a smaller micro-batch for a faster algorithm is the
 guide's, section 3.1.
 """
@@ -22,6 +25,7 @@ from anybatch.conv.chooser import Chooser
 from anybatch.conv.engaged import Engaged
 from anybatch.conv.heard import sizes_of
 from anybatch.conv.network import Key
+from anybatch.errors import BudgetError
 from anybatch.forecast import WORKSPACE, Forecast, total
 from anybatch.kinds import Allowed
 
@@ -50,6 +54,33 @@ class Workspaces:
             return 0
         heard = foreseen.convolutions(1)
         return 0 if heard is not None and not heard.keys else chooser.most
+
+    def within(self, budget: Callable[[], int], decide: Callable[[], Allowed]) -> Allowed:
+        """Decide, with less workspace than was given where nothing fits beside all of it.
+
+        Args:
+            budget: returns the bytes that a step may hold, when that is known.
+            decide: returns how a step is run.
+
+        Raises:
+            BudgetError: nothing fits without any workspace either.
+        """
+        try:
+            return decide()
+        except BudgetError as error:
+            own = None if self.engaged is None else self.engaged.yields
+            if own is None or not own.most:
+                raise
+            needed = error.needed - own.most
+        for workspace in (max(0, budget() - needed) // 2, 0):
+            own.limit(min(own.most, workspace))
+            try:
+                return decide()
+            except BudgetError as error:
+                last = error
+            if not own.most:
+                break
+        raise last
 
     def ready(self, foreseen: Forecast, n: int) -> None:
         """Choose how the convolutions of a micro-batch are computed, before it is timed."""

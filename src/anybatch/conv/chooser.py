@@ -106,11 +106,13 @@ class Chooser:
         seconds: that measuring may go on for, of all kernels together.
 
     Attributes:
+        given: bytes of workspace as they were given; `limit` lowers those in `found`.
         left: calls that are torch's for ever, as `intercept.Kernels` marks them.
     """
 
     def __init__(self, found: Convolutions, costs: Costs | None, seconds: float) -> None:
         self.found, self._costs, self._left = found, costs, seconds
+        self.given = found.workspace
         self._lock = threading.RLock()
         self._waiting = 0
         self._noted: dict[Key, None] = {}
@@ -142,9 +144,26 @@ class Chooser:
         return self._costs is None if known is None else not divided(known.configurations[0])
 
     @property
+    def measures(self) -> bool:
+        """Whether kernels that are met are measured, or only those of a plan are obeyed."""
+        return self._costs is not None
+
+    @property
     def most(self) -> int:
         """The most bytes of workspace that a kernel may take, whatever comes."""
         return self.found.workspace if self._costs is not None else self.used(self.found.chosen)
+
+    def limit(self, workspace: int) -> None:
+        """Let kernels allocate no more than so many bytes; what took more is chosen again.
+
+        With none at all every kernel is torch's own, and nothing is measured.
+        """
+        with self._lock:
+            self.found.workspace = workspace
+            every = self.found.chosen
+            over = [key for key in every if self.used([key]) > workspace]
+            for key in over:
+                del every[key]
 
     def used(self, keys: Iterable[Key]) -> int:
         """Return the most bytes of workspace that any of some kernels takes, as was chosen."""
@@ -172,7 +191,7 @@ class Chooser:
             keys: kernels. Default None: those that were noted.
         """
         with self._lock:
-            if self._network is not None or self._costs is None:
+            if self._network is not None or self._costs is None or not self.found.workspace:
                 return
             noted = list(self._noted)
             todo = [key for key in (noted if keys is None else keys) if not self._known(key)]
@@ -197,7 +216,7 @@ class Chooser:
             if self._network is not None:
                 return self._of_pass(self._network, key)
             if not self._known(key):
-                if self._costs is None or _captured(key[0]):
+                if self._costs is None or not self.found.workspace or _captured(key[0]):
                     return None
                 if self._waiting:
                     self._noted[key] = None

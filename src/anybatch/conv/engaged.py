@@ -39,6 +39,12 @@ class Engaged:
         found = self._own or inside(self._device)
         return found if isinstance(found, Chooser) else None
 
+    @property
+    def yields(self) -> Chooser | None:
+        """What chooses and may be given less workspace; None where that is not the engine's own."""
+        own = self._own
+        return own if own is not None and not own.found.shared and own.measures else None
+
     @contextmanager
     def step(self, *, waits: bool) -> Iterator[None]:
         """Compute the convolutions of a step in the body.
@@ -73,9 +79,9 @@ class Engaged:
         wanted = set(keys or ())
         chosen = {key: one for key, one in every.items() if not wanted or key in wanted}
         kernels = tuple(_division(key, one) for key, one in chosen.items())
-        return Divisions(
-            chooser.found.workspace, chooser.found.policy, chooser.used(chosen), kernels
-        )
+        space = chooser.found.workspace
+        given = chooser.given if chooser.given > space else 0
+        return Divisions(space, chooser.found.policy, chooser.used(chosen), kernels, given)
 
 
 def obeying(divisions: Divisions) -> Chooser:
