@@ -62,6 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    freeze()
+
+
+def freeze() -> None:
     """Let nobody walk over what was imported again: the collector, or who looks for caches.
 
     Both walk over all objects, which are half a million here, thousands of times.

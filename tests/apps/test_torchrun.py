@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 from tests.apps.conftest import Make
 from tests.apps.runs import checkpoint, rows
@@ -62,7 +61,6 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-@pytest.mark.large(of="torchrun, for real", few=2)
 def test_ranks_that_are_killed_and_stopped_end_as_one_process_that_never_was(
     tmp_path: Path, classes: Make
 ) -> None:

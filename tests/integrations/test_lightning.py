@@ -395,7 +395,6 @@ def test_a_loss_is_handed_over_once() -> None:
         fit(made(Twice), WholeBatch(micro_batch=4))
 
 
-@pytest.mark.large(of="torchrun, for real", few=2)
 @pytest.mark.parametrize("micro_batch", [3])
 def test_ranks_share_the_batch(tmp_path: Path, micro_batch: int) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

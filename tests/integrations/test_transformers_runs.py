@@ -200,7 +200,7 @@ def test_a_loss_in_which_samples_meet_is_refused_by_name(tmp_path: Path) -> None
         )
 
 
-@pytest.mark.large(of="torchrun, for real", few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", ["GPT-2", "ResNet, BatchNorm"])
 def test_two_ranks(tmp_path: Path, name: str) -> None:
     """Real processes on gloo: loss and gradients are those of the batch of both, on both."""

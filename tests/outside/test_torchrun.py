@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -36,7 +35,6 @@ torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.large(of="torchrun, for real", few=2)
 def test_the_lines_of_the_guide_train_on_the_batch_of_all_ranks(tmp_path: Path) -> None:
     lines = re.findall(r"```py\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     (shown,) = (one for one in lines if "init_process_group" in one)
