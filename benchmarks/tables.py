@@ -17,6 +17,7 @@ from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
+from benchmarks.integrations.language import rows as of_language
 from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
@@ -137,6 +138,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "adaptive_speed_patience": ("agbn/adaptive_speed", agbn_speed.adaptive_speed_patience),
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
+    "language": ("integrations/language", of_language.language),
     "transformers": ("integrations/transformers", of_transformers.transformers),
     "transformers_overhead": (
         "integrations/transformers",
@@ -186,6 +188,7 @@ TITLES = {
     "guide_figures": "Guide: Figures 2 and 3, throughput and convergence by mini-batch",
     "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
+    "language": "A language model on rows of uneven length: the batch's mean, and means of means",
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
