@@ -25,7 +25,7 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist loadfile  # a file's fixtures are made once
 
 soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak

@@ -119,6 +119,7 @@ def test_a_benchmark_runs_quickly_and_its_table_can_be_written(
     assert tables.table(table).startswith("|")
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("table", "words"),
     [("mbs/speed", "anybatch"), ("agbn/lanes_parts", "all leaves")],
