@@ -90,7 +90,7 @@ def test_room_for_micro_batches_that_wait_is_theirs_as_long_as_there_are_any(mem
     assert (waits[firsts[DIVIDED] :] > 0).all()
     assert not waits[: firsts[DIVIDED]].any()
     room = plan.memory.room
-    assert room is None or waits.max() <= room
+    assert room is None or (isinstance(room, tuple) and waits.max() <= max(room))
     assert step.ledger.at_peak() == owners(plan)
     assert sum(owners(plan).values()) == plan.memory.predicted
 

@@ -77,7 +77,9 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int, limited
     chance = random.Random(seed)
     lanes, turns, room = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
     limit = max(room, 2 * BIGGEST) if limited else None
-    it = Pager(room, HostStore(), CPU, turns=chance.choice([0, 2]), limit=limit)
+    rooms = tuple(chance.choice([0, 3000, 20_000]) for _ in range(turns - chance.randrange(2)))
+    given = chance.choice([room, rooms])
+    it = Pager(given, HostStore(), CPU, turns=chance.choice([0, 2]), limit=limit)
     left: list[list[Tensor]] = [[] for _ in range(lanes)]
     want: list[list[Tensor]] = [[] for _ in range(lanes)]
     program = [
@@ -107,10 +109,11 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int, limited
                         found = mine[index] * 1
                     assert torch.equal(found, true[index])
                 assert limit is None or it._hold.here <= limit + BIGGEST
+                assert it._hold.waiting <= it._allowed(turn + 1) or limit is not None
             if at < lanes - 1:
                 later = order[at + 1 :]
                 it.leave(lane, list(dict.fromkeys([*later, *reversed(order)])))
-                assert it._hold.waiting <= it._allowed()
+                assert it._hold.waiting <= it._allowed(turn + 1)
         order.reverse()
     it.close()
     for mine, true in zip(left, want, strict=True):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from anybatch.room import WAITING, Lane
+from anybatch.room import WAITING, Lane, in_turn, least
 from anybatch.timeline import Timeline
 
 
@@ -65,26 +66,27 @@ class Player:
 
 def lane_alone(turns: Program, sizes: list[int], fixed: int) -> Lane:
     """Return what a rehearsal of one lane would note."""
-    lane, kept, untouched, apart = Player(turns, sizes), [], [], []
+    lane, kept, untouched, apart, numbers = Player(turns, sizes), [], [], [], []
     for number, turn in enumerate(turns):
         begin = lane.bytes()
         for _ in lane.play(number):
             kept.append([fixed + lane.bytes(lambda last: last == number)])  # noqa: B023
             untouched.append(lane.bytes(lambda last: last < number))  # noqa: B023
         apart += [max(begin, lane.bytes())] * len(turn)
-    events = tuple(map(str, range(len(kept))))
-    return Lane(Timeline(("all",), events, np.array(kept)), np.array(untouched), np.array(apart))
+        numbers += [number + 1] * len(turn)
+    ledger = Timeline(("all",), tuple(map(str, range(len(kept)))), np.array(kept))
+    return Lane(ledger, np.array(untouched), np.array(apart), np.array(numbers))
 
 
-def by_hand(turns: Program, sizes: list[int], fixed: int, lanes: int, room: float) -> int:
-    """Return the most bytes of lanes in lockstep, of which no more than `room` wait."""
+def by_hand(turns: Program, sizes: list[int], fixed: int, lanes: int, room: Sequence[float]) -> int:
+    """Return the most bytes of lanes in lockstep, of which no more than the room of a turn wait."""
     players, order, most = [Player(turns, sizes) for _ in range(lanes)], list(range(lanes)), 0
     for number in range(len(turns)):
         for lane in order:
             for _ in players[lane].play(number):
                 touched = players[lane].bytes(lambda last: last == number)  # noqa: B023
                 waits = sum(player.bytes() for player in players) - touched
-                most = max(most, fixed + touched + int(min(room, waits)))
+                most = max(most, fixed + touched + int(min(room[number], waits)))
         order.reverse()
     return most
 
@@ -96,22 +98,34 @@ def test_what_is_predicted_is_what_lanes_hold_that_fill_their_room(seed: int) ->
     fixed, lanes = chance.randrange(50), chance.randrange(2, 6)
     lane = lane_alone(turns, sizes, fixed)
     waits = lane.waits(lanes)
-    every = by_hand(turns, sizes, fixed, lanes, float("inf"))
+    every = by_hand(turns, sizes, fixed, lanes, [inf] * len(turns))
     assert lane.step({}, waits, None).peak == every
     assert lane.room(every, waits) is None
     most = int(lane.kept.live.sum(1).max())
     for budget in range(most, every):
         room = lane.room(budget, waits)
-        assert room == budget - most
+        assert room is not None
         step = lane.step({}, waits, room)
         assert step.peak == by_hand(turns, sizes, fixed, lanes, room) <= budget
-        assert int(step.live[:, step.owners.index(WAITING)].max()) <= room
+        for turn, one in enumerate(room):  # none of them could be larger, if any more waited
+            more = [*room[:turn], inf, *room[turn + 1 :]]
+            larger = [*room[:turn], one + 1, *room[turn + 1 :]]
+            over = by_hand(turns, sizes, fixed, lanes, more) > budget
+            assert (by_hand(turns, sizes, fixed, lanes, larger) > budget) == over
+            here = step.live[lane.turns == turn + 1, step.owners.index(WAITING)]
+            assert int(here.max()) <= one
 
 
 def test_below_what_the_widest_kernel_keeps_there_is_no_room() -> None:
     turns, sizes = program(random.Random(1))
     lane = lane_alone(turns, sizes, 7)
-    assert lane.room(int(lane.kept.live.max()) - 1, lane.waits(2)) == -1
+    room = lane.room(int(lane.kept.live.max()) - 1, lane.waits(2))
+    assert least(room) == -1
+
+
+def test_a_turn_that_nobody_has_foreseen_has_the_least_room() -> None:
+    assert [in_turn((5, 3, 4), turn) for turn in range(5)] == [3, 5, 3, 4, 3]
+    assert (in_turn(7, 9), in_turn(None, 1), least(None), least(())) == (7, 0, 0, 0)
 
 
 def test_what_is_held_beside_and_shown_counts_all_the_time() -> None:
@@ -120,4 +134,4 @@ def test_what_is_held_beside_and_shown_counts_all_the_time() -> None:
     plain, more = lane.step({}, lane.waits(3), None), lane.waits(3, shown=100)
     step = lane.step({"optimizer": 11}, more, None)
     assert (step.live.sum(1) == plain.live.sum(1) + 111).all()
-    assert Lane(lane.kept, lane.untouched, lane.apart, stays=5).others(3) == 10
+    assert Lane(lane.kept, lane.untouched, lane.apart, lane.turns, stays=5).others(3) == 10

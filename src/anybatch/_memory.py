@@ -11,6 +11,10 @@ from typing import Any
 
 from anybatch.units import show_bytes
 
+Room = int | tuple[int, ...] | None
+"""Bytes that waiting micro-batches may hold: at any time; in each turn of the one that runs, from
+the first on; or None where all of it may stay."""
+
 RUNNERS_UP = 2
 """Candidates that lost by least; a plan says so."""
 
@@ -45,8 +49,7 @@ class Memory:
         whole: what the undivided batch would hold.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
-        room: what waiting micro-batches may hold on the device, where they wait for each other;
-            None where all of it may stay.
+        room: what waiting micro-batches may hold on the device, where they wait for each other.
     """
 
     budget: int
@@ -57,7 +60,7 @@ class Memory:
     whole: int
     how: str
     candidates: tuple[Candidate, ...] = ()
-    room: int | None = 0
+    room: Room = 0
 
 
 def check_count(name: str, value: Any) -> None:
@@ -74,9 +77,11 @@ def memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
     """Return what is known of memory; of candidates that do not say it, all are `away` or none."""
     check_count("budget", found["budget"])
     check_count("predicted", found["predicted"])
+    room = found.get("room", 0)
     return Memory(
         **{
             **found,
+            "room": tuple(map(int, room)) if isinstance(room, list | tuple) else room,
             "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
             "candidates": tuple(Candidate(**{"away": away, **one}) for one in found["candidates"]),
         }

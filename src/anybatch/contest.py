@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf, isfinite
 
-from anybatch._memory import Candidate
+from anybatch._memory import Candidate, Room
 from anybatch._plan import Away
 from anybatch.above import above, try_above
 from anybatch.choice import even, step_seconds
@@ -29,7 +29,7 @@ from anybatch.leaving import Leaving
 from anybatch.narrow import Narrow
 from anybatch.staying import Staying
 
-StepTimer = Callable[[int, int | None, Away | None], float | None]
+StepTimer = Callable[[int, Room, Away | None], float | None]
 """Samples in a micro-batch, the room of those that wait, and what leaves of the one that runs ->
 seconds of a step, infinitely many where it runs out of memory; None where they cannot be told."""
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from anybatch._memory import Candidate, Memory
+from anybatch._memory import Candidate, Memory, Room
 from anybatch.choice import step_seconds
 from anybatch.forecast import Forecast, total
 from anybatch.kinds import Allowed
+from anybatch.room import least
 from anybatch.touching import lane_of, step_of
 
 
@@ -43,8 +44,10 @@ def describe(
     more = peak - sum(owners.values())
     owner = "gradients" if apart and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)
-    predicted, room = peak, 0 if not lanes else _room(budget - peak, owners, -(-size // n))
+    room: Room = 0
+    predicted = peak
     if lanes:
+        room = _room(budget - peak, owners, -(-size // n))
         shown = _shown(foreseen, n, size, budget, confirmed=confirmed)
         owners, room = (owners, room) if shown is None else shown
         predicted = min(budget, peak + foreseen.peak(size, size))
@@ -66,7 +69,7 @@ def describe(
 
 def _shown(
     foreseen: Forecast, n: int, size: int, budget: int, *, confirmed: bool
-) -> tuple[dict[str, int], int | None] | None:
+) -> tuple[dict[str, int], Room] | None:
     """Return who holds what at the peak of a step in lanes, and the room of what waits.
 
     None where what a lane touches is not known.
@@ -75,7 +78,7 @@ def _shown(
     if lane is None:
         return None
     step, room = step_of(lane, foreseen, n, size, budget)
-    if room is not None and room < 0:
+    if least(room) < 0:
         return None
     return max([step.at_peak(), *foreseen.beside(n, size)], key=total), room
 

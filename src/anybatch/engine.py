@@ -93,7 +93,8 @@ class Engine:
         workspace: bytes, or a text such as "64MiB", that one convolution may allocate beside its
             operands and its result, so that it is computed by a faster algorithm, as
             `anybatch.convolutions` does it. With `memory` it is counted, and kernels are measured
-            between steps, never inside. Default None: convolutions are as they are, torch's or
+            between steps, never inside; where all of it leaves too little for a step, kernels get
+            less, and the plan says so. Default None: convolutions are as they are, torch's or
             those of a context.
 
     Raises:

@@ -25,9 +25,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from anybatch._memory import Room
 from anybatch.book import Book
 from anybatch.hold import AWAY, HERE, LEAVING, Held, Hold
 from anybatch.meter import Meter
+from anybatch.room import in_turn
 from anybatch.stores import Store
 
 SMALL = 256
@@ -38,7 +40,7 @@ class Pager:
     """Keeps what waiting lanes hold on the device within `room`, and what it may borrow.
 
     Args:
-        room: bytes.
+        room: bytes, the same in every turn or of each.
         store: where the rest goes.
         device: of the storages; others stay.
         meters: count what is here. Default none.
@@ -51,7 +53,7 @@ class Pager:
 
     def __init__(
         self,
-        room: int,
+        room: Room,
         store: Store,
         device: torch.device,
         meters: Sequence[Meter] = (),
@@ -94,7 +96,7 @@ class Pager:
         self._lane = lane
         turn = self._number[lane] = self._number.get(lane, 0) + 1
         self._book.begin(lane, turn)
-        allowed = self._allowed()
+        allowed = self._allowed(turn)
         self._send_others(min(allowed, self._beside(lane, turn)), allowed, {lane: -1})
         self._called = self._noted = self._made = 0
         self._away_next = None
@@ -112,11 +114,13 @@ class Pager:
         self._untouched()
         order = list(waiting)
         self._next = order[1] if len(order) > 1 else None
-        allowed, running = self._allowed(), order[0] if order else lane
+        running = order[0] if order else lane
+        turn = self._coming(running)
+        allowed = self._allowed(turn)
         ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
-        beside = min(allowed, self._beside(running, self._coming(running)))
+        beside = min(allowed, self._beside(running, turn))
         self._distance = {other: place for place, other in enumerate(order)}
-        wanted = max(min(self.room, allowed), beside - ahead)
+        wanted = max(min(in_turn(self.room, turn), allowed), beside - ahead)
         self._send_others(wanted, allowed, self._distance)
 
     def before(self, keys: Iterable[int]) -> None:
@@ -235,11 +239,11 @@ class Pager:
             if key not in needed:
                 yield key, held
 
-    def _allowed(self) -> int:
-        """Return the bytes that others may hold during a lane's turn."""
+    def _allowed(self, turn: int) -> int:
+        """Return the bytes that others may hold during a lane's turn of this number."""
         if self.limit is not None:
             return self.limit
-        return self.room + int(self._turns * self._book.top)
+        return in_turn(self.room, turn) + int(self._turns * self._book.top)
 
     def _beside(self, lane: int, turn: int) -> int:
         """Return the bytes that others may hold beside a lane in a turn; what is more leaves now.
@@ -247,7 +251,7 @@ class Pager:
         In a turn that nobody has shown, what its kernels have no room for leaves when they run.
         """
         if self.limit is None:
-            return self._allowed()
+            return self._allowed(turn)
         return max(0, self.limit - self._book.most(turn, lane))
 
     def _ahead(self, lane: int, turn: int) -> int:

@@ -5,12 +5,13 @@ in earlier turns may be away until then, as that of all other lanes may. So a st
 every kernel t of a turn, what is there in any case and what has been touched in this turn (`kept`),
 and beside it what waits. No more waits than there is room for, nor than all lanes have made:
 
-    room      = budget - max_t kept_t
-    waits_t   = untouched_t + (lanes - 1) * max(a lane's bytes at the begin of the turn, at its end)
-    predicted = max_t (kept_t + min(room, waits_t))
+    waits_t     = untouched_t + (lanes - 1) * max(a lane's bytes at the begin of the turn, its end)
+    room(turn)  = budget - max kept_t over all t of the turn where kept_t + waits_t > budget
+    predicted   = max_t (kept_t + min(room(turn of t), waits_t))
 
-Other lanes stand at one of the two ends of the turn, because a lane waits nowhere else. Where all
-that waits fits, nothing leaves at all.
+A turn in which little is touched, as in forward while there are no gradients yet, leaves more room
+than the last ones of backward. Other lanes stand at one of the two ends of the turn, because a lane
+waits nowhere else. Where all that waits fits, nothing leaves at all.
 
 No torch here: a lane is data.
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anybatch._memory import Room
 from anybatch.timeline import Bytes, Timeline
 
 WAITING = "waiting, at most"
@@ -39,12 +41,14 @@ class Lane:
             the turn of this lane has touched.
         untouched: [events] what this lane has made in earlier turns and not touched in this one.
         apart: [events] what a lane holds that has not begun this turn, or has ended it: the more.
+        turns: [events] the number of the turn, from 1; 0 for what may be in any of them.
         stays: what each lane has of its own and that may not leave; one lane's is in `kept`.
     """
 
     kept: Timeline
     untouched: Bytes
     apart: Bytes
+    turns: Bytes
     stays: int = 0
 
     def waits(self, lanes: int, shown: int = 0) -> Bytes:
@@ -63,19 +67,27 @@ class Lane:
         """Return what all lanes but one have of their own and that may not leave."""
         return (lanes - 1) * self.stays
 
-    def room(self, budget: int, waits: Bytes) -> int | None:
-        """Return the room of what waits; None where all of it may stay, negative for no room.
+    def room(self, budget: int, waits: Bytes) -> tuple[int, ...] | None:
+        """Return the room of what waits in each turn; None where all of it may stay.
 
         Args:
             budget: bytes for kept and waiting ones.
             waits: as above.
+
+        Returns:
+            Bytes, the first turn first; negative where there is no room for the lane that runs.
         """
         kept = self.kept.live.sum(1)
-        if int((kept + waits).max(initial=0)) <= budget:
+        if not (kept + waits > budget).any():
             return None
-        return budget - int(kept.max(initial=0))
+        count = int(self.turns.max(initial=0))
+        everywhere = self.turns == 0
+        return tuple(
+            _room(budget, kept[here], waits[here])
+            for here in (everywhere | (self.turns == turn) for turn in range(1, count + 1))
+        )
 
-    def step(self, held: Mapping[str, int], waits: Bytes, room: int | None) -> Timeline:
+    def step(self, held: Mapping[str, int], waits: Bytes, room: Room) -> Timeline:
         """Return the step as it passes beside what is `held` all the time, by owner.
 
         Args:
@@ -84,6 +96,28 @@ class Lane:
             room: of these; None lets all of it stay.
         """
         ledger = self.kept.plus({**held, WAITING: 0})
-        there = waits if room is None else np.minimum(waits, room)
+        if isinstance(room, tuple):
+            of_turn = np.array([max(room), *room])
+            there = np.minimum(waits, of_turn[self.turns])
+        else:
+            there = waits if room is None else np.minimum(waits, room)
         ledger.live[:, ledger.owners.index(WAITING)] += there
         return ledger
+
+
+def _room(budget: int, kept: Bytes, waits: Bytes) -> int:
+    """Return the most bytes that may wait beside all of what is kept in a turn."""
+    short = kept + waits > budget
+    return budget - int(kept[short].max()) if short.any() else int(waits.max(initial=0))
+
+
+def least(room: Room) -> int:
+    """Return the room of the turn that has the least; of all that waits, where it may stay, 0."""
+    return min(room, default=0) if isinstance(room, tuple) else room or 0
+
+
+def in_turn(room: Room, turn: int) -> int:
+    """Return the room in a turn, from 1; in one that nobody has foreseen, the least."""
+    if isinstance(room, tuple):
+        return room[turn - 1] if 1 <= turn <= len(room) else least(room)
+    return room or 0

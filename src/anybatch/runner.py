@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch._memory import Room
 from anybatch._plan import Away
 from anybatch.batch import Batch
 from anybatch.batchnorm import (
@@ -79,7 +80,7 @@ class Runner:
         micro_batch: int,
         *,
         apart: bool = False,
-        room: int | None = 0,
+        room: Room = 0,
         everyone: Everyone | None = None,
         away: Away | None = None,
     ) -> Step:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import tree
+from anybatch._memory import Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, feed
@@ -149,7 +150,7 @@ class Step:
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
     coupled: bool = False
-    room: int | None = None
+    room: Room = None
     budgeted: bool = False
     inside: int | None = None
     spill: str | None = None

@@ -39,6 +39,9 @@ from anybatch.paging import Paging, keep
 from anybatch.room import Lane
 from anybatch.timeline import Bytes, Timeline
 
+GRADIENTS = "gradients"
+"""The owner of the sums in ``.grad``, as `anybatch.rehearse` counts them."""
+
 LOSS = "the loss of all outputs"
 """The event at which all outputs are joined."""
 
@@ -60,7 +63,7 @@ def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) ->
 
 def step_of(
     lane: Lane, foreseen: Forecast, n: int, size: int, budget: int
-) -> tuple[Timeline, int | None]:
+) -> tuple[Timeline, tuple[int, ...] | None]:
     """Return a step in lanes as it passes, and the room of what waits in it.
 
     Args:
@@ -158,12 +161,13 @@ class Turns:
         self._notes = Notes(case.device)
         self._touching = Touching(self._notes, meter)
         self._ends: list[tuple[int, int, int]] = []
+        self._first_ends: list[int] = []
         self._begin = self._there = self._stays = 0
         self._first: int | None = None
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
-        del size, first
+        del size
         self._notes = notes = Notes(self._case.device)
         self._begin, self._there = self._meter.events, self._meter.live
         self._first = self._begin if self._first is None else self._first
@@ -174,6 +178,8 @@ class Turns:
         with self._touching, meeting_in(Alone(notes, self._end)), norms:
             work()
         self._end()
+        if first:
+            self._first_ends = [event for event, *_ in self._ends]
 
     def _end(self) -> None:
         """A turn of the lane has ended."""
@@ -194,8 +200,31 @@ class Turns:
         column = line.owners.index(STEP)
         untouched = np.minimum(untouched, live[:, column]).astype(np.int64)
         live[:, column] -= untouched
+        if GRADIENTS in line.owners:
+            column = line.owners.index(GRADIENTS)
+            live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
         kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
-        return Lane(kept, untouched, apart, self._stays)
+        return Lane(kept, untouched, apart, self._numbers(len(events)), self._stays)
+
+    def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
+        """Return the bytes of gradients that come into being after the turn of each event.
+
+        The lane that counts has found sums of earlier ones. A step begins without any, and lanes
+        are in the same turn: what is there by the end of a turn, the first lane has shown.
+
+        Args:
+            rehearsed: [events of the rehearsal] bytes of gradients.
+            there: [events of the lane] of them.
+        """
+        found, begin = np.zeros(len(there), np.int64), 0
+        if len(self._first_ends) != len(self._ends):
+            return found
+        made = rehearsed[self._first_ends[-1] - 1]
+        for shown, (event, *_) in zip(self._first_ends, self._ends, strict=True):
+            end = event - self._begin
+            found[begin:end] = made - rehearsed[shown - 1]
+            begin = end
+        return np.clip(found, 0, there)
 
     def with_loss(self, lane: Lane, line: Timeline) -> Lane:
         """Return the lane with the loss of all outputs, which the last of them computes.
@@ -206,12 +235,24 @@ class Turns:
         before, kept = line.live[: self._first], lane.kept
         if not self._first:
             return lane
-        row, sums = before[int(before.sum(1).argmax())].copy(), kept.live.sum(1)
-        row[kept.owners.index(STEP)] += int(sums.max()) - min(self._there, int(sums.min()))
+        row, own, there = before[int(before.sum(1).argmax())].copy(), kept.live.sum(1), self._there
+        if GRADIENTS in kept.owners:  # none of them is there before backward
+            column = kept.owners.index(GRADIENTS)
+            own, there = own - kept.live[:, column], there - int(line.live[self._begin, column])
+        row[kept.owners.index(STEP)] += int(own.max()) - min(there, int(own.min()))
         events, live = (*kept.events, LOSS), np.vstack([kept.live, row])
         untouched = np.append(lane.untouched, lane.untouched.max())
         apart = np.append(lane.apart, lane.apart.max())
-        return Lane(Timeline(kept.owners, events, live), untouched, apart, lane.stays)
+        turns = np.append(lane.turns, 0)
+        return Lane(Timeline(kept.owners, events, live), untouched, apart, turns, lane.stays)
+
+    def _numbers(self, events: int) -> Bytes:
+        """Return the number of the turn of each event."""
+        found, begin = np.zeros(events, np.int64), 0
+        for number, (event, *_) in enumerate(self._ends, 1):
+            found[begin : event - self._begin] = number
+            begin = event - self._begin
+        return found
 
     def _apart(self, events: int) -> Bytes:
         """Return what a lane holds at the begin of the turn of each event, or at its end."""

@@ -16,6 +16,7 @@ from time import perf_counter
 
 import torch
 
+from anybatch._memory import Room
 from anybatch._plan import Away
 from anybatch.batch import Batch
 from anybatch.buffers import put_back_moved
@@ -35,7 +36,7 @@ FOR_EVER = 5.0
 
 
 def seconds_of_step(
-    given: Given, batch: Batch, modules: Modules, n: int, room: int | None, away: Away | None
+    given: Given, batch: Batch, modules: Modules, n: int, room: Room, away: Away | None
 ) -> float | None:
     """Time a step, in lanes where it goes in lanes.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybatch._memory import Memory
+from anybatch._memory import Memory, Room
 from anybatch._plan import Away
 from anybatch.contest import StepTimer
 from anybatch.conv.chooser import Chooser
@@ -97,7 +97,7 @@ class Workspaces:
             time_step: times it.
         """
 
-        def timed(n: int, room: int | None, away: Away | None) -> float | None:
+        def timed(n: int, room: Room, away: Away | None) -> float | None:
             known = foreseen()
             if known is not None:
                 self.ready(known, n)

@@ -147,7 +147,8 @@ def test_a_table_without_results_names_its_command(
 ) -> None:
     monkeypatch.setattr(tables, "HERE", tmp_path)
     for name, table in tables.TABLES.items():
-        said = "run `make soak`" if name == "soak" else "run `python -m benchmarks."
+        folder = tables.WRITERS[name][0] if name in tables.WRITERS else ""
+        said = f"run `{tables.MADE.get(folder, 'python -m benchmarks.')}"
         assert said in table(), name
 
 
