@@ -3,9 +3,10 @@
 Images are four of scikit-learn's digits, 8x8 pixels each, beside each other and noisy; texts are
 the four labels. Both are made on the spot, from other images for training and for tests. Most
 numbers of a batch differ in several digits, a few in one alone: the more there are, the more of
-these. Three ways to the gradient of a batch: at once, by the engine in micro-batches, and
-accumulated, where only what is in one micro-batch is told apart. A seed has the same weights,
-batches and noise in all of them.
+these.
+Three ways to the gradient of a batch: at once, by the engine in micro-batches, and accumulated,
+where only what is in one micro-batch is told apart. A seed has the same weights, batches and noise
+in all of them.
 """
 
 from collections.abc import Callable, Iterator
