@@ -7,7 +7,7 @@ PEERS := $(VENV)/.peers
 # 2 test processes with one thread each are faster than one process with two.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test soak bench gpu-check docs clean
+.PHONY: demo test soak bench gpu-check docs site matrix clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,7 +25,7 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist loadfile  # a file's fixtures are made once
 
 soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak
@@ -44,8 +44,16 @@ gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there i
 	  $(BIN)/python -m benchmarks.ucudnn.networks.run --device cuda --out benchmarks/ucudnn/networks/cuda; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
 
-docs: $(READY)  ## write docs/api.md, docs/benchmarks.md and the tables of README from results files
+docs: $(READY)  ## write docs/{api,benchmarks,papers}.md and the tables of README from their sources
+	$(BIN)/python -m scripts.docs
+
+site: $(READY)  ## the documentation as a site: examples run, public names told, no broken link
+	$(PYTEST) -q tests/claims/test_docs.py tests/claims/test_readme.py tests/claims/test_papers.py
+	$(BIN)/python -m scripts.website
+
+matrix: $(READY)  ## the tests that a version could break, with every Python and torch (gigabytes)
+	$(BIN)/python -m scripts.matrix
 	$(BIN)/python -m scripts.docs
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist site .matrix

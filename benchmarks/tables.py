@@ -10,6 +10,7 @@ from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
 from benchmarks.agbn.overlap import rows as overlap_rows
+from benchmarks.concepts.memory import rows as concepts
 from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.gpus import rows as guide_gpus
@@ -17,8 +18,10 @@ from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
+from benchmarks.integrations.accelerate import rows as of_accelerate
 from benchmarks.integrations.contrastive import rows as of_contrastive
 from benchmarks.integrations.language import rows as of_language
+from benchmarks.integrations.lightning import rows as of_lightning
 from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.prediction import rows as prediction
@@ -51,6 +54,7 @@ from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
+from benchmarks.platforms.matrix import rows as platforms
 from benchmarks.results import HERE, read
 from benchmarks.ucudnn.kernels import rows as conv_rows
 from benchmarks.ucudnn.networks import rows as conv_networks
@@ -72,6 +76,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "lies": ("mbs/lies", lies),
     "overhead": ("mbs/overhead", overhead),
     "soak": ("mbs/soak", soak),
+    "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
     "choice_sweep": ("mbs/choice", choice.choice_sweep),
@@ -115,6 +120,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_solver": ("ucudnn/solver", conv_solver.conv_solver),
     "conv_training": ("ucudnn/training", conv_training.conv_training),
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
+    "concepts_memory": ("concepts/memory", concepts.concepts_memory),
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
@@ -145,6 +151,10 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
         "integrations/transformers",
         of_transformers.transformers_overhead,
     ),
+    "accelerate": ("integrations/accelerate", of_accelerate.accelerate),
+    "accelerate_overhead": ("integrations/accelerate", of_accelerate.accelerate_overhead),
+    "lightning": ("integrations/lightning", of_lightning.lightning),
+    "lightning_overhead": ("integrations/lightning", of_lightning.lightning_overhead),
     "contrastive": ("integrations/contrastive", of_contrastive.contrastive),
     "contrastive_summary": ("integrations/contrastive", of_contrastive.contrastive_summary),
     "contrastive_steps": ("integrations/contrastive", of_contrastive.contrastive_steps),
@@ -185,6 +195,7 @@ TITLES = {
     "conv_parallel": "u-cuDNN: several processes that measure at a time",
     "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
+    "concepts_memory": "Concepts: live bytes over one step, in every way",
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
@@ -195,6 +206,8 @@ TITLES = {
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "language": "A language model on rows of uneven length: the batch's mean, and means of means",
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
+    "accelerate": "accelerate's loop: errors of a step's gradient, and its seconds",
+    "lightning": "Lightning's Trainer: errors of a step's gradient, and its seconds",
     "contrastive": "Contrastive training: beside GradCache and sentence-transformers",
     "demo": "Digits: what `make demo` trains",
     "cifar": "CIFAR-10 images: a training with its curves",
@@ -220,6 +233,8 @@ MORE = {
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
     "transformers": ("transformers_overhead",),
+    "accelerate": ("accelerate_overhead",),
+    "lightning": ("lightning_overhead",),
     "contrastive": ("contrastive_steps", "contrastive_large"),
 }
 """Tables that stand below the first one on its page."""
@@ -228,6 +243,7 @@ PICTURES = {
         ("figure_2.png", "samples a second by mini-batch, within one memory"),
         ("figure_3.png", "test error by epoch, for a range of mini-batches"),
     ),
+    "concepts_memory": (("memory.png", "live bytes over one step of one network, in every way"),),
     "frontier": (("frontier.png", "seconds of a step against the memory that it holds"),),
     "schedules": (
         ("figure_3.png", "the largest budgets that allocators serve, by batch"),
@@ -245,6 +261,8 @@ PICTURES = {
     ),
 }
 """Pictures of a table and what they show; those that are there stand below it."""
+MADE = {"mbs/soak": "make soak", "platforms/matrix": "make matrix"}
+"""Folders whose results a command of the Makefile makes."""
 OPTIONS = {
     "mbs/demo": " --out benchmarks/mbs/demo",
     "mbs/tables": " --images DIR --membrane DIR",
@@ -267,8 +285,8 @@ def pictures(name: str, folder: str = "") -> list[str]:
 
 def command(folder: str) -> str:
     """The command that makes the results of a folder."""
-    if folder == "mbs/soak":
-        return "make soak"
+    if folder in MADE:
+        return MADE[folder]
     return f"python -m benchmarks.{folder.replace('/', '.')}.run{OPTIONS.get(folder, '')}"
 
 

@@ -1,7 +1,8 @@
 """Write the pages that follow from something else, or say which of them are out of date.
 
-docs/api.md follows from the docstrings of the public names, docs/benchmarks.md and the regions
-between ``<!-- generated: NAME -->`` and ``<!-- end -->`` from results files. Figures and signatures
+docs/api.md follows from the docstrings of the public names, docs/papers.md from docs/papers.toml,
+docs/benchmarks.md and the regions between ``<!-- generated: NAME -->`` and ``<!-- end -->`` from
+results files. Figures and signatures
 that are copied by hand drift; here a test compares each page with its source.
 
     python -m scripts.docs            write
@@ -16,6 +17,7 @@ import typer
 from benchmarks.report import fill
 from benchmarks.tables import TABLES, TITLES, WRITERS, command, pictures
 
+from scripts.papers import papers_page
 from scripts.reference import reference
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +70,7 @@ def pages(root: Path) -> dict[Path, str]:
     made = {
         root / "docs" / "api.md": reference(),
         root / "docs" / "benchmarks.md": benchmarks_page(),
+        root / "docs" / "papers.md": papers_page(),
     }
     written = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     return made | {path: filled(path) for path in written if path not in made}
@@ -78,7 +81,7 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing.")] = False,
     root: Annotated[Path, typer.Option(hidden=True)] = ROOT,
 ) -> None:
-    """Write docs/api.md, docs/benchmarks.md and the tables of the other pages."""
+    """Write docs/{api,benchmarks,papers}.md and the tables of the other pages."""
     wanted = pages(root)
     stale = [path for path, text in wanted.items() if _found(path) != text]
     if check:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections import Counter
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer would import it, and then it would not be frozen
 from hypothesis import settings
+
+from anybatch import fakes
 
 SEED = 0
 EXAMPLES = 1000
 FEW = 8
-"""Cases of which none is left out."""
+"""Cases of which none is left out; `large(few=...)` where each of them takes seconds."""
 settings.register_profile("tenth", max_examples=EXAMPLES // 10, derandomize=True, deadline=None)
 settings.register_profile("soak", max_examples=EXAMPLES, derandomize=True, deadline=None)
 
@@ -27,7 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.getoption("--soak") else "tenth")
-    config.addinivalue_line("markers", "large: of its cases a seeded tenth, or all under --soak")
+    config.addinivalue_line(
+        "markers",
+        "large(of, few): of the cases of a test, or of all tests `of` one name, a seeded tenth and "
+        f"not fewer than `few` ({FEW}), or all under --soak",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,18 +46,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--soak"):
         out = [item for item in items if not _counts(item)]
     else:
-        cases: dict[str, list[pytest.Item]] = {}
+        cases: dict[tuple[str, int], list[pytest.Item]] = {}
         for item in items:
-            if item.get_closest_marker("large"):
-                cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            if marker := item.get_closest_marker("large"):
+                name = marker.kwargs.get("of", item.nodeid.partition("[")[0])
+                cases.setdefault((name, marker.kwargs.get("few", FEW)), []).append(item)
         out = [
             item
-            for name, every in cases.items()
-            for item in _others(every, random.Random(name), max(FEW, len(every) // 10))
+            for (name, few), every in cases.items()
+            for item in _others(every, random.Random(name), max(few, len(every) // 10))
         ]
     config.hook.pytest_deselected(items=out)
     gone = set(map(id, out))
     items[:] = [item for item in items if id(item) not in gone]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    freeze()
+
+
+def freeze() -> None:
+    """Let nobody walk over what was imported again: the collector, or who looks for caches.
+
+    Both walk over all objects, which are half a million here, thousands of times.
+    """
+    gc.collect()
+    frozen, others = fakes.caches(), fakes.caches
+    gc.freeze()
+    fakes.caches = lambda: [*frozen, *others()]
 
 
 def _counts(item: pytest.Item) -> bool:

@@ -61,6 +61,7 @@ def step(engine: Engine, batch: Any) -> int:
     return int(meter.peak)
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("loss", [F.cross_entropy, contrast])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_step_below_one_lane_is_exact_and_within_its_budget(n: int, loss: Any) -> None:

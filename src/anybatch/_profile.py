@@ -27,6 +27,7 @@ from anybatch.as_it_was import as_it_was
 from anybatch.engine import Engine
 from anybatch.errors import NotYetError
 from anybatch.modules import Modules, parameters
+from anybatch.prepared import bare
 from anybatch.probe import finish, told
 from anybatch.profiling.loaders import Clock, dice_of, length_of
 from anybatch.profiling.profiled import Profile, profiled
@@ -95,6 +96,7 @@ def profile(
             "a loop cannot be profiled today where the optimizer's state waits elsewhere: profile "
             "with a plan without states"
         )
+    optimizer = bare(optimizer)
     step = signature(optimizer.step).parameters.get("closure")
     if step is not None and step.default is step.empty:
         raise NotYetError(

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import nn, optim
 
+from anybatch.prepared import bare, refuse_scaled
 from anybatch.spill import maker
 from anybatch.states.keeper import Keeper
 from anybatch.states.optimizers import device_of, inner_step, state_bound
@@ -274,6 +275,8 @@ def offload_states(
 
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
+    refuse_scaled(optimizer)
+    optimizer = bare(optimizer)
     inner_step(optimizer)
     device = device_of(optimizer)
     room = default_room(optimizer) if memory is None else parse_bytes(memory)

@@ -34,6 +34,7 @@ from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.planner import Planner, planner_of
+from anybatch.prepared import Prepared, bare
 from anybatch.ranks.crew import Crew, unwrapped
 from anybatch.ranks.sharded import sharded_of
 from anybatch.records import StepReport
@@ -126,6 +127,7 @@ class Engine:
         workspace: int | str | None = None,
     ) -> None:
         refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
+        self._prepared = Prepared(model, optimizer)
         model, group = unwrapped(model)
         sharded = sharded_of(model)
         loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
@@ -133,7 +135,7 @@ class Engine:
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
-        self._given = Given(model, loss, optimizer, norms, rng=rng, sharded=sharded)
+        self._given = Given(model, loss, bare(optimizer), norms, rng=rng, sharded=sharded)
         adaptive = isinstance(norms, Adaptive)
         self._convolutions = engaged(self._given.device, workspace, plan)
         if self._planner is not None:
@@ -190,7 +192,8 @@ class Engine:
                 or list as ``model(*x)``, a mapping as ``model(**x)``. Or a `LazyBatch`.
             targets: any tree of tensors [N_B, ...], sliced alike; None calls
                 ``loss_fn(outputs)``.
-            scaler: ``torch.amp.GradScaler``; the gradients are then scaled, the loss is not.
+            scaler: ``torch.amp.GradScaler``; the gradients are then scaled, the loss is not. None
+                (default): that of an optimizer which accelerate has prepared, if it has one.
             observe: called ``observe(outputs, targets)`` for each micro-batch, once, in order, with
                 detached tensors.
 
@@ -209,6 +212,8 @@ class Engine:
         """
         refuse_nested(BACKWARD)
         self._refuse_place()
+        self._prepared.refuse_loop()
+        scaler = self._prepared.scaler if scaler is None else scaler
         run = partial(self._backward, inputs, targets, scaler, observe, Shown())
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
             loss = self._given.reach.again(partial(self._crew.together, run))

@@ -42,12 +42,14 @@ class Fakes:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
-        self._caches = [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
+        self._caches: list[Any] | None = None
         self._originals: list[Any] = []  # an id is only a name while its object lives
 
     @contextmanager
     def entered(self) -> Iterator[FakeTensorMode]:
         """Compute with fakes in the body; what ``functools.cache`` keeps of them is forgotten."""
+        if self._caches is None:  # a walk over all objects, so only where a model is run
+            self._caches = caches()
         misses = [cached.cache_info().misses for cached in self._caches]
         try:
             with self.mode:
@@ -157,6 +159,11 @@ def uncached() -> Iterator[None]:
     finally:
         for mode, enabled in zip(modes, before, strict=True):
             mode.cache_enabled = enabled
+
+
+def caches() -> list[Any]:
+    """Return every ``functools.cache`` that there is."""
+    return [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
 
 
 def is_fake(value: Any) -> bool:

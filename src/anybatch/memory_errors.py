@@ -29,6 +29,7 @@ WORDS = (
     "could not create a memory",  # oneDNN
     "could not create a primitive",
     "cuda out of memory",
+    "mps backend out of memory",
     "cuda error: out of memory",  # from the driver: a context, a stream, a kernel's code
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",

@@ -24,6 +24,7 @@ from anybatch.errors import NotYetError
 from anybatch.goals import goal_of, scale_of
 from anybatch.loss.declared import Loss
 from anybatch.norm.adaptive import Adaptive
+from anybatch.prepared import bare
 from anybatch.question import AUTO, Question
 from anybatch.ranks.crew import several
 from anybatch.scaled import Goal
@@ -137,7 +138,7 @@ def plan(
 
     _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
     question = Question(
-        *(model, optimizer, (inputs, targets)),
+        *(model, bare(optimizer), (inputs, targets)),
         make=partial(Engine, model, loss_fn, optimizer=optimizer, batchnorm=batchnorm, rng=rng),
         memory=memory,
         micro_batch=micro_batch,

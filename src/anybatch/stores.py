@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from anybatch.checksums import Sums, checksums, require_same
 from anybatch.errors import StoreError
+from anybatch.nameless import left_for, nameless, read_at, write_at
 from anybatch.undo import uninterrupted
 from anybatch.units import show_bytes
 
@@ -179,8 +179,9 @@ class FileStore:
         self, folder: Path | None = None, *, direct: bool = False, check: bool = False
     ) -> None:
         with uninterrupted():  # or the file would keep its name, or stay open
-            self._file, past = _unnamed(folder, direct=direct)
+            self._file, past = nameless(folder, direct=direct)
             self._closing = weakref.finalize(self, os.close, self._file)
+        self._folder = folder
         self._buffers = threading.local() if past else None
         self._block = BLOCK if past else 1
         self._check = check
@@ -235,7 +236,7 @@ class FileStore:
     def _put_all(self, view: memoryview, begin: int) -> None:
         done = 0
         while done < len(view):
-            put = os.pwrite(self._file, view[done:], begin + done)
+            put = write_at(self._file, view[done:], begin + done)
             if put == 0:
                 raise OSError(f"the spill file takes {begin + done} of {begin + len(view)} bytes")
             done += put
@@ -243,7 +244,7 @@ class FileStore:
     def _get_all(self, view: memoryview, begin: int) -> None:
         done = 0
         while done < len(view):
-            got = os.preadv(self._file, [view[done:]], begin + done)
+            got = read_at(self._file, view[done:], begin + done)
             done += got
             if got == 0 or (done < len(view) and done % self._block):  # what is left is no block
                 raise OSError(f"the spill file ends at {begin + done} of {begin + len(view)} bytes")
@@ -273,30 +274,7 @@ class FileStore:
 
     def room(self) -> int:
         """Return the bytes that it can keep: those of the file, and what its folder has left."""
-        left = os.statvfs(self._file)
-        return self._end + left.f_bavail * left.f_frsize
-
-
-def _unnamed(folder: Path | None, *, direct: bool) -> tuple[int, bool]:
-    """Return a descriptor of a new file without a name, and whether it goes past the cache."""
-    descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
-    try:
-        past = _past_the_cache(path) if direct else None
-    finally:
-        Path(path).unlink()
-    if past is None:
-        return descriptor, False
-    os.close(descriptor)
-    return past, True
-
-
-def _past_the_cache(path: str) -> int | None:
-    """Return a descriptor that does not use the page cache, None where the system has none."""
-    flag = getattr(os, "O_DIRECT", 0)
-    try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flag) if flag else None
-    except OSError:  # a file system without it
-        return None
+        return self._end + left_for(self._file, self._folder)
 
 
 def _parts(size: int) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,19 @@ def save(path: Path, pixels: np.ndarray) -> None:
     Image.fromarray(pixels).save(path)
 
 
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `plan --measure` measure few steps of the loop: how many is no matter of these tests."""
+    monkeypatch.setattr("anybatch.apps.wanted.STEPS", 3)
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run leave an empty picture and page at its end: other tests look at what is on them."""
+    monkeypatch.setattr("anybatch.apps.run_folder.draw_curves", lambda epochs: b"")
+    monkeypatch.setattr("anybatch.apps.run_folder.page_of", lambda known: "")
+
+
 @pytest.fixture
 def classes(tmp_path: Path) -> Make:
     """Return a maker of DIR/<class>/*.png: dark and bright squares with noise."""

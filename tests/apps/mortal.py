@@ -4,6 +4,7 @@ A process that answers lines on its standard input: each is a run to train or to
 of its own that kills itself where it is told to. So torch is imported once for hundreds of deaths.
 
     in   {"resume": false, "settings": {...}, "at": ["file", 7]}
+         {"words": ["train", ...], "limit": 9000, "errors": "path"}    the command, under a limit
     out  -9          killed, or the exit code
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from anybatch import AnybatchError
+from anybatch.__main__ import main as anybatch
 from anybatch.apps.progress import Silent
 from anybatch.apps.settings import Settings
 from anybatch.apps.train import resume, train
@@ -59,9 +62,20 @@ def die_before_change(folder: str, at: int) -> None:
     sys.addaudithook(audit)
 
 
+def command(words: list[str], limit: int, errors: str) -> None:
+    """Be the command, which may write no file of more than `limit` bytes."""
+    with Path(os.devnull).open("w") as sys.stdout, Path(errors).open("w") as sys.stderr:
+        sys.argv[1:] = words
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        anybatch()
+
+
 def live(line: str) -> None:
     """Do what a line says; it may be the end."""
     order = json.loads(line)
+    if "words" in order:
+        command(**order)
+        return
     settings = {**order["settings"], "out": Path(order["settings"]["out"])}
     kind, at = order["at"] or ("", 0)
     if kind == "file":
@@ -87,6 +101,8 @@ def main() -> None:
                 code = 0
             except AnybatchError:
                 code = 1
+            except SystemExit as ended:
+                code = int(ended.code or 0)
             finally:
                 os._exit(code)
         _, status = os.waitpid(child, 0)

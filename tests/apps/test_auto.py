@@ -34,6 +34,8 @@ from anybatch.planner import Planner
 from anybatch.sharing import TRIED
 from anybatch.states.paging import PagedModel
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 Command = Callable[..., Result]
 DEEP = "tests.apps.test_auto:deep"
 ADAM = ("--model", DEEP, "--optimizer", "adamw", "--batch-size", 300, "--threads", 1)
@@ -69,6 +71,7 @@ def faster(
     return bool(request.param)
 
 
+@pytest.mark.large(few=1)
 def test_a_plan_says_which_shares_were_tried(command: Command, faster: bool) -> None:
     words = ("plan", *MODEL, "--batch-size", 16, "--memory", "2MiB", "--workspace", "auto")
     ended = command(*words, "--json")
@@ -84,6 +87,7 @@ def test_a_plan_says_which_shares_were_tried(command: Command, faster: bool) -> 
     assert ("no share of the budget was worth it" in told.stdout) != faster
 
 
+@pytest.mark.large(few=1)
 def test_a_training_shares_its_budget_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:

@@ -30,6 +30,8 @@ from anybatch.apps.summary import Interrupted
 from anybatch.apps.train import resume, train
 from anybatch.outofcore import execute
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1", "--batch-size", "600")
 DIGITS = Settings(

@@ -65,6 +65,7 @@ def test_one_holds_the_batch_and_the_other_the_budget() -> None:
     assert train_limited(dataclasses.replace(DIGITS, epochs=1), 20, plain=True).steps == 3
 
 
+@pytest.mark.large(of="a limit, for real", few=1)
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
 def test_a_batch_that_does_not_fit_fails_for_real(
     command: Callable[..., Result], monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,8 @@ from anybatch.conv.divide import Configuration, Part
 from anybatch.conv.problem import KERNELS, Problem
 from anybatch.conv.warm import Warming, warm
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 Command = Callable[..., Result]
 MIB = 1 << 20
 

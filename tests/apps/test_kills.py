@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,13 +37,16 @@ SMALL = Settings(
 Run = Callable[[Settings, bool, tuple[str, int] | None], int]
 
 
-@pytest.fixture
-def mortal() -> Iterator[Run]:
-    """Return what trains or resumes in a process that may be killed; its exit code comes out."""
+Orders = Callable[[dict[str, Any]], int]
+
+
+@pytest.fixture(scope="module")
+def orders() -> Iterator[Orders]:
+    """Return what sends an order to `tests.apps.mortal`; the exit code comes out."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.apps.mortal"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -51,18 +54,41 @@ def mortal() -> Iterator[Run]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    orders, answers = process.stdin, process.stdout
+    to, answers = process.stdin, process.stdout
+
+    def order(told: dict[str, Any]) -> int:
+        to.write(json.dumps(told) + "\n")
+        to.flush()
+        return int(answers.readline())
+
+    yield order
+    to.close()
+    process.wait()
+    answers.close()
+
+
+@pytest.fixture
+def mortal(orders: Orders) -> Run:
+    """Return what trains or resumes in a process that may be killed; its exit code comes out."""
 
     def run(settings: Settings, resumed: bool, at: tuple[str, int] | None) -> int:
         told = {**dataclasses.asdict(settings), "out": str(settings.out)}
-        orders.write(json.dumps({"settings": told, "resume": resumed, "at": at}) + "\n")
-        orders.flush()
-        return int(answers.readline())
+        return orders({"settings": told, "resume": resumed, "at": at})
 
-    yield run
-    orders.close()
-    process.wait()
-    answers.close()
+    return run
+
+
+@pytest.fixture
+def limited(orders: Orders, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Return the command that may write no file of more than `limit` bytes: code, and errors."""
+
+    def run(*words: object, limit: int) -> tuple[int, str]:
+        errors = tmp_path / "errors"
+        told = [*map(str, words), "--malloc", "default"]  # else it would start itself again
+        code = orders({"words": told, "limit": limit, "errors": str(errors)})
+        return code, errors.read_text()
+
+    return run
 
 
 def test_a_run_killed_at_any_point_ends_as_the_unbroken_one(
@@ -118,10 +144,10 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_the_earlier_one(
     assert not (tmp_path / "run" / ".earlier").exists()
 
 
-def command(*words: object, limit: int | None = None) -> subprocess.Popen[str]:
-    """Start the command as a process, which may write no file of more than `limit` bytes."""
+def command(*words: object) -> subprocess.Popen[str]:
+    """Start the command as a process."""
     unset = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "anybatch", *map(str, words)],
         cwd=ROOT,
         env={**unset, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
@@ -130,19 +156,17 @@ def command(*words: object, limit: int | None = None) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    if limit is not None:
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    return process
 
 
-def test_a_disk_that_is_full_loses_no_checkpoint(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_loses_no_checkpoint(
+    tmp_path: Path, limited: Callable[..., tuple[int, str]]
+) -> None:
     sizes = {"batch_size": 500, "micro_batch": 500, "epochs": 2, "threads": 1}
     train(Settings(out=tmp_path / "whole", model="cnn:16", **sizes))
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     words = ("train", "--model", "cnn:16", *options, "--out")
-    full = command(*words, tmp_path / "full", limit=120_000)
-    _, errors = full.communicate()
-    assert full.returncode == 1
+    code, errors = limited(*words, tmp_path / "full", limit=120_000)
+    assert code == 1
     assert errors.startswith("error: checkpoint.pt cannot be written to ")
     assert errors.endswith(
         "File too large. What was written before is whole; make room, then go on with "
@@ -155,10 +179,12 @@ def test_a_disk_that_is_full_loses_no_checkpoint(tmp_path: Path) -> None:
     assert same_end(tmp_path / "full", tmp_path / "whole")
 
 
-def test_a_disk_too_full_for_the_first_checkpoint_promises_no_resume(tmp_path: Path) -> None:
-    full = command("train", "--model", "cnn:4", "--epochs", 1, "--out", tmp_path / "r", limit=9_000)
-    _, errors = full.communicate()
-    assert full.returncode == 1
+def test_a_disk_too_full_for_the_first_checkpoint_promises_no_resume(
+    tmp_path: Path, limited: Callable[..., tuple[int, str]]
+) -> None:
+    words = ("train", "--model", "cnn:4", "--epochs", 1, "--out", tmp_path / "r")
+    code, errors = limited(*words, limit=9_000)
+    assert code == 1
     assert errors.endswith(
         "File too large. No step is kept yet; make room, then start the run again.\n"
     )

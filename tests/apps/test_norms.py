@@ -20,6 +20,8 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.summary import Interrupted
 from anybatch.apps.train import resume, train
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ADAPTIVE = Settings(
     model="cnn:4",
     norm="batch",

@@ -31,6 +31,8 @@ from anybatch.apps.summary import Interrupted
 from anybatch.apps.train import resume, train
 from anybatch.apps.views import Key, View, Views
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 DIGITS = Settings(
     model="tests.apps.runs:drawing",
     batchnorm="local",
@@ -58,6 +60,7 @@ def stopped(tmp_path: Path) -> Path:
     return tmp_path / "stopped"
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("at", range(1, 2 * MICRO_BATCHES + 1))
 def test_an_interrupt_anywhere_changes_nothing(at: int, tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
@@ -78,6 +81,7 @@ def test_an_interrupt_anywhere_changes_nothing(at: int, tmp_path: Path, whole: P
         assert getattr(summary, name) == unbroken[name]
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_masks_crops_and_a_coupled_loss_go_on(optimizer: str, tmp_path: Path, masks: Make) -> None:
     settings = Settings(

@@ -15,6 +15,8 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.summary import Interrupted
 from anybatch.apps.train import resume, train
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 Command = Callable[..., Result]
 
 ADAM = Settings(

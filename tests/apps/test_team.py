@@ -25,6 +25,8 @@ from anybatch.apps.summary import Interrupted, Summary
 from anybatch.apps.team import EARLY, Team
 from anybatch.apps.train import resume, train
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SMALL = Settings(
     model="tests.apps.test_team:exact",
     optimizer="sgd",

@@ -22,6 +22,8 @@ from anybatch.apps.settings import Settings
 from anybatch.apps.summary import Interrupted
 from anybatch.apps.train import train
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 QUICK = Settings(model="cnn:4", epochs=2, batch_size=600, micro_batch=256, threads=1)
 
 

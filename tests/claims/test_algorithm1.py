@@ -38,3 +38,22 @@ def test_the_named_option_is_the_papers_formula(micro_batch: int, exact: bool) -
     lazy = LazyBatch(torch.utils.data.TensorDataset(x, y))
     again = state_after(model, lambda m: Engine(m, loss, micro_batch=micro_batch).backward(lazy))
     assert_exact(again, got)
+
+
+def test_without_line_11_the_sum_is_n_s_times_the_goal() -> None:
+    """Equation 13: gradients of the micro-batches' means, added up as they are."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    x, y = torch.randn(12, 5, dtype=torch.float64), torch.randint(0, 3, (12,))
+
+    def unnormalised(m: nn.Module) -> Tensor:
+        losses = [F.cross_entropy(m(x[i : i + 3]), y[i : i + 3]) for i in range(0, 12, 3)]
+        for loss in losses:
+            loss.backward()
+        return torch.stack(losses).sum().detach()
+
+    def goal_times_4(m: nn.Module) -> Tensor:
+        loss = 4 * F.cross_entropy(m(x), y)
+        loss.backward()
+        return loss.detach()
+
+    assert_exact(state_after(model, unnormalised), state_after(model, goal_times_4))

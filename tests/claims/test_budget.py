@@ -163,6 +163,7 @@ def test_the_largest_micro_batch_that_fits_uses_the_budget(counted: Callable[[in
     assert median(fills) >= 0.8, sorted(fills)
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_gradient_under_a_budget_is_that_of_the_batch(seed: int) -> None:
     it = draw(seed)
@@ -215,6 +216,7 @@ def classifier() -> Draw:
     return Draw(model, F.cross_entropy, torch.randn(8, 3, 48, 48), torch.zeros(8).long(), optimizer)
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize(
     ("make", "batches", "most", "count"),
     [
@@ -267,6 +269,7 @@ def gradient_is_right(it: Draw, engine: Engine, x: Tensor, y: Tensor) -> None:
     assert distance(it.model) <= 10 * distance(plain)
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 6, 23])
 def test_below_the_floor_is_said_before_anything_runs(seed: int) -> None:
     it = draw(seed)

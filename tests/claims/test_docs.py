@@ -19,7 +19,7 @@ from scripts import docs, reference
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *ROOT.glob("*.md"),
-    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
     *(ROOT / "benchmarks").rglob("*.md"),
 ]
 FOLDERS = ("src", "tests", "docs", "scripts", "benchmarks", ".ci")

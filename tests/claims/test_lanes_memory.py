@@ -50,6 +50,7 @@ def peak(model: nn.Module, step: Callable[[], object]) -> int:
     return int(meter.peak)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", NETS)
 def test_sixteen_lanes_hold_a_tenth_and_fewer_samples_less(name: str) -> None:
     make, loss, side = NETS[name]

@@ -80,6 +80,7 @@ def in_lanes(loss: Any, model: nn.Module, x: Tensor, y: Tensor, *, micro_batch: 
     return found
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("micro_batch", SPLITS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_two_steps_in_lanes_are_two_steps_of_the_whole_batch(name: str, micro_batch: int) -> None:
@@ -126,6 +127,7 @@ def with_room(found: Case, room: int, inside: int | None = None) -> tuple[State,
     return state, last.moved_bytes
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_leaves_the_device_and_what_stays_changes_no_bit(name: str) -> None:
     found = case(name)
@@ -142,6 +144,7 @@ def test_what_leaves_the_device_and_what_stays_changes_no_bit(name: str) -> None
     assert_exact(parked, undivided(found.model, found.loss, found.x, found.y), found.noise)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", ["ResNet-20", "U-Net"])
 def test_in_a_budget_they_are_exact_too(name: str, full: bool) -> None:
     model, loss, x, y, want, noise = case(name)

@@ -103,6 +103,7 @@ def trained(rank: int, size: int, kind: str, loss: str, share: float) -> Any:
     return state_of(model, value), told, low, high, engine.plan and engine.plan.mechanism
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize(
     ("kind", "loss", "share"),
     [*((kind, loss, 0.0) for kind, loss in HOW), ("stream", "mse", 0.6), ("lanes", "mse", 0.6)],

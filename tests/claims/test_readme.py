@@ -19,7 +19,7 @@ import anybatch
 from anybatch.apps.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SAID = re.compile(r"\s*print\(.*\)  # (.+)$").match
 
 
@@ -67,7 +67,7 @@ class Page:
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # Lightning calls torch so
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:The number of training batches")
-@pytest.mark.parametrize("path", PAGES, ids=[path.name for path in PAGES])
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 def test_the_code_of_a_page_runs(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

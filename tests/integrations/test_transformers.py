@@ -36,6 +36,7 @@ from tests.integrations.truth import (  # noqa: E402
 from anybatch.integrations.transformers import Trainer  # noqa: E402
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_gradients_are_those_of_the_undivided_batch(
@@ -159,6 +160,7 @@ def in_bfloat16(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return loss
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("how", [{"micro_batch": 3}, {"memory": "1MiB"}], ids=str)
 @pytest.mark.parametrize("name", ["Llama", "BERT, classes", "T5"])
 def test_mixed_precision(tmp_path: Path, name: str, how: dict[str, Any]) -> None:

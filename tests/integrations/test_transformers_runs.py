@@ -99,6 +99,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> No
         train(Trainer, double(family), family.rows(N, 0), tmp_path, {"memory": "20KiB"})
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -199,6 +200,7 @@ def test_a_loss_in_which_samples_meet_is_refused_by_name(tmp_path: Path) -> None
         )
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", ["GPT-2", "ResNet, BatchNorm"])
 def test_two_ranks(tmp_path: Path, name: str) -> None:
     """Real processes on gloo: loss and gradients are those of the batch of both, on both."""

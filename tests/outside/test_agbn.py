@@ -43,6 +43,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("size", [12, 4])  # 4: one sample on each
 def test_groups_are_processes_that_average_their_gradients(size: int, tmp_path: Path) -> None:
     ranks = 4
@@ -146,6 +147,7 @@ def test_each_arm_counts_every_sample_once() -> None:
     assert alone(initial(0))(x, y, count).requires_grad is False
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=3)
 def test_learns_runs_resumes_and_is_written(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def test_learns_runs_resumes_and_is_written(
     assert tables.table("learns_summary").count("\n") == 4
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=3)
 def test_accuracy_runs_resumes_and_is_written(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +197,7 @@ def test_without_images_nothing_is_done(tmp_path: Path, capsys: pytest.CaptureFi
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=3)
 def test_adaptive_speed_is_whole_trainings_that_take_turns_and_resumes(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

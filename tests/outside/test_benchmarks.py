@@ -119,6 +119,7 @@ def test_a_benchmark_runs_quickly_and_its_table_can_be_written(
     assert tables.table(table).startswith("|")
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("table", "words"),
     [("mbs/speed", "anybatch"), ("agbn/lanes_parts", "all leaves")],
@@ -147,7 +148,8 @@ def test_a_table_without_results_names_its_command(
 ) -> None:
     monkeypatch.setattr(tables, "HERE", tmp_path)
     for name, table in tables.TABLES.items():
-        said = "run `make soak`" if name == "soak" else "run `python -m benchmarks."
+        folder = tables.WRITERS[name][0] if name in tables.WRITERS else ""
+        said = f"run `{tables.MADE.get(folder, 'python -m benchmarks.')}"
         assert said in table(), name
 
 

@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import gc
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +33,7 @@ from benchmarks.mbs.real_limit.compare import DOUBLE, compare, distance
 from benchmarks.mbs.real_limit.limited import PLAIN, limited
 from benchmarks.mbs.real_limit.run import QUICK, cells
 from benchmarks.mbs.real_limit.training import Run, Trained, mini_batches
+from tests.conftest import freeze
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -61,15 +62,12 @@ def needs(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-@pytest.fixture
-def _quick_collection() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def _quick_collection() -> None:
     """The peers collect garbage at every attempt: let them not walk all that is loaded."""
     for package in filter(find_spec, ("lightning", "accelerate")):
         import_module("lightning.pytorch" if package == "lightning" else package)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    freeze()
 
 
 def test_live_bytes_are_what_lives_at_once() -> None:
@@ -264,6 +262,7 @@ def test_a_step_over_its_budget_reaches_nothing() -> None:
     assert "4 (over budget)" in choice_rows.choice(results)
 
 
+@pytest.mark.large(of="a limit, for real", few=1)
 def test_a_limited_child_really_dies_and_an_unlimited_one_finishes(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     free = limited(PLAIN, QUICK, None, weights=weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from benchmarks.ucudnn.parallel.rows import conv_parallel
 from benchmarks.ucudnn.parallel.run import compared, main
 from tests.conv.problems import problem
@@ -12,6 +13,7 @@ from tests.conv.problems import problem
 from anybatch.conv.divide import Part
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=3)
 def test_a_tiny_run(tmp_path: Path) -> None:
     main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())

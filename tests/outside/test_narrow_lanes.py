@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from anybatch.apps.models.resnet import resnet20
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=3)
 def test_every_way_is_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Net(lambda: resnet20(norm="batch", blocks=1), F.cross_entropy, 16, 4)
     monkeypatch.setitem(networks.NETWORKS, "small", small)

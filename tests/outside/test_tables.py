@@ -90,6 +90,7 @@ def counting(calls: list[Job]) -> Callable[[Job, Prepared, Path], dict[str, Any]
     return start
 
 
+@pytest.mark.large(of="a limit, for real", few=1)
 def test_under_one_cap_the_undivided_batch_fails_and_micro_batches_train(
     images: Path, tmp_path: Path
 ) -> None:

@@ -1,24 +1,26 @@
-"""The wheel: built, installed into an empty environment outside the repository, and run there.
+"""The release: sdist and wheel, installed into an empty environment elsewhere, and run there.
 
 What works from a checkout may lack a file, a dependency or its type marker once it is packed. The
 environment is new and has nothing of its own; torch and the other dependencies are seen through a
 path file that comes after, so that nothing is downloaded. The build downloads its backend only
-where hatchling is not installed.
+where hatchling is not installed. The wheel is built from the sdist, so that lacks nothing either.
 """
 
 from __future__ import annotations
 
-import email
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 import anybatch
 
@@ -31,6 +33,42 @@ engine = anybatch.Engine(model, CrossEntropyLoss(), micro_batch=3)
 loss = engine.backward(x, y)
 torch.testing.assert_close(loss, CrossEntropyLoss()(model(x), y).detach())
 print(anybatch.__file__)
+"""
+EXTRAS = {
+    "demo": ["sklearn"],
+    "report": ["matplotlib"],
+    "tensorboard": ["tensorboard"],
+    "transformers": ["transformers", "accelerate"],
+    "lightning": ["lightning"],
+}
+"""Extra -> what it brings; `conv-cuda` is used where it is there and missed nowhere."""
+
+NOT_SHOWN = "Not shown yet"
+
+WITHOUT = """
+import sys
+for name in sys.argv[1].split():
+    sys.modules[name] = None
+import importlib, pathlib, tempfile, torch, anybatch, anybatch.apps.cli
+from anybatch.apps.curves import refuse_without_matplotlib
+from anybatch.apps.run_folder import ABSENT
+from anybatch.apps.log import Log
+from anybatch.apps.sources import digits
+model = torch.nn.Linear(4, 3)
+batch = torch.randn(7, 4), torch.randint(3, (7,))
+assert anybatch.check(model, torch.nn.CrossEntropyLoss(), batch).exact
+assert not Log(pathlib.Path(tempfile.mkdtemp())).start_events()
+print(ABSENT.format("tensorboard"))
+for call in (
+    digits,
+    refuse_without_matplotlib,
+    lambda: importlib.import_module("anybatch.integrations.transformers"),
+    lambda: importlib.import_module("anybatch.integrations.lightning"),
+):
+    try:
+        call()
+    except (ImportError, anybatch.AnybatchError) as error:
+        print(error)
 """
 PAGE = """
 from anybatch.apps.report.known import Known
@@ -50,12 +88,18 @@ def run(command: list[str | Path], folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sdist and of the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("built")
     here = ["--no-isolation"] if importlib.util.find_spec("hatchling") is not None else []
-    run([sys.executable, "-m", "build", "--wheel", *here, "--outdir", folder, ROOT], folder)
-    (built,) = folder.glob("*.whl")
-    return built
+    run([sys.executable, "-m", "build", *here, "--outdir", folder, ROOT], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +128,59 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert names == wanted
 
 
-def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+def contents(sdist: Path) -> dict[str, bytes]:
+    """The files of an sdist, below its one folder."""
+    with tarfile.open(sdist) as packed:
+        files = [(member.name, packed.extractfile(member)) for member in packed]
+        return {name.partition("/")[2]: file.read() for name, file in files if file is not None}
+
+
+def test_the_sdist_holds_what_the_repository_does(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    assert sdist.name == f"anybatch-{anybatch.__version__}.tar.gz"
+    found = set(contents(sdist)) - {"PKG-INFO"}
+    told = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if told.returncode:  # the tests of an sdist, which is no repository
+        assert {"CHANGELOG.md", "LICENSE", "pyproject.toml", "src/anybatch/py.typed"} <= found
+        return
+    there = {name for name in told.stdout.splitlines() if (ROOT / name).is_file()}
+    left_out = {name for name in there if name.startswith(".ci/")}
+    assert found == there - left_out
+
+
+def test_both_say_what_they_are(built: Path, wheel: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as packed:
         (path,) = [name for name in packed.namelist() if name.endswith(".dist-info/METADATA")]
-        about = email.message_from_bytes(packed.read(path))
+        raw = packed.read(path)
         licences = [name for name in packed.namelist() if name.endswith("/LICENSE")]
-    assert (about["Name"], about["Version"]) == ("anybatch", anybatch.__version__)
-    assert "torch>=2.11" in about.get_all("Requires-Dist", [])
-    assert "# anybatch" in about.get_payload()
+    assert raw == contents(sdist)["PKG-INFO"]
     assert licences
+    about = Metadata.from_email(raw, validate=True)  # every field, as the core metadata has it
+    assert (about.name, str(about.version)) == ("anybatch", anybatch.__version__)
+    assert (about.license_expression, about.license_files) == ("MIT", ["LICENSE"])
+    assert "torch>=2.11" in map(str, about.requires_dist or [])
+    assert about.requires_python is not None
+    works = [minor for minor in range(9, 14) if f"3.{minor}" in about.requires_python]
+    named = re.findall(r"Python :: 3\.(\d+)", " ".join(about.classifiers or []))
+    assert works == list(map(int, named)) == [11, 12, 13]
+    assert about.description_content_type == "text/markdown"
+    assert "# anybatch" in (about.description or "")
+    assert set(about.provides_extra or []) >= {*EXTRAS, "conv-cuda", "dev", "peers", "site"}
+
+
+def test_the_changelog_is_of_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)
+    assert versions[:2] == ["Unreleased", anybatch.__version__]
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", NOT_SHOWN}
 
 
 def test_the_command_runs(empty: Path) -> None:
@@ -109,3 +197,11 @@ def test_a_page_is_made(empty: Path) -> None:
     printed = run([empty / "bin" / "python", "-W", "error", "-c", PAGE], empty)
     assert printed.startswith("<!doctype html>")
     assert "prefers-color-scheme: dark" in printed
+
+
+def test_without_extras_it_works_and_each_says_what_to_type(empty: Path) -> None:
+    """A process in which no library of an extra can be imported."""
+    hidden = " ".join(name for names in EXTRAS.values() for name in names)
+    told = run([empty / "bin" / "python", "-W", "error", "-c", WITHOUT, hidden], empty)
+    for extra in EXTRAS:
+        assert f"pip install 'anybatch[{extra}]'" in told, extra

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.errors import RankError
+from anybatch.errors import NotExactError, RankError
 from anybatch.norm.ranks import meeting_layers, plain
 from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
 from anybatch.ranks.dice import devices_of, same_dice
@@ -31,9 +31,22 @@ T = TypeVar("T")
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
-    """Return the model without DistributedDataParallel, and the process group of that or None."""
+    """Return the model without DistributedDataParallel, and the process group of that or None.
+
+    Raises:
+        NotExactError: a part of the model is in it, whose reducer would wait for other ranks in
+            every micro-batch, and average what it finds.
+    """
     if isinstance(model, DistributedDataParallel):
-        return model.module, model.process_group
+        return unwrapped(model.module)[0], model.process_group
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise NotExactError(
+                "DistributedDataParallel must be around the whole model that an engine is given, "
+                f"where it is taken off, and {path} inside of the model is in it: give the engine "
+                "what is inside of that (its .module, accelerator.unwrap_model), since it sums "
+                "gradients over ranks itself"
+            )
     return model, None
 
 

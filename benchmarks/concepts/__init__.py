@@ -1,0 +1,1 @@
+"""Pictures of real steps for the page of concepts."""

@@ -1,0 +1,1 @@
+"""Live bytes over one step: undivided, streamed, in lanes, and with tensors away."""

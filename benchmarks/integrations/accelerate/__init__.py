@@ -1,0 +1,1 @@
+"""accelerate's own accumulation beside an engine."""

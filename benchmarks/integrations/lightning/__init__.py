@@ -1,0 +1,1 @@
+"""Lightning's own accumulation beside `WholeBatch`."""

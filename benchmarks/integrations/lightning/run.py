@@ -1,0 +1,47 @@
+"""Lightning's own accumulation beside `WholeBatch`: the error of a step's gradient, its seconds.
+
+The same module and Trainer, in micro-batches of four, on one process and on two that gloo connects.
+*Accumulated* is `accumulate_grad_batches`, with micro-batches in the loader; with `WholeBatch` the
+loader has the whole batch. The truth is one forward of all rows of all processes in float64, and
+the worst of three seeds is shown. A loss inside of `training_step` that is no weighted sum of
+torch's own is refused there; an engine in a loop of one's own takes it.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.environment import environment
+from benchmarks.integrations.launch import launched
+from benchmarks.results import console, read, write
+
+HERE = Path(__file__).parent
+CHILD = "benchmarks.integrations.lightning.child"
+SEEDS = (0, 1, 2)
+PROCESSES = (1, 2)
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    part: Annotated[str, typer.Option(help="errors or speed alone; the other stays")] = "",
+    count: Annotated[int, typer.Option("--pairs", help="pairs of trainings")] = 9,
+) -> None:
+    """Measure errors and seconds, and write results.json."""
+    seeds = SEEDS[:1] if quick else SEEDS
+    processes = PROCESSES[:1] if quick else PROCESSES
+    found: dict[str, Any] = read(out / "results.json") or {}
+    found |= {"environment": environment() | {"threads": 1}, "seeds": seeds}
+    for name, words in (("errors", map(str, seeds)), ("speed", (str(1 if quick else count),))):
+        given = [*words]
+        if part in ("", name):
+            console.print(name)
+            found[name] = {str(n): launched(CHILD, n, name, *given) for n in processes}
+            found |= {"pairs": count} if name == "speed" else {}
+    write(out / "results.json", found)
+
+
+if __name__ == "__main__":
+    typer.run(main)

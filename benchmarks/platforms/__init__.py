@@ -1,0 +1,1 @@
+"""What anybatch was run with."""

@@ -1,0 +1,149 @@
+"""The tests that a version could break, with each Python and torch that anybatch says it is for.
+
+Each pair gets an environment of its own below a folder that stays, so that a second run installs
+nothing; a Python that is not on the path, or a torch that cannot be installed, is a row that says
+so. What is run are the tests of what depends most on them: exactness, lanes (threads and modes of
+torch), losses (watched functions), draws, offload (hooks), ranks (gloo), the command; of large
+counts a tenth. Warnings are errors. The results are in benchmarks/platforms/matrix/results.json.
+
+    python -m scripts.matrix [--cell 3.12:2.12.0] [--folder .matrix]
+
+A torch from a package index comes with its CUDA libraries: some gigabytes for each pair.
+"""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from subprocess import CompletedProcess, run
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+from xml.etree import ElementTree
+
+import typer
+from benchmarks.results import folder, read, write
+
+ROOT = Path(__file__).parents[1]
+CELLS = ["3.11:2.11.0", "3.11:2.13.0", "3.12:2.12.0", "3.13:2.13.0"]
+RESULTS = folder("platforms/matrix") / "results.json"
+TESTS = (
+    "tests/claims/test_exactness.py",
+    "tests/claims/test_lanes.py",
+    "tests/claims/test_algorithm1.py",
+    "tests/claims/test_platforms.py",
+    "tests/claims/test_ranks.py",
+    "tests/claims/test_tiers.py",
+    "tests/apps/test_cli.py",
+    "tests/loss/test_known.py",
+    "tests/loss/test_watch.py",
+    "tests/norm/test_batchnorm.py",
+    "tests/test_engine.py",
+    "tests/test_nameless.py",
+    "tests/test_offload.py",
+    "tests/test_rng.py",
+    "tests/test_stores.py",
+)
+BESIDE = ("hypothesis", "pytest", "pytest-xdist", "scipy")
+ASK = """
+import json, platform, torch
+print(json.dumps({
+    "python": platform.python_version(), "torch": torch.__version__, "system": platform.system(),
+}))
+"""
+
+
+def pins() -> str:
+    """Return the constraints but for torch and what is for one Python alone."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return "\n".join(line for line in lines if not line.startswith(("torch==", "#"))) + "\n"
+
+
+def installed(python: str, torch: str, within: Path) -> Path | str:
+    """Return the Python of an environment with that torch, or why there is none."""
+    here = within / f"py{python}-torch{torch}"
+    found = here / "bin" / "python"
+    if not found.exists():
+        base = shutil.which(f"python{python}")
+        if base is None:
+            return f"no python{python} here"
+        _called([base, "-m", "venv", str(here)])
+    with TemporaryDirectory() as scratch:
+        constraints = Path(scratch) / "constraints.txt"
+        constraints.write_text(pins())
+        pip = [str(found), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        wanted = [f"torch=={torch}", "-e", f"{ROOT}[demo]", *BESIDE]
+        told = _called([*pip, "-c", str(constraints), *wanted], check=False)
+    return found if told.returncode == 0 else "cannot be installed"
+
+
+def outcome(python: Path, tests: tuple[str, ...] = TESTS) -> dict[str, Any]:
+    """Run the tests and return versions and counts."""
+    with TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        told = _called(
+            [str(python), "-m", "pytest", "-n", "0", "-q", f"--junitxml={report}", *tests],
+            check=False,
+        )
+        if not report.exists():
+            return {"reason": "the tests did not start"}
+        counts = counted(report.read_text())
+    asked = json.loads(_called([str(python), "-c", ASK]).stdout)
+    if counts["failed"]:
+        print(told.stdout[-3000:])
+    return {**asked, **counts, "files": len(tests)}
+
+
+def counted(report: str) -> dict[str, int]:
+    """Return what a report in JUnit's form counts."""
+    suites = list(ElementTree.fromstring(report).iter("testsuite"))
+    found = {key: sum(int(one.get(key, 0)) for one in suites) for key in COUNTED}
+    failed = found["failures"] + found["errors"]
+    passed = found["tests"] - failed - found["skipped"]
+    return {"passed": passed, "failed": failed, "skipped": found["skipped"]}
+
+
+COUNTED = ("tests", "failures", "errors", "skipped")
+
+
+def merged(before: list[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows with one of them new, in the order of their versions."""
+
+    def key(one: dict[str, Any]) -> tuple[str, str]:
+        return (
+            ".".join(str(one["python"]).split(".")[:2]),
+            ".".join(str(one["torch"]).partition("+")[0].split(".")[:2]),
+        )
+
+    return sorted([*(one for one in before if key(one) != key(row)), row], key=key)
+
+
+def main(
+    *,
+    cell: Annotated[list[str] | None, typer.Option(help="PYTHON:TORCH, again and again")] = None,
+    within: Annotated[Path, typer.Option("--folder")] = ROOT / ".matrix",
+    out: Annotated[Path, typer.Option(hidden=True)] = RESULTS,
+) -> None:
+    """Run the tests with each pair of versions and write what passed."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where this is in background
+    failed = False
+    for one in cell or CELLS:
+        python, _, torch = one.partition(":")
+        print(f"Python {python}, torch {torch}")
+        found = installed(python, torch, within.resolve())
+        given = {"reason": found} if isinstance(found, str) else outcome(found)
+        row = {"python": python, "torch": torch, **given}
+        failed = failed or bool(row.get("failed"))
+        before = (read(out) or {"cells": []})["cells"]
+        write(out, {"cells": merged(before, row)})
+    raise typer.Exit(1 if failed else 0)
+
+
+def _called(command: list[str], *, check: bool = True) -> CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV",)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    return run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=check)
+
+
+if __name__ == "__main__":
+    typer.run(main)

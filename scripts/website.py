@@ -1,0 +1,98 @@
+"""The documentation as a site: one folder of pages that opens without a server or a network.
+
+The pages are read in the repository first, and link from docs/ to benchmarks/, src/ and tests/; a
+site builder knows one folder of pages and calls those links broken. So the pages are laid out for
+it as they lie in the repository, with the pictures beside them. A file of code that some page links
+to becomes a page of its own, and the link leads there: no link is written twice.
+
+Built strictly: a link or an anchor that leads nowhere ends it. `make site` runs the tests of the
+pages before, which execute every example and ask for every public name.
+
+    python -m scripts.website [--out site]
+"""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from subprocess import run
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*(?:\.py|\.toml|\.json|LICENSE))\)")
+LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", "": "text"}
+LARGEST = 200_000
+"""Bytes of a file that is shown; of a longer one, what comes first."""
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Return the pages of the repository."""
+    found = [root.glob("*.md"), (root / "docs").rglob("*.md"), (root / "benchmarks").rglob("*.md")]
+    return sorted(path for some in found for path in some)
+
+
+def lay_out(root: Path, folder: Path) -> None:
+    """Write what the site is built of: pages, their pictures, and a page for each linked file.
+
+    Args:
+        root: of the repository.
+        folder: an empty folder, which gets the repository's layout.
+    """
+    linked = set[Path]()
+    for page in pages(root):
+        text = page.read_text()
+        linked |= {(page.parent / name).resolve() for name in LINK.findall(text)}
+        _write(folder / page.relative_to(root), LINK.sub(r"](\1.md)", text))
+        for beside in (*page.parent.glob("*.png"), *page.parent.glob("*.css")):
+            shutil.copy(beside, folder / beside.relative_to(root))
+    for path in sorted(path for path in linked if path.is_file()):
+        name = path.relative_to(root)
+        _write(folder / f"{name}.md", code_page(str(name), path.read_text()))
+
+
+def code_page(name: str, text: str) -> str:
+    """Return a page that shows a file."""
+    shown = text if len(text) <= LARGEST else f"{text[:LARGEST]}\n... (cut here)"
+    return f"# {name}\n\n````{LANGUAGES[Path(name).suffix]}\n{shown.rstrip()}\n````\n"
+
+
+def build(folder: Path, out: Path, config: Path = ROOT / "mkdocs.yml") -> str:
+    """Build the site of laid out pages and return what the builder said.
+
+    Raises:
+        RuntimeError: a link leads nowhere, or the builder is not installed.
+    """
+    with TemporaryDirectory() as scratch:
+        here = Path(scratch) / "mkdocs.yml"
+        here.write_text(config.read_text().replace("docs_dir: docs", f"docs_dir: {folder}"))
+        command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean"]
+        done = run(
+            [*command, "--config-file", here, "--site-dir", out.resolve()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    said = done.stdout + done.stderr
+    if done.returncode:
+        raise RuntimeError(f"the site must build without a warning, and it said:\n{said}")
+    return said
+
+
+def main(*, out: Annotated[Path, typer.Option(help="Folder of the site.")] = ROOT / "site") -> None:
+    """Build the documentation site."""
+    with TemporaryDirectory() as folder:
+        lay_out(ROOT, Path(folder))
+        build(Path(folder), out)
+    print(f"open {out / 'index.html'}")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)

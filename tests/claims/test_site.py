@@ -1,0 +1,76 @@
+"""The site: built strictly of the pages as they are, whole, and without a network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from scripts.website import ROOT, build, lay_out, pages
+
+CONFIG = ROOT / "mkdocs.yml"
+FROM_ELSEWHERE = re.compile(
+    r"""<(?:script|img|iframe)[^>]*\ssrc="?(?:https?:)?//"""
+    r"""|<link[^>]*rel="?(?:stylesheet|preload)[^>]*href="?(?:https?:)?//|url\(["']?(?:https?:)?//"""
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built: a warning ends it."""
+    pages_there, out = tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("site")
+    lay_out(ROOT, pages_there)
+    build(pages_there, out)
+    return out
+
+
+def html(site: Path, page: Path) -> Path:
+    """Where a page of the repository is in the site."""
+    name = page.relative_to(ROOT)
+    return site / name.with_name("index.html" if name.name == "README.md" else f"{name.stem}.html")
+
+
+def test_every_page_and_every_picture_of_one_is_there(site: Path) -> None:
+    for page in pages():
+        assert html(site, page).is_file(), page
+        for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page.read_text()):
+            assert (html(site, page).parent / picture).is_file(), f"{page}: {picture}"
+
+
+def test_every_page_of_docs_is_in_the_list_of_contents() -> None:
+    listed = set(re.findall(r"^\s*- (?:[^:\n]+: )?(\S+\.md)$", CONFIG.read_text(), re.MULTILINE))
+    docs = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert docs - listed == set()
+
+
+def test_tables_are_tables_and_code_has_a_page(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    regions = re.findall(r"<!-- generated: \S+ -->\n\|", (ROOT / "README.md").read_text())
+    assert home.count("<table>") >= len(regions) > 0
+    assert "<h1" in (site / "src" / "anybatch" / "stream.py.html").read_text()
+
+
+def test_nothing_is_asked_of_a_network(site: Path) -> None:
+    found = {
+        str(path.relative_to(site)): hits
+        for path in site.rglob("*")
+        if path.suffix in (".html", ".css")
+        for hits in [FROM_ELSEWHERE.findall(path.read_text())]
+        if hits
+    }
+    assert found == {}
+    assert FROM_ELSEWHERE.search('<script src="https://example.org/x.js">')
+    assert FROM_ELSEWHERE.search('<link rel="stylesheet" href="//example.org/x.css">')
+
+
+def test_what_leads_nowhere_ends_it_and_is_named(tmp_path: Path) -> None:
+    folder, config = tmp_path / "pages", tmp_path / "mkdocs.yml"
+    folder.mkdir()
+    (folder / "index.md").write_text("# A page\n\n[a](gone.md) [b](#lost) ![c](none.png)\n")
+    plain = CONFIG.read_text().partition("nav:\n  - ")[0]
+    config.write_text(re.sub(r"^extra_css:.*\n", "", plain, flags=re.MULTILINE))
+    with pytest.raises(RuntimeError, match="must build without a warning") as raised:
+        build(folder, tmp_path / "site", config)
+    assert [
+        name for name in ("gone.md", "#lost", "none.png") if name not in str(raised.value)
+    ] == []
