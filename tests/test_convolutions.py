@@ -349,9 +349,10 @@ def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert [str(c) for c in found.configurations] == ["native@4", "native@4"]
 
 
-def test_what_takes_long_is_told_on_a_terminal() -> None:
+@pytest.mark.parametrize("where", ["force_terminal", "force_jupyter"])
+def test_what_takes_long_is_told_on_a_terminal_and_in_a_notebook(where: str) -> None:
     shown = io.StringIO()
-    telling = Telling(console=Console(file=shown, force_terminal=True, width=60))
+    telling = Telling(console=Console(file=shown, width=60, **{where: True}))
     one = problem("forward", 2, "plain")
     telling(one, 4, "fft")
     assert not shown.getvalue()

@@ -76,8 +76,8 @@ def convolutions(
             False forgets it with the context.
         seconds: that measuring may go on for, of all kernels together; what is left out then is
             torch's. Default 300.
-        progress: say what is measured on the error stream, if that is a terminal and it takes long.
-            Default True.
+        progress: say what is measured on the error stream, if that is a terminal or a notebook,
+            and it takes long. Default True.
 
     Yields:
         What was chosen, kernel by kernel; it prints itself.

@@ -2,7 +2,7 @@
 
 The first pass of a network through `anybatch.convolutions` may take minutes in which nothing seems
 to happen. So after a while one line says which kernel and algorithm are at work, and goes away when
-measuring is over. Where there is no terminal nothing is said.
+measuring is over. Where there is neither a terminal nor a notebook nothing is said.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Telling:
 
     def __init__(self, *, on: bool = True, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
-        self._on = on and self._console.is_terminal
+        self._on = on and (self._console.is_terminal or self._console.is_jupyter)
         self._begin = self._last = 0.0
         self._count = 0
         self._shown = False
