@@ -14,6 +14,7 @@ from benchmarks.concepts.memory import rows as concepts
 from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.gpus import rows as guide_gpus
+from benchmarks.guide.lanes import rows as guide_lanes
 from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
@@ -124,6 +125,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
     "guide_plans_foreseen": ("guide/plans", guide_plans.guide_plans_foreseen),
+    "guide_lanes": ("guide/lanes", guide_lanes.guide_lanes),
     "guide_draws": ("guide/draws", guide_draws.guide_draws),
     "guide_draws_summary": ("guide/draws", guide_draws.guide_draws_summary),
     "guide_draws_asked": ("guide/draws", guide_draws.guide_draws_asked),
@@ -197,6 +199,7 @@ TITLES = {
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
     "concepts_memory": "Concepts: live bytes over one step, in every way",
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
+    "guide_lanes": "Plans: what lanes hold against what was foreseen",
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",

@@ -1,0 +1,1 @@
+"""What a plan foresees of steps in lanes, and what they hold."""
