@@ -135,3 +135,11 @@ def test_what_is_held_beside_and_shown_counts_all_the_time() -> None:
     step = lane.step({"optimizer": 11}, more, None)
     assert (step.live.sum(1) == plain.live.sum(1) + 111).all()
     assert Lane(lane.kept, lane.untouched, lane.apart, lane.turns, stays=5).others(3) == 10
+
+
+def test_what_comes_later_is_what_an_owner_lacks_by_the_end_of_a_turn() -> None:
+    kept = Timeline(("all", "sums"), tuple("abcd"), np.array([[9, 0], [9, 2], [9, 2], [9, 7]]))
+    none = np.zeros(4, np.int64)
+    lane = Lane(kept, none, none, np.array([1, 1, 2, 3]))
+    assert lane.later("sums") == (5, 5, 0)
+    assert lane.later("others") == ()

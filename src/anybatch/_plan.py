@@ -7,6 +7,7 @@ torch, so a decision can be tested, stored beside a run, and explained like a da
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,6 +58,8 @@ class Away:
         most: what the store must have room for: all that a micro-batch saves.
         stall: seconds in which a step is predicted to wait for that; None where it is not known.
         remade: what is computed again in a step instead, from what was saved beside it.
+        later: gradients that come after each turn of micro-batches that wait for each other, which
+            may hold as much more until then; nothing where that is not known.
     """
 
     store: str
@@ -67,6 +70,7 @@ class Away:
     most: int
     stall: float | None = None
     remade: int = 0
+    later: tuple[int, ...] = ()
 
     @property
     def where(self) -> str:
@@ -237,9 +241,7 @@ class Plan:
                 "reasons": tuple(found["reasons"]),
                 "memory": memory,
                 "states": None if away is None else States(**away),
-                "offload": None
-                if left is None
-                else Away(**{**left, "rooms": _pair(left["rooms"])}),
+                "offload": None if left is None else _away(left),
                 "convolutions": None if divided is None else Divisions.from_json(divided),
                 "scale": None if scale is None else Scale.from_json(scale),
                 "pace": None
@@ -249,6 +251,11 @@ class Plan:
             return cls(**{**found, **more})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
+
+
+def _away(found: Mapping[str, Any]) -> Away:
+    later = tuple(map(int, found.get("later", ())))
+    return Away(**{**found, "rooms": _pair(found["rooms"]), "later": later})
 
 
 def _pair(found: Any) -> tuple[int, int]:

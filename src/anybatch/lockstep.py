@@ -109,6 +109,7 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
         small=small,
         turns=turns,
         limit=step.inside,
+        later=step.later,
     )
 
 

@@ -30,6 +30,7 @@ from anybatch.outofcore.chain import OUTSIDE
 from anybatch.spill import Spill, require_room
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import Timeline, joined
+from anybatch.touching import GRADIENTS, lane_of
 from anybatch.units import show_bytes, show_samples
 from anybatch.widths import Widths, widths
 
@@ -120,6 +121,7 @@ class Narrow:
             saved=found.holds,
             sent=sent,
             most=every if sent else 0,
+            later=self._later(n),
         )
         look = foreseen.look
         passes = partial(_passes, found, limit, count, memory)
@@ -147,6 +149,12 @@ class Narrow:
 
     def _candidates(self) -> tuple[Candidate, ...]:
         return tuple(Candidate(n, one.floor, away=True) for n, one in sorted(self._widths.items()))
+
+    def _later(self, n: int) -> tuple[int, ...]:
+        """Return the bytes of gradients that come after each turn, of those that are counted."""
+        lane = lane_of(self._foreseen, n, self._size)
+        counted = self._of(n).there.get(GRADIENTS, 0)
+        return () if lane is None else tuple(min(counted, b) for b in lane.later(GRADIENTS))
 
     def _left(self, n: int) -> int:
         return self._of(n).limit(self._budget)

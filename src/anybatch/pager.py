@@ -49,6 +49,7 @@ class Pager:
             Default 0.
         limit: bytes that all of them may hold before a kernel runs, with all that it needs; None
             (default) lets the lane that runs hold whatever it will.
+        later: bytes that they may hold beside the limit, of each turn. Default none.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Pager:
         small: int = SMALL,
         turns: float = 0,
         limit: int | None = None,
+        later: tuple[int, ...] = (),
     ) -> None:
         self.room, self._device, self.limit = room, device.type, limit
+        self._later = later
         self._away_next: deque[tuple[int, Held]] | None = None
         self._distance: dict[int, int] = {}
         self._turns, self._small = turns, small
@@ -134,7 +137,7 @@ class Pager:
         if hold.stirred():
             self._settle()
         needed = set(keys)
-        most = self.limit - self._coming_back(needed)
+        most = self._allowed(self._number.get(self._lane, 0)) - self._coming_back(needed)
         if hold.here - hold.going > most:
             for key, held in self._first_to_go(needed):
                 hold.send_away(key, held)
@@ -242,7 +245,7 @@ class Pager:
     def _allowed(self, turn: int) -> int:
         """Return the bytes that others may hold during a lane's turn of this number."""
         if self.limit is not None:
-            return self.limit
+            return self.limit + in_turn(self._later, turn)
         return in_turn(self.room, turn) + int(self._turns * self._book.top)
 
     def _beside(self, lane: int, turn: int) -> int:
@@ -252,7 +255,7 @@ class Pager:
         """
         if self.limit is None:
             return self._allowed(turn)
-        return max(0, self.limit - self._book.most(turn, lane))
+        return max(0, self._allowed(turn) - self._book.most(turn, lane))
 
     def _ahead(self, lane: int, turn: int) -> int:
         """Return the bytes that others may have, what comes ahead among them, during a turn."""

@@ -87,6 +87,14 @@ class Lane:
             for here in (everywhere | (self.turns == turn) for turn in range(1, count + 1))
         )
 
+    def later(self, owner: str) -> tuple[int, ...]:
+        """Return the bytes of an owner that come after each turn, the first turn first."""
+        if owner not in self.kept.owners or not len(self.turns):
+            return ()
+        there = self.kept.live[:, self.kept.owners.index(owner)]
+        turns = range(1, int(self.turns.max()) + 1)
+        return tuple(int(there.max() - there[self.turns == turn].max()) for turn in turns)
+
     def step(self, held: Mapping[str, int], waits: Bytes, room: Room) -> Timeline:
         """Return the step as it passes beside what is `held` all the time, by owner.
 

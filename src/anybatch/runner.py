@@ -129,7 +129,7 @@ class Runner:
             self._divide(step, modules, before)
         if away is not None and step.lanes:
             self._require(away)
-            step.inside, step.spill = away.rooms[1], away.where
+            step.inside, step.later, step.spill = away.rooms[1], away.later, away.where
         elif away is not None:
             step.away = self._away(away)
         return step

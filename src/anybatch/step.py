@@ -105,6 +105,7 @@ class Step:
         budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
         inside: bytes that all lanes may hold, the one that runs, too; None lets that one hold what
             it will.
+        later: bytes that they may hold beside that in each turn, for what is not there yet.
         spill: where lanes leave for: "host", "file" or the folder of a file; None is what is
             nearest to the device.
         moved: bytes that left the device and returned.
@@ -153,6 +154,7 @@ class Step:
     room: Room = None
     budgeted: bool = False
     inside: int | None = None
+    later: tuple[int, ...] = ()
     spill: str | None = None
     moved: int = 0
     remade: int = 0
