@@ -62,9 +62,10 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
     moment, given = graph.now(), iter(leaves)
     if isinstance(step.loss, Contrastive):
         loss = _of_rows(step, step.loss, rows, tree.map_tensors(lambda _: next(given), outputs))
-    else:  # the loss gets copies: it may write to them
-        copies = tree.map_tensors(lambda _: next(given).clone(), outputs)
-        loss = step.loss.whole(copies, _whole(rows))
+    else:  # the loss gets copies, for it may write to them; nobody else keeps them
+        loss = step.loss.whole(
+            tree.map_tensors(lambda _: next(given).clone(), outputs), _whole(rows)
+        )
     if graph.reaches_before(loss, moment):
         raise LossError(
             "a loss must compute from the outputs and targets it is given, and it uses a tensor "

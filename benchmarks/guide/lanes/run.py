@@ -2,9 +2,9 @@
 
 The trainings with BatchNorm and the budgets of `benchmarks/guide/plans`, each planned in
 micro-batches of 2, 4, 8 ... samples without a clock, and run twice under the meter: where tensors
-leave, the first step records and the second follows. A plan whose lanes leave while they run has
-one limit for the whole step, with all gradients counted in it; one whose lanes leave only while
-they wait has room turn by turn, with the gradients that are there by then.
+leave, the first step records and the second follows. Lanes that leave only while they wait have
+room turn by turn; those that leave while they run have one limit for the step, and beside it what
+gradients do not hold yet.
 """
 
 from pathlib import Path
