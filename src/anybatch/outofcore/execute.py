@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -168,16 +168,23 @@ class Step:
         assert course.stages is not None
         before, after = course.stages[self._stage : self._stage + 2]
         self._stage += 1
-        of = course.step.of
-        for v in before.outs:
-            if (saved := self._saved[of[v]]()) is not None:
-                self._mover.send(saved)
-        for v in after.frees:
-            if (saved := self._saved[of[v]]()) is not None:
-                self._mover.free(saved)
-        for v in after.ins:
-            if (saved := self._saved[of[v]]()) is not None:
-                self._mover.call(saved)
+        for saved in self._moving(course, before.outs):
+            self._mover.send(saved)
+        for saved in self._moving(course, after.frees):
+            self._mover.free(saved)
+        for saved in self._moving(course, after.ins):
+            self._mover.call(saved)
+
+    def _moving(self, course: Course, variables: Iterable[int]) -> Iterator[Saved]:
+        """Yield those of a stage's storages that can move: they live, and are not dropped.
+
+        What is made again later may be saved more than once before; a schedule moves it between,
+        and it was dropped when it was saved first.
+        """
+        for v in variables:
+            saved = self._saved[course.step.of[v]]()
+            if saved is not None and saved.recipe is None:
+                yield saved
 
     def _take(self, tensor: Tensor, storage: Any, saved: Saved | None) -> Handle:
         """Return a handle on a tensor that may leave."""
