@@ -122,6 +122,9 @@ def test_drawn_steps(counted: Callable[[int], int]) -> None:
         assert ours.seconds <= without.seconds
         assert ours.dropped <= remakes.keys()
         _lives(remade(drawn, ours.dropped).trace)
+        stages = ours.stages or ()
+        for i, stage in enumerate(stages):  # what dies while it is copied keeps its bytes
+            assert {*stage.outs} <= {v for later in stages[i + 1 :] for v in later.frees}
         again += bool(ours.dropped)
     assert again
 

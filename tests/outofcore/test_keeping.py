@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.outofcore.steps import CPU, TELLS, equal, slow_link, states
+from tests.outofcore.steps import CPU, LOTS, TELLS, equal, slow_link, states
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
 from anybatch.meter import Meter
-from anybatch.outofcore import execute
+from anybatch.outofcore import execute, known
 from anybatch.outofcore.keeping import Keeping
+from anybatch.outofcore.simulate import Link
 from anybatch.stores import FileStore
 
 pytestmark = pytest.mark.skipif(
@@ -182,3 +183,52 @@ def test_a_room_is_for_what_a_micro_batch_makes_itself(work: Callable[[], None])
         keeping.close()
     assert max(found[1:3]) > 0
     assert found[3] == 0  # all of it may stay
+
+
+class Scaled(nn.Module):
+    """What a ReLU makes is saved twice, by it and by the pooling after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(3)
+        )
+        self.head = nn.Linear(54, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5 + 0.1
+        out: Tensor = self.head(self.body(x).flatten(1))
+        return out
+
+
+@pytest.mark.parametrize("speeds", [(4.5e6, 3.7e4), (1e5, 1e5)])
+def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
+    speeds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan began to copy what had been dropped when it was saved first."""
+    monkeypatch.setattr(known, "Link", lambda out, back: Link(*speeds))
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(60, 1, 8, 8)
+
+    def once() -> None:
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    def gradients() -> list[Tensor]:
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    once()
+    want = gradients()
+    keeping = Keeping(FileStore, CPU)
+    keeping.begin((LOTS, LOTS))
+    keeping.run(once, 60, first=False)  # recorded, and tried what is cheap to make again
+    (known_step,) = keeping._kinds[False, 60].recorded.values()
+    found = known_step.recording
+    for share in range(24):
+        room = found.peak + share * sum(found.sizes) // 24
+        keeping.begin((room, room))
+        with Meter(CPU) as meter:
+            keeping.run(once, 60, first=False)
+        assert meter.peak <= room
+        assert all(map(torch.equal, gradients(), want))
+    keeping.close()

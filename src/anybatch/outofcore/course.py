@@ -9,14 +9,14 @@ On demand it holds what was held while it was recorded, which is the least that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anybatch.errors import BudgetError
 from anybatch.outofcore.again import Again, choices, remade
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.recording import Recording
-from anybatch.outofcore.schedule import Stage
+from anybatch.outofcore.schedule import Schedule, Stage
 from anybatch.outofcore.simulate import Link, simulate
 from anybatch.units import show_bytes
 
@@ -98,12 +98,25 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
 
 def _planned(recording: Recording, step: Again, memory: int, there: int, link: Link) -> Course:
     """Return the course of a step that fits."""
-    schedule = plan(step.trace, memory - there, link)
+    schedule = wanted(plan(step.trace, memory - there, link))
     found = simulate(step.trace, schedule, link)
     sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
     predicted, seconds = there + found.peak, found.seconds
     stages = schedule.stages
     return Course(recording, stages, predicted, sent, seconds, there, memory, link, step)
+
+
+def wanted(schedule: Schedule) -> Schedule:
+    """Return a schedule without copies of what never gives up its bytes for them.
+
+    The window rule copies whatever it passes. What dies while it is copied would keep its bytes
+    until that has ended, which no schedule counts.
+    """
+    freed, stages = set[int](), list[Stage]()
+    for stage in reversed(schedule.stages):
+        stages.append(replace(stage, outs=tuple(v for v in stage.outs if v in freed)))
+        freed.update(stage.frees)
+    return replace(schedule, stages=tuple(reversed(stages)))
 
 
 def too_little(needed: int, given: int) -> BudgetError:
