@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -18,7 +21,10 @@ import anybatch
 from anybatch import Engine, Plan
 from anybatch.meter import Meter
 from anybatch.outofcore import execute, known
+from anybatch.outofcore.execute import Step
 from anybatch.outofcore.keeping import Keeping
+from anybatch.outofcore.mover import Mover
+from anybatch.outofcore.saved import Saved
 from anybatch.outofcore.simulate import Link
 from anybatch.stores import FileStore
 
@@ -232,3 +238,13 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
         assert meter.peak <= room
         assert all(map(torch.equal, gradients(), want))
     keeping.close()
+
+
+def test_what_was_dropped_is_neither_sent_nor_called() -> None:
+    """Whatever a schedule says of it: nothing here holds it any more."""
+    step = Step(Mover(FileStore, CPU), CPU, None, {})
+    kept, dropped = (Saved(n, n, torch.ones(9), deque()) for n in range(2))
+    dropped.storage, dropped.recipe = None, object()
+    step._saved = [ref(kept), ref(dropped)]
+    course: Any = SimpleNamespace(step=SimpleNamespace(of={0: 0, 1: 1, 7: 1}))
+    assert list(step._moving(course, (0, 1, 7))) == [kept]
