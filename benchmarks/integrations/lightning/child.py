@@ -1,19 +1,8 @@
 """What each process of the benchmark runs."""
 
-from typing import Any
-
 from benchmarks.integrations.launch import answer
 from benchmarks.integrations.lightning.errors import errors
 from benchmarks.integrations.lightning.speed import pairs
 
-
-def of_errors(*seeds: str) -> Any:
-    return errors(tuple(map(int, seeds)))
-
-
-def of_speed(count: str) -> Any:
-    return pairs(int(count))
-
-
 if __name__ == "__main__":
-    answer({"errors": of_errors, "speed": of_speed})
+    answer(errors, pairs)

@@ -8,18 +8,13 @@ torch's own is refused there; an engine in a loop of one's own takes it.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from benchmarks.environment import environment
-from benchmarks.integrations.launch import launched
-from benchmarks.results import console, read, write
+from benchmarks.integrations.launch import measure
 
 HERE = Path(__file__).parent
-CHILD = "benchmarks.integrations.lightning.child"
-SEEDS = (0, 1, 2)
-PROCESSES = (1, 2)
 
 
 def main(
@@ -30,17 +25,7 @@ def main(
     count: Annotated[int, typer.Option("--pairs", help="pairs of trainings")] = 9,
 ) -> None:
     """Measure errors and seconds, and write results.json."""
-    seeds = SEEDS[:1] if quick else SEEDS
-    processes = PROCESSES[:1] if quick else PROCESSES
-    found: dict[str, Any] = read(out / "results.json") or {}
-    found |= {"environment": environment() | {"threads": 1}, "seeds": seeds}
-    for name, words in (("errors", map(str, seeds)), ("speed", (str(1 if quick else count),))):
-        given = [*words]
-        if part in ("", name):
-            console.print(name)
-            found[name] = {str(n): launched(CHILD, n, name, *given) for n in processes}
-            found |= {"pairs": count} if name == "speed" else {}
-    write(out / "results.json", found)
+    measure("benchmarks.integrations.lightning.child", out, part, count, quick=quick)
 
 
 if __name__ == "__main__":
