@@ -34,10 +34,11 @@ from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
 from anybatch.ranks.ranks import ANY, Here
 from anybatch.runner import Runner
-from anybatch.step import Scaler, Step
+from anybatch.step import Scaler, Step, Tries
 from anybatch.step_timeline import StepTimeline
 from anybatch.trial import seconds_of_step
 from anybatch.undo import Before
+from anybatch.units import show_samples
 
 Planned = tuple[Kind, Allowed]
 """What a plan for a step belongs to, and what it says."""
@@ -86,6 +87,7 @@ class Arranger:
         gradients: Gradients | None,
         *,
         micro_batch: int,
+        tries: Tries,
         scaler: Scaler | None = None,
     ) -> Arranged:
         """Return the step, in micro-batches as large as the budget allows on every rank.
@@ -97,13 +99,14 @@ class Arranger:
             before: the state before it.
             gradients: where they come together; None runs forward only.
             micro_batch: samples in a micro-batch, where nothing is planned.
+            tries: what is kept of it however often it begins again.
             scaler: as `backward` has it.
         """
-        make = partial(self._runner.step, batch, modules, before, gradients)
+        make = partial(self._runner.step, batch, modules, before, gradients, tries=tries)
         join = partial(self._join, batch, modules, scaler, trains=gradients is not None)
         plan = None
         if planner is not None and batch.size:
-            plan = partial(self._planned, planner, batch, modules, gradients)
+            plan = partial(self._planned, planner, batch, modules, gradients, tries.most)
         if self._crew.several:
             everyone, planned = self._together(join, plan, micro_batch, gradients is not None)
         else:
@@ -133,11 +136,20 @@ class Arranger:
         batch: Batch,
         modules: Modules,
         gradients: Gradients | None,
+        most: int,
         everyone: int,
     ) -> Planned:
         """Return how a batch is run beside so many samples of all ranks."""
-        kind = replace(self.kind(batch, modules, gradients), everyone=everyone)
-        return kind, self.allow(planner, kind, batch, modules)
+        kind = replace(self.kind(batch, modules, gradients, most=most), everyone=everyone)
+        try:
+            return kind, self.allow(planner, kind, batch, modules)
+        except BudgetError as error:
+            if kind.most:
+                error.add_note(
+                    f"undivided, {show_samples(kind.size)} were predicted to fit, and memory ran "
+                    "out: something else than the tensors of the step holds it"
+                )
+            raise
 
     def _together(
         self,
@@ -170,15 +182,26 @@ class Arranger:
             total = everyone.size
             self._given.norms.choose(total)
 
-    def kind(self, batch: Batch, modules: Modules, gradients: Gradients | None) -> Kind:
-        """Return what a plan for a step of one process belongs to."""
+    def kind(
+        self, batch: Batch, modules: Modules, gradients: Gradients | None, *, most: int = 0
+    ) -> Kind:
+        """Return what a plan for a step of one process belongs to.
+
+        Args:
+            batch: the mini-batch.
+            modules: every module that it runs.
+            gradients: where they come together; None runs forward only.
+            most: samples that a micro-batch may have; 0 (default) is what earlier steps have left.
+        """
         leaves = self._given.leaves(modules, batch)
         held = paged()
         there = {
             id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
         }
         before = sum(map(bytes_of, there.values()))
-        return self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        most = most or self._runner.most(batch, modules, trains=kind.trains)
+        return replace(kind, most=most) if most and most < kind.size else kind
 
     def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
         """Return how a batch is run, within the budget."""

@@ -49,7 +49,7 @@ from anybatch.refusals import (
 from anybatch.runner import Runner
 from anybatch.spill import Spill, spill_of
 from anybatch.states.planned import away
-from anybatch.step import Observer, Scaler, Shown, Step
+from anybatch.step import Observer, Scaler, Step, Tries
 from anybatch.step_timeline import StepTimeline
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 from anybatch.updates import state_bytes
@@ -214,7 +214,7 @@ class Engine:
         self._refuse_place()
         self._prepared.refuse_loop()
         scaler = self._prepared.scaler if scaler is None else scaler
-        run = partial(self._backward, inputs, targets, scaler, observe, Shown())
+        run = partial(self._backward, inputs, targets, scaler, observe, Tries())
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
             loss = self._given.reach.again(partial(self._crew.together, run))
         self._given.norms.step(loss)
@@ -226,7 +226,7 @@ class Engine:
         targets: Any,
         scaler: Scaler | None,
         observe: Observer | None,
-        shown: Shown,
+        tries: Tries,
     ) -> Tensor:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
@@ -235,8 +235,8 @@ class Engine:
         versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=False)
         with whole_or_nothing(before, partial(self._deliver, gradients)):
-            step, kind, allowed = self._arranged(batch, modules, before, gradients, scaler)
-            step.scaler, step.observe, step.shown = scaler, observe, shown
+            step, kind, allowed = self._arranged(batch, modules, before, gradients, tries, scaler)
+            step.scaler, step.observe = scaler, observe
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
                 loss, peak = self._first_measured(step, kind, modules, before)
@@ -264,7 +264,7 @@ class Engine:
         """
         self._refuse_place()
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
-            run = partial(self._evaluate, inputs, targets, observe, Shown())
+            run = partial(self._evaluate, inputs, targets, observe, Tries())
             return self._given.reach.again(partial(self._crew.together, run))
 
     def _evaluate(
@@ -272,14 +272,14 @@ class Engine:
         inputs: Any,
         targets: Any,
         observe: Observer | None,
-        shown: Shown,
+        tries: Tries,
     ) -> Tensor:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
         before = Before(modules, [])
         with whole_or_nothing(before, self._deliver), torch.no_grad():
-            step, kind, allowed = self._arranged(batch, modules, before, None)
-            step.observe, step.shown = observe, shown
+            step, kind, allowed = self._arranged(batch, modules, before, None, tries)
+            step.observe = observe
             loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, allowed, peak)
@@ -296,11 +296,13 @@ class Engine:
         modules: Modules,
         before: Before,
         gradients: Gradients | None,
+        tries: Tries,
         scaler: Scaler | None = None,
     ) -> Arranged:
         arranged = self._arranger.step(
             *(self._planner, batch, modules, before, gradients),
             micro_batch=self.micro_batch or 1,
+            tries=tries,
             scaler=scaler,
         )
         self.micro_batch = arranged.step.everyone.micro_batch

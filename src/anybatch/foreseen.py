@@ -51,7 +51,7 @@ class Foreseen:
     def knows(self, kind: Kind) -> bool:
         """Say whether just this kind has been foreseen."""
         return any(
-            replace(known, before=kind.before, everyone=kind.everyone) == kind
+            replace(known, before=kind.before, everyone=kind.everyone, most=kind.most) == kind
             and (known.everyone == kind.everyone or _same_ranks(known, forecast, kind))
             for known, forecast in self._known
         )

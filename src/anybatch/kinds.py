@@ -51,6 +51,8 @@ class Kind:
         size: N_B, samples in the mini-batch.
         before: bytes of gradients that are there already and are added to.
         everyone: samples of all ranks that are planned for; 0 (default) is one process.
+        most: samples that a micro-batch may have, where memory ran out with all of them at once; 0
+            (default) where it did not.
     """
 
     tensors: Any
@@ -62,6 +64,12 @@ class Kind:
     size: int
     before: int
     everyone: int = 0
+    most: int = 0
+
+    @property
+    def largest(self) -> int:
+        """The most samples that a micro-batch may have."""
+        return self.most or self.size
 
     @property
     def elements(self) -> int:

@@ -51,6 +51,7 @@ class Leaving:
         foreseen: what its steps hold in memory.
         case: returns the real one.
         size: N_B, samples in the mini-batch.
+        most: samples that a micro-batch may have.
         budget: bytes.
         source: where these come from, in words.
         spill: where saved tensors go.
@@ -64,6 +65,7 @@ class Leaving:
         case: Callable[[], Case],
         size: int,
         *,
+        most: int,
         budget: int,
         source: str,
         spill: Spill,
@@ -71,21 +73,21 @@ class Leaving:
         ready: Callable[[int], None],
     ) -> None:
         self._ready = ready
-        self.foreseen, self._case, self._size = foreseen, case, size
+        self.foreseen, self._case, self._size, self._most = foreseen, case, size, most
         self._budget, self._source, self._spill = budget, source, spill
         self.whole = whole
         self._leans: dict[int, Lean] = {}
         self.times: dict[int, float] = {}
 
     def largest(self) -> int:
-        """Return the most samples that fit with everything away, of 1, 2, 4 ... and all; or 0."""
+        """Return the most samples that fit with everything away, of 1, 2, 4 ... and most; or 0."""
         if self.whole:
-            return self._size if self.fits(self._size) else 0
+            return self._size if self._most >= self._size and self.fits(self._size) else 0
         found, n = 0, 1
-        while n < self._size and self.fits(n):
+        while n < self._most and self.fits(n):
             found, n = n, 2 * n
-        if (n >= self._size or found == 0) and self.fits(self._size):
-            return self._size
+        if (n >= self._most or found == 0) and self.fits(self._most):
+            return self._most
         return found
 
     def fits(self, n: int) -> bool:

@@ -48,6 +48,7 @@ class Narrow:
         foreseen: what its steps hold in memory.
         size: N_B, samples in the mini-batch.
         device: where it is computed.
+        most: samples that a micro-batch may have.
         budget: bytes.
         source: where these come from, in words.
         spill: where lanes leave for.
@@ -59,11 +60,12 @@ class Narrow:
         size: int,
         device: torch.device,
         *,
+        most: int,
         budget: int,
         source: str,
         spill: Spill,
     ) -> None:
-        self._foreseen, self._size, self._device = foreseen, size, device
+        self._foreseen, self._size, self._device, self._most = foreseen, size, device, most
         self._budget, self._source, self._spill = budget, source, spill
         self._widths: dict[int, Widths] = {}
 
@@ -83,8 +85,9 @@ class Narrow:
         larger. Over ranks all that there are may be in one lane. What holds more samples holds no
         less, so a few of these sizes are rehearsed, and not all.
         """
-        sizes = [1 << k for k in range(self._size.bit_length()) if 1 << k < self._size]
-        sizes += [self._size] if self._foreseen.everyone else []
+        undivided = self._most >= self._size and not self._foreseen.everyone
+        sizes = [1 << k for k in range(self._most.bit_length()) if 1 << k < self._most]
+        sizes += [] if undivided else [self._most]
         first = bisect_left(sizes, True, key=lambda n: not self.fits(n))
         return sizes[first - 1] if first else 0
 

@@ -122,6 +122,7 @@ class Planner:
             asked = Asked(kind, case, optimizer, refuse_division, time_step)
             found = self.workspaces.within(self._known_budget, partial(self._decide, asked))
             found = self._settled_in(found, kind)
+            self.decided += kind.most > 0  # has another plan been wrong, this one is worth a look
             self._allowed[self._foreseen.plain(kind)] = found
         return found
 
@@ -190,7 +191,7 @@ class Planner:
                 raise _not_spread()
         if may and way != "auto":
             return self._away(asked)
-        if may and self._sends and (found := self._still_away(asked)) is not None:
+        if may and self._keeps_away(kind) and (found := self._still_away(asked)) is not None:
             return found
         try:
             return self._in_memory(asked, may=may)
@@ -207,12 +208,13 @@ class Planner:
         kind = asked.kind
         unknown = self._foreseen.bound(kind) is None
         staying = self._staying(asked)
-        if unknown and may and self._sends and (found := self._still_away(asked)) is not None:
+        away = unknown and may and self._keeps_away(kind)
+        if away and (found := self._still_away(asked)) is not None:
             return found
         cap = staying.largest
         if self._fixed is None and cap == kind.size and asked.whole:
             return staying.allowed(cap)
-        first = self._best is None and kind.trains
+        first = self._best is None and kind.trains and not kind.most
         timed = first and self.timed and self._fixed is None
         n = staying.timed(asked.streamed) if timed else self._pick(kind, cap)
         n = n if staying.fits(n) else cap
@@ -247,12 +249,13 @@ class Planner:
                 confirmed=fresh,
                 ready=partial(self.workspaces.ready, foreseen),
             )
-            found.require(self._fixed, asked.refuse_division)
+            found.require(self._fixed_for(kind), asked.refuse_division)
             return found
 
         foreseen = self._foreseen.bound(kind)
         try:
-            found = choice(foreseen or self._foresee(asked, rounded=True), fresh=foreseen is None)
+            fresh = foreseen is None or kind.most > 0
+            found = choice(foreseen or self._foresee(asked, rounded=True), fresh=fresh)
             # Undivided it may fit as it is, and there lanes are only slower.
             exact = kind.lanes and found.largest < kind.size
         except (BudgetError, NotExactError):
@@ -270,6 +273,7 @@ class Planner:
             foreseen,
             asked.case,
             asked.kind.size,
+            most=asked.kind.largest,
             budget=self.budget,
             source=self.source,
             spill=self.spill,
@@ -284,6 +288,7 @@ class Planner:
             foreseen,
             asked.kind.size,
             asked.case().device,
+            most=asked.kind.largest,
             budget=self.budget,
             source=self.source,
             spill=self.spill,
@@ -325,9 +330,9 @@ class Planner:
                 raise failed
             return self._in_memory(asked, may=False)
         if self._fixed is not None:
-            n = min(self._fixed, kind.size)
+            n = min(self._fixed, kind.largest)
         else:  # what has been chosen for another mini-batch is rehearsed alone
-            known = 0 if self._best is None else self._pick(kind, kind.size)
+            known = 0 if self._best is None else self._pick(kind, kind.largest)
             n = known if known and narrow.fits(known) else narrow.best() or 1
         try:
             found = narrow.allowed(n)
@@ -343,7 +348,7 @@ class Planner:
     def _size_away(self, leaving: Leaving, kind: Kind) -> int:
         """Return the samples of a micro-batch whose saved tensors leave; 0 where none fit."""
         if self._fixed is not None:
-            return min(self._fixed, kind.size)
+            return min(self._fixed, kind.largest)
         cap = leaving.largest()
         if cap == 0 or leaving.whole:
             return cap
@@ -407,6 +412,14 @@ class Planner:
             return _beside(foreseen, kind, workspace)
 
         return self.workspaces.settle(found, foreseen, kind.size, beside)
+
+    def _keeps_away(self, kind: Kind) -> bool:
+        """Say whether saved tensors leave as before, where they have: not under another plan."""
+        return self._sends and not kind.most
+
+    def _fixed_for(self, kind: Kind) -> int | None:
+        """Return the samples of a micro-batch that must be kept to; None where none are given."""
+        return None if self._fixed is None else min(self._fixed, kind.largest)
 
     def _pick(self, kind: Kind, cap: int) -> int:
         """Return a size up to `cap` that does as much work at once as the first one chosen did."""

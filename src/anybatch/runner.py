@@ -50,7 +50,7 @@ from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
 from anybatch.spill import maker, require_place, require_room
-from anybatch.step import OutputsChangedError, Step
+from anybatch.step import OutputsChangedError, SmallerPlanError, Step, Tries
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before
@@ -69,6 +69,7 @@ class Runner:
         self._seen: dict[Any, Seen] = {}
         self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
+        self._most: dict[Any, int] = {}
         self._keeping: tuple[Any, Keeping] | None = None
 
     def step(
@@ -83,6 +84,7 @@ class Runner:
         room: Room = 0,
         everyone: Everyone | None = None,
         away: Away | None = None,
+        tries: Tries | None = None,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -97,6 +99,7 @@ class Runner:
                 Default 0.
             everyone: the batch over all ranks; None (default) is one process.
             away: which saved tensors leave; None (default) where all of them stay.
+            tries: what is kept of it from an earlier plan; None (default) where there was none.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
@@ -122,6 +125,7 @@ class Runner:
             everyone=everyone or Alone(batch.size),
             private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
             sharded=self._given.sharded,
+            tries=tries or Tries(),
         )
         if self._given.rng == "batch":
             step.draws = self._draws(step)
@@ -182,7 +186,15 @@ class Runner:
         if step.retries:
             failed = step.failed
             self._shrunk[step.signature] = failed, step.limit
+        if step.tries.most:
+            self._most[step.signature] = step.tries.most
         return failed
+
+    def most(self, batch: Batch, modules: Modules, *, trains: bool) -> int:
+        """Return the most samples to plan for, where memory ran out undivided; 0 is no limit."""
+        if not self._most:
+            return 0
+        return self._most.get(self.signature(batch, modules, trains=trains), 0)
 
     def run(self, step: Step, modules: Modules, before: Before) -> Tensor:
         """Run the step, and while memory runs out run it again, smaller.
@@ -230,12 +242,21 @@ class Runner:
         return WholeDice(Shared(laws, everyone.size, modules, everyone.begin, everyone.several))
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
-        """Put everything back but what was shown, for a run at a smaller size."""
+        """Put everything back but what was shown, for a run at a smaller size.
+
+        Raises:
+            SmallerPlanError: nobody has foreseen what the batch holds when it is divided.
+        """
         put_back_moved(before.buffers)
         whole = not step.divided
         step.begin_again()
-        if whole:
-            self._divide(step, modules, before)
+        if not whole:
+            return
+        self._divide(step, modules, before)
+        if step.budgeted:
+            tries = step.tries
+            tries.retries, tries.failed, tries.most = step.retries, step.failed, step.limit
+            raise SmallerPlanError
 
     def _in_lanes(self, step: Step, modules: Modules, before: Before) -> Tensor:
         """Let micro-batches wait for each other, where samples meet in BatchNorm."""

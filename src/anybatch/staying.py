@@ -66,7 +66,7 @@ class Staying:
     def largest(self) -> int:
         """The most samples that fit; 0 where not even one does."""
         size, foreseen = self._kind.size, self.foreseen
-        cap = foreseen.largest(self._budget, size)
+        cap = min(foreseen.largest(self._budget, size), self._kind.largest)
         while self._confirmed and cap > 0 and foreseen.confirm(cap, size) > self._budget:
             cap = min(cap - 1, 7 * cap // 8)
         return cap

@@ -28,6 +28,7 @@ from anybatch.memory_errors import forget
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.sharded import Sharded
+from anybatch.reach import AgainError
 from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
@@ -63,10 +64,24 @@ Layout = tuple[int | None, ...]
 
 
 @dataclass
-class Shown:
-    """How many rows an observer has seen, however often the step begins again."""
+class Tries:
+    """What is kept of a step however often it begins again, under another plan perhaps.
+
+    Attributes:
+        rows: how many an observer has seen.
+        retries: how often memory ran out under another plan.
+        failed: samples that were computed at once then.
+        most: samples that may be from here on; 0 (default) is no limit.
+    """
 
     rows: int = 0
+    retries: int = 0
+    failed: int = 0
+    most: int = 0
+
+
+class SmallerPlanError(AgainError):
+    """Memory ran out undivided, as was planned: another plan is needed, for fewer samples."""
 
 
 class OutputsChangedError(Exception):
@@ -111,7 +126,7 @@ class Step:
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
         watch: sees each micro-batch as it comes, and may end the step.
-        shown: what the observer has seen.
+        tries: what is kept of it however often it begins again.
         everyone: the batch over all ranks, as far as it is not here.
         private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
             other rank.
@@ -138,8 +153,8 @@ class Step:
     local: int = 0
     found: str = ""
     limit: int = field(init=False)
-    retries: int = 0
-    failed: int = 0
+    retries: int = field(init=False)
+    failed: int = field(init=False)
     failure: Exception | None = None
     done: int = 0
     phase: Phase = "forward"
@@ -159,7 +174,7 @@ class Step:
     moved: int = 0
     remade: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
-    shown: Shown = field(default_factory=Shown)
+    tries: Tries = field(default_factory=Tries)
     everyone: Everyone = field(default_factory=Alone)
     private: frozenset[int] = frozenset()
     draws: WholeDice | None = None
@@ -168,6 +183,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
+        self.retries, self.failed = self.tries.retries, self.tries.failed
 
     @property
     def device(self) -> torch.device:
@@ -319,9 +335,9 @@ class Step:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
         begin, self._rows = self._rows, self._rows + micro.size
         self.done += 1
-        if self.observe is None or self._rows <= self.shown.rows:
+        if self.observe is None or self._rows <= self.tries.rows:
             return
-        seen, self.shown.rows = max(self.shown.rows - begin, 0), self._rows
+        seen, self.tries.rows = max(self.tries.rows - begin, 0), self._rows
         targets = micro.targets
         if seen:
             outputs = self.rows(outputs, seen, micro.size - seen, micro.size)
