@@ -5,7 +5,9 @@ convolutions; three optimizers; what a person may ask of a plan; and budgets fro
 what one sample a micro-batch holds up to the undivided batch. Each is planned and trained for three
 steps in a process of its own, where the kernel refuses memory past the budget, a quarter of it and
 256 MiB for what is no tensor (RLIMIT_DATA, above what is mapped when network, data and kernels are
-ready), and a live meter around planning and steps compares tensors with the budget itself.
+ready), and a live meter around planning and steps compares tensors with the budget itself. Memory
+is kept as the command keeps it under a budget (malloc: tight); where glibc keeps it as it will,
+what planning leaves behind in pieces can be all that such a limit leaves.
 
 A draw ends in the budget, or with a `BudgetError`. That is true where no candidate that is then
 tried without a limit (micro-batches of 1, 2, 4 ... and all samples, and what the error says is
@@ -13,6 +15,7 @@ enough) holds less than the budget; else it is "refused too early". Anything els
 """
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -22,6 +25,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
+from anybatch.apps.allocator import choose, glibc, settings_of
 from benchmarks.environment import environment
 from benchmarks.guide.draws.child import child
 from benchmarks.results import console, write
@@ -38,6 +42,7 @@ def drawn(seed: int) -> Found:
     """Return what has become of a draw in a process of its own, also where that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "benchmarks.guide.draws.child"])
+    os.environ.update(settings_of(choose("cpu", budgeted=True), glibc()))  # of processes to come
     start = perf_counter()
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
