@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -50,13 +51,19 @@ def test_closing_waits_for_what_was_started() -> None:
     assert done == [True]
 
 
-def test_a_thread_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_starts_a_job_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    copier = Copier(CPU)
+    copier, done = Copier(CPU), []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
-        with pytest.raises(RuntimeError, match="can't start"):
-            copier.start(lambda: None)
+        job = copier.start(lambda: done.append(threading.current_thread()))
+        copier.wait(job)
+        fault = copier.start(partial(int, "no number"))
+        with pytest.raises(ValueError, match="no number"):
+            copier.wait(fault)
+    copier.wait(copier.start(lambda: done.append(threading.current_thread())))
+    assert done[0] is threading.current_thread()
+    assert done[1] is not threading.current_thread()
     copier.close()

@@ -7,6 +7,7 @@ import gc
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -228,8 +229,10 @@ def test_a_step_that_fails_leaves_no_trace(
         grads = [p.grad for p in model.parameters()]
         assert all(torch.equal(a, b) for a, b in zip(grads, wanted[0], strict=True))
         model.zero_grad()
+    held = weakref.ref(engine._runner._keeping[1]._mover)  # type: ignore[index]
     del engine
     gc.collect()
+    assert held() is None, "what was raised held the graph, and that what it had saved"
     assert list(tmp_path.iterdir()) == []
 
 

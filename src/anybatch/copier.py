@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from anybatch import threads
 from anybatch.undo import uninterrupted
 
 
@@ -41,7 +42,9 @@ class Job:
 
 
 class Copier:
-    """Does jobs in order, in a thread that begins with the first of them.
+    """Does jobs in order, in a thread that begins with the first of them, or before.
+
+    Where no thread can be had, who asks for a job does it.
 
     Args:
         device: what is copied from and to, beside the host.
@@ -54,6 +57,15 @@ class Copier:
         self._device = device if device.type == "cuda" else None
         self._stream: Any = None
 
+    def begin(self) -> None:
+        """Have the thread, where it is not there yet, while there is memory for it."""
+        if self._thread is None:
+            with uninterrupted():  # one that has not begun cannot be waited for
+                thread = threading.Thread(target=self._run, daemon=True)
+                with suppress(MemoryError, RuntimeError):
+                    threads.start(thread)
+                    self._thread = thread
+
     def start(self, work: Callable[[], None]) -> Job:
         """Have it done when all earlier jobs are."""
         after = None
@@ -62,12 +74,11 @@ class Copier:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         job = Job(work, after)
+        self.begin()
         if self._thread is None:
-            with uninterrupted():  # one that has not begun cannot be waited for
-                thread = threading.Thread(target=self._run, daemon=True)
-                thread.start()  # where there is no memory for one, nobody waits for it
-                self._thread = thread
-        self._jobs.put(job)
+            self._do(job)
+        else:
+            self._jobs.put(job)
         return job
 
     def wait(self, job: Job) -> None:
@@ -94,17 +105,20 @@ class Copier:
             job = self._jobs.get()
             if job is None:
                 return
-            try:
-                assert job.work is not None
-                with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                    if job.after is not None:
-                        self._stream.wait_event(job.after)
-                    job.work()
-                    if self._stream is not None:
-                        self._stream.synchronize()
-            except BaseException as error:
-                job.error = error
-            with self._done:
-                job.done = True
-                self._done.notify_all()
+            self._do(job)
             del job
+
+    def _do(self, job: Job) -> None:
+        try:
+            assert job.work is not None
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                if job.after is not None:
+                    self._stream.wait_event(job.after)
+                job.work()
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except BaseException as error:
+            job.error = error
+        with self._done:
+            job.done = True
+            self._done.notify_all()

@@ -92,6 +92,10 @@ class Hold:
         self._numbered[lane, number] = key
         self._count(key, held)
 
+    def ready(self) -> None:
+        """Have what copies, while there is memory for it."""
+        self._copier.begin()
+
     def find(self, lane: int, number: int) -> tuple[int, Held] | None:
         """Return what a lane has made as its storage of this number, where it still lives."""
         key = self._numbered.get((lane, number))

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from anybatch import threads
 from anybatch.errors import LaneMismatchError
 from anybatch.meeting import meeting_in
 from anybatch.undo import uninterrupted
@@ -61,6 +62,10 @@ class Turns(Protocol):
 
     def around(self, lane: int) -> None:
         """All have met, and the last lane goes on at once."""
+
+
+class NoThreadError(RuntimeError):
+    """There are more lanes than the system has threads, or memory for them."""
 
 
 class LaneLeft(BaseException):
@@ -106,7 +111,7 @@ class Lanes:
 
         Raises:
             LaneMismatchError: the lanes do not meet in the same places.
-            RuntimeError: the system starts no thread for each of them.
+            NoThreadError: the system starts no thread for each of them.
             BaseException: what the first lane that failed has raised; the others were unwound.
         """
         started: list[threading.Thread] = []
@@ -140,10 +145,10 @@ class Lanes:
 
     def _start(self, thread: threading.Thread, started: int) -> None:
         try:
-            thread.start()
-        except RuntimeError as error:
+            threads.start(thread)
+        except (RuntimeError, MemoryError) as error:
             stack = threading.stack_size() or "of the system's size (ulimit -s)"
-            raise RuntimeError(
+            raise NoThreadError(
                 f"micro-batches that wait for each other need a thread each, and of "
                 f"{self._count} threads the system started {started}; a limit on the process's "
                 f"memory counts their stacks whole (now {stack}): take a larger micro_batch, raise "

@@ -78,6 +78,8 @@ def _run(step: Step, tracked: Tracked, together: Together, held: HeldBack) -> No
     entered = partial(around.entered, None if pager is None else Paging(pager))
     beyond = step.everyone if step.everyone.several else None
     try:
+        if pager is not None:
+            pager.ready()
         with warnings.catch_warnings():  # lanes that catch some too do not end in their order
             Lanes(lanes, turns, entered, beyond).run(
                 lambda lane: _lane(step, tracked, together, lane, pager), held.let_through

@@ -82,6 +82,10 @@ class Pager:
         """Bytes that were copied out and in."""
         return self._hold.moved
 
+    def ready(self) -> None:
+        """Have what copies, before lanes fill the memory."""
+        self._hold.ready()
+
     def begin(self, lane: int) -> None:
         """A lane takes the baton for its next turn."""
         self._untouched()

@@ -22,6 +22,7 @@ from anybatch.batch import Batch
 from anybatch.buffers import put_back_moved
 from anybatch.given import Given
 from anybatch.gradients import Gradients
+from anybatch.lanes import NoThreadError
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import Modules
 from anybatch.probe import RECORDED, RUNS, finish
@@ -49,8 +50,8 @@ def seconds_of_step(
         away: what leaves of the lane or the micro-batch that runs; None lets it hold what it will.
 
     Returns:
-        Seconds, infinitely many where it ran out of memory; None for a batch that is loaded on the
-        way, which can be run once only.
+        Seconds, infinitely many where it ran out of memory or threads; None for a batch that is
+        loaded on the way, which can be run once only.
     """
     case = given.case(batch, modules, trains=True)
     if case.lazy:
@@ -75,7 +76,7 @@ def seconds_of_step(
 
             return _warm(once, 1 if away is None else RECORDED)
     except Exception as error:
-        if not out_of_memory(error):
+        if not isinstance(error, NoThreadError) and not out_of_memory(error):
             raise
     finally:
         runner.close()

@@ -119,6 +119,15 @@ class Step:
         for saved in self._living():
             saved.storage = saved.recipe = None
 
+    def forget_copies(self) -> None:
+        """Let go of copies that have ended, after a failure.
+
+        What one has raised holds the frames of the step, those hold its graph, and that holds what
+        was saved, where the garbage collector does not look.
+        """
+        for saved in self._living():
+            saved.out = saved.back = None
+
     def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
         """Return what is known of a storage, if nothing has written to it since."""
         place = storage._cdata

@@ -67,6 +67,7 @@ class Hooked:
         self._leave()
         self._step.fail()
         self._mover.close()
+        self._step.forget_copies()
 
     def _leave(self) -> None:
         while self._entered:

@@ -71,6 +71,7 @@ class Keeping:
         mover.begin()
         step = Step(mover, self._device, watch, courses)
         with Hooked(step, mover, watch):
+            mover.ready()
             work()
         self.moved += mover.out + mover.back
         self.remade += step.remade

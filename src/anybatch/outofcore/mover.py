@@ -53,6 +53,11 @@ class Mover:
         self.out = self.back = 0
         self.waited = 0.0
 
+    def ready(self) -> None:
+        """Have what copies, while there is memory for it."""
+        self._writer.begin()
+        self._reader.begin()
+
     def key(self) -> int:
         """Return a name that nothing in the store has had."""
         self._keys += 1

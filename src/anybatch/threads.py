@@ -1,0 +1,48 @@
+"""A thread begins, or it is said that there is no memory for it.
+
+``Thread.start`` waits until the new thread says that it runs. Where the system has a stack for it,
+and Python no memory for its first frame, it dies before it can say so, and ``start`` waits without
+end (seen under RLIMIT_DATA, where stacks count whole). So as much as a thread begins with is asked
+of the system first, and given back at once.
+
+    ask for a stack and a little more ──> there ──> given back ──> start
+                                      └─> not there: MemoryError
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+
+if sys.platform != "win32":
+    import resource
+
+FRAMES = 4 << 20
+"""Bytes that a thread takes beside its stack when it begins: its first frames, and its heap."""
+
+USUAL = 8 << 20
+"""Bytes of a stack where the system sets no limit."""
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        MemoryError: there is no memory for it to begin.
+        RuntimeError: the system starts no more threads.
+    """
+    if sys.platform != "win32":  # which knows no limits of this kind
+        try:
+            mmap.mmap(-1, _stack() + FRAMES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except OSError as error:
+            raise MemoryError("a thread that is to begin needs a stack, and more") from error
+    thread.start()
+
+
+def _stack() -> int:
+    """Return the bytes of the stack of a new thread."""
+    size = threading.stack_size()
+    if size == 0 and sys.platform != "win32":
+        size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return size if size > 0 else USUAL
