@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybatch._memory import Inside
 from anybatch.hold import AWAY, COMING, HERE, LEAVING, Hold
 from anybatch.meter import Meter
 from anybatch.pager import Pager
@@ -80,7 +81,8 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int, limited
     rooms = tuple(chance.choice([0, 3000, 20_000]) for _ in range(turns - chance.randrange(2)))
     given = chance.choice([room, rooms])
     later = chance.choice([(), rooms])
-    it = Pager(given, HostStore(), CPU, turns=chance.choice([0, 2]), limit=limit, later=later)
+    inside = None if limit is None else Inside(limit, later)
+    it = Pager(given, HostStore(), CPU, turns=chance.choice([0, 2]), inside=inside)
     left: list[list[Tensor]] = [[] for _ in range(lanes)]
     want: list[list[Tensor]] = [[] for _ in range(lanes)]
     program = [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anybatch._memory import Inside
 from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging
 from anybatch.stores import FileStore, HostStore, Store
@@ -99,7 +100,7 @@ def test_room_is_kept_by_what_is_used_last() -> None:
 
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_within_a_limit_the_lane_that_runs_gives_memory_away_too(kind: str, tmp_path: Path) -> None:
-    it = Pager(0, stores(tmp_path)[kind], CPU, limit=3 * 1024)
+    it = Pager(0, stores(tmp_path)[kind], CPU, inside=Inside(3 * 1024))
     it.begin(0)
 
     def here() -> list[int]:
@@ -128,7 +129,7 @@ def test_within_a_limit_the_lane_that_runs_gives_memory_away_too(kind: str, tmp_
 
 
 def test_a_kernel_that_needs_more_than_the_limit_has_it_all_the_same() -> None:
-    it = Pager(0, HostStore(), CPU, limit=1024)
+    it = Pager(0, HostStore(), CPU, inside=Inside(1024))
     it.begin(0)
     with Paging(it):
         made = [filled(KIB) + number for number in range(4)]

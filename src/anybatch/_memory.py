@@ -7,13 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from anybatch.units import show_bytes
 
 Room = int | tuple[int, ...] | None
 """Bytes that waiting micro-batches may hold: at any time; in each turn of the one that runs, from
 the first on; or None where all of it may stay."""
+
+
+class Inside(NamedTuple):
+    """What micro-batches that wait for each other may hold, the one that runs among them; in bytes.
+
+    Attributes:
+        limit: before a kernel runs, with all that it needs.
+        later: beside the limit, in each turn. Default none.
+        makes: the most that a kernel makes in each turn, for which the limit leaves room. Default
+            not known.
+    """
+
+    limit: int
+    later: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+
 
 RUNNERS_UP = 2
 """Candidates that lost by least; a plan says so."""

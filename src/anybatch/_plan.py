@@ -58,8 +58,10 @@ class Away:
         most: what the store must have room for: all that a micro-batch saves.
         stall: seconds in which a step is predicted to wait for that; None where it is not known.
         remade: what is computed again in a step instead, from what was saved beside it.
-        later: gradients that come after each turn of micro-batches that wait for each other, which
-            may hold as much more until then; nothing where that is not known.
+        later: what micro-batches that wait for each other may hold more in each turn: as much as
+            comes of gradients after it, and as kernels make less in it; nothing where that is not
+            known.
+        makes: the most that a kernel of these makes in each turn; nothing where it is not known.
     """
 
     store: str
@@ -71,6 +73,7 @@ class Away:
     stall: float | None = None
     remade: int = 0
     later: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
 
     @property
     def where(self) -> str:
@@ -254,8 +257,8 @@ class Plan:
 
 
 def _away(found: Mapping[str, Any]) -> Away:
-    later = tuple(map(int, found.get("later", ())))
-    return Away(**{**found, "rooms": _pair(found["rooms"]), "later": later})
+    turns = {name: tuple(map(int, found.get(name, ()))) for name in ("later", "makes")}
+    return Away(**{**found, "rooms": _pair(found["rooms"]), **turns})
 
 
 def _pair(found: Any) -> tuple[int, int]:

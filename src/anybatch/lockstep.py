@@ -110,8 +110,7 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
         meters,
         small=small,
         turns=turns,
-        limit=step.inside,
-        later=step.later,
+        inside=step.inside,
     )
 
 

@@ -14,8 +14,9 @@ Source: design of this project, sections 5.3 and 5.7.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -24,8 +25,9 @@ from anybatch._memory import Candidate, Memory
 from anybatch._plan import Away
 from anybatch.batch import count_micro_batches
 from anybatch.errors import BudgetError
+from anybatch.filling import filled
 from anybatch.forecast import Forecast, merged, total
-from anybatch.kinds import Allowed
+from anybatch.kinds import Allowed, bytes_of
 from anybatch.outofcore.chain import OUTSIDE
 from anybatch.spill import Spill, require_room
 from anybatch.step_timeline import Phase, StepTimeline
@@ -39,6 +41,22 @@ OF_LANES = "all micro-batches, kernel by kernel"
 
 LANES = "lanes"
 """The owner of what all micro-batches hold, the one that runs among them."""
+
+
+class Turn(NamedTuple):
+    """What is special in one turn of lanes; all of it in bytes.
+
+    Attributes:
+        absent: gradients that come later.
+        makes: the most that a kernel makes.
+        storages: sizes of what lanes have, and how many there are of each; None is not known.
+        more: what lanes may hold beside the limit.
+    """
+
+    absent: int
+    makes: int
+    storages: Counter[int] | None
+    more: int
 
 
 class Narrow:
@@ -104,8 +122,9 @@ class Narrow:
         every, limit = count * found.holds, self._left(n)
         sent = max(0, every - limit)
         require_room(every if sent else 0, self._spill.where(self._device))
-        inside = {LANES: min(limit, every) + found.makes}
-        owners = max(merged(found.there, inside), found.beside, key=total)
+        turns = self._turns(n)
+        inside = self._fullest(n, turns)
+        owners = max(inside, found.beside, key=total)
         foreseen, size = self._foreseen, self._size
         memory = Memory(
             budget=self._budget,
@@ -124,7 +143,8 @@ class Narrow:
             saved=found.holds,
             sent=sent,
             most=every if sent else 0,
-            later=self._later(n),
+            later=tuple(turn.more for turn in turns),
+            makes=tuple(turn.makes for turn in turns),
         )
         look = foreseen.look
         passes = partial(_passes, found, limit, count, memory)
@@ -153,11 +173,36 @@ class Narrow:
     def _candidates(self) -> tuple[Candidate, ...]:
         return tuple(Candidate(n, one.floor, away=True) for n, one in sorted(self._widths.items()))
 
-    def _later(self, n: int) -> tuple[int, ...]:
-        """Return the bytes of gradients that come after each turn, of those that are counted."""
-        lane = lane_of(self._foreseen, n, self._size)
-        counted = self._of(n).there.get(GRADIENTS, 0)
-        return () if lane is None else tuple(min(counted, b) for b in lane.later(GRADIENTS))
+    def _turns(self, n: int) -> list[Turn]:
+        """Return the turns of lanes of `n` samples; none where they are not known."""
+        lane, found = lane_of(self._foreseen, n, self._size), self._of(n)
+        case, count = self._foreseen.case, count_micro_batches(self._size, n)
+        if lane is None or case is None:
+            return []
+        counted = found.there.get(GRADIENTS, 0)
+        absent = [min(counted, size) for size in lane.later(GRADIENTS)]
+        if not lane.makes or len(absent) != len(lane.makes):
+            return [Turn(size, found.makes, None, size) for size in absent]
+        sums = Counter(bytes_of(leaf) for leaf in case.leaves)
+        turns = []
+        for size, makes, (waits, runs) in zip(absent, lane.makes, lane.storages, strict=True):
+            made = min(makes, found.makes)
+            every = sum([waits] * (count - 1), sums + runs)
+            known = every if self._size % n == 0 else None  # a smaller lane has others
+            turns.append(Turn(size, made, known, size + found.makes - made))
+        return turns
+
+    def _fullest(self, n: int, turns: list[Turn]) -> dict[str, int]:
+        """Return who holds what in the turn in which all lanes hold the most."""
+        found, limit = self._of(n), self._left(n)
+        every = count_micro_batches(self._size, n) * found.holds
+        rows = [merged(found.there, {LANES: min(limit, every) + found.makes})] if not turns else []
+        for turn in turns:
+            room = limit + turn.more
+            held = min(room, every) if turn.storages is None else filled(turn.storages, room)
+            row = merged(found.there, {LANES: held + turn.makes, GRADIENTS: -turn.absent})
+            rows.append({owner: count for owner, count in row.items() if count})
+        return max(rows, key=total)
 
     def _left(self, n: int) -> int:
         return self._of(n).limit(self._budget)

@@ -12,6 +12,7 @@ Source: design of this project, sections 5.3 and 5.5.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,7 @@ class Notes:
         limit: None, as for a pager that keeps to none within a turn.
         turn: of the lane, from 0.
         unknown: the lane has met for something else than BatchNorm.
+        ever: sizes of the storages that there were in this turn, and how many of each.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,6 +52,7 @@ class Notes:
         self.turn, self.unknown = 0, False
         self._device, self._sharing = device.type, False
         self._all: dict[int, Noted] = {}
+        self.ever: Counter[int] = Counter()
 
     def before(self, keys: Iterable[int]) -> None:
         """There is no limit to keep to."""
@@ -66,6 +69,7 @@ class Notes:
             return
         storage = tensor.untyped_storage()
         noted = self._all[key] = Noted(storage.nbytes(), self.turn, shared=self._sharing)
+        self.ever[noted.size] += 1
         noted.watch = weakref.ref(storage, partial(self._died, key))
 
     def keep(self, key: int) -> None:
@@ -86,6 +90,10 @@ class Notes:
             yield
         finally:
             self._sharing = False
+
+    def sizes(self) -> Counter[int]:
+        """Return the sizes of the storages that there are, and how many of each."""
+        return Counter(one.size for one in self._all.values())
 
     @property
     def untouched(self) -> int:

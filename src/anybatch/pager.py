@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anybatch._memory import Room
+from anybatch._memory import Inside, Room
 from anybatch.book import Book
 from anybatch.hold import AWAY, HERE, LEAVING, Held, Hold
 from anybatch.meter import Meter
@@ -47,9 +47,8 @@ class Pager:
         small: bytes below which a storage stays. Default `SMALL`.
         turns: waiting lanes may hold, beside that, what a lane has held in a turn, so many times.
             Default 0.
-        limit: bytes that all of them may hold before a kernel runs, with all that it needs; None
-            (default) lets the lane that runs hold whatever it will.
-        later: bytes that they may hold beside the limit, of each turn. Default none.
+        inside: what all of them may hold, the lane that runs among them; None (default) lets that
+            one hold whatever it will.
     """
 
     def __init__(
@@ -61,11 +60,12 @@ class Pager:
         *,
         small: int = SMALL,
         turns: float = 0,
-        limit: int | None = None,
-        later: tuple[int, ...] = (),
+        inside: Inside | None = None,
     ) -> None:
-        self.room, self._device, self.limit = room, device.type, limit
-        self._later = later
+        self.room, self._device = room, device.type
+        self.limit = None if inside is None else inside.limit
+        self._later = () if inside is None else inside.later
+        self._makes = () if inside is None else inside.makes
         self._away_next: deque[tuple[int, Held]] | None = None
         self._distance: dict[int, int] = {}
         self._turns, self._small = turns, small
@@ -255,11 +255,14 @@ class Pager:
     def _beside(self, lane: int, turn: int) -> int:
         """Return the bytes that others may hold beside a lane in a turn; what is more leaves now.
 
-        In a turn that nobody has shown, what its kernels have no room for leaves when they run.
+        In a turn that nobody has shown, what its kernels have no room for leaves when they run. In
+        others a lane holds most when a kernel has made something, for which the limit leaves room.
         """
+        allowed = self._allowed(turn)
         if self.limit is None:
-            return self._allowed(turn)
-        return max(0, self._allowed(turn) - self._book.most(turn, lane))
+            return allowed
+        most = self._book.most(turn, lane) - in_turn(self._makes, turn)
+        return max(0, allowed - max(0, most))
 
     def _ahead(self, lane: int, turn: int) -> int:
         """Return the bytes that others may have, what comes ahead among them, during a turn."""

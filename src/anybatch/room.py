@@ -20,6 +20,7 @@ Source: design of this project, sections 2 (one ledger) and 5.3.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ import numpy as np
 
 from anybatch._memory import Room
 from anybatch.timeline import Bytes, Timeline
+
+Sizes = Counter[int]
+"""Bytes of a storage -> how many there are of it."""
 
 WAITING = "waiting, at most"
 """The owner of what micro-batches that wait for others may hold."""
@@ -43,6 +47,9 @@ class Lane:
         apart: [events] what a lane holds that has not begun this turn, or has ended it: the more.
         turns: [events] the number of the turn, from 1; 0 for what may be in any of them.
         stays: what each lane has of its own and that may not leave; one lane's is in `kept`.
+        makes: the most that a kernel makes in each turn, the first turn first.
+        storages: in each turn the sizes of storages, and how many of each there are at most, of a
+            lane that waits; and of the one that runs.
     """
 
     kept: Timeline
@@ -50,6 +57,8 @@ class Lane:
     apart: Bytes
     turns: Bytes
     stays: int = 0
+    makes: tuple[int, ...] = ()
+    storages: tuple[tuple[Sizes, Sizes], ...] = ()
 
     def waits(self, lanes: int, shown: int = 0) -> Bytes:
         """Return the most that all of `lanes` hold, beside what is kept, at each event.

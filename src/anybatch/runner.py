@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch._memory import Room
+from anybatch._memory import Inside, Room
 from anybatch._plan import Away
 from anybatch.batch import Batch
 from anybatch.batchnorm import (
@@ -133,7 +133,7 @@ class Runner:
             self._divide(step, modules, before)
         if away is not None and step.lanes:
             self._require(away)
-            step.inside, step.later, step.spill = away.rooms[1], away.later, away.where
+            step.inside, step.spill = Inside(away.rooms[1], away.later, away.makes), away.where
         elif away is not None:
             step.away = self._away(away)
         return step

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import tree
-from anybatch._memory import Room
+from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, feed
@@ -118,9 +118,8 @@ class Step:
         coupled: in lanes, the loss is known to need all outputs at once.
         room: bytes that waiting lanes may hold on the device; None sends nothing away.
         budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
-        inside: bytes that all lanes may hold, the one that runs, too; None lets that one hold what
-            it will.
-        later: bytes that they may hold beside that in each turn, for what is not there yet.
+        inside: what all lanes may hold, the one that runs, too; None lets that one hold what it
+            will.
         spill: where lanes leave for: "host", "file" or the folder of a file; None is what is
             nearest to the device.
         moved: bytes that left the device and returned.
@@ -168,8 +167,7 @@ class Step:
     coupled: bool = False
     room: Room = None
     budgeted: bool = False
-    inside: int | None = None
-    later: tuple[int, ...] = ()
+    inside: Inside | None = None
     spill: str | None = None
     moved: int = 0
     remade: int = 0

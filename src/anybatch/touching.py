@@ -17,6 +17,7 @@ Source: design of this project, sections 5.3 and 5.5.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,7 +37,7 @@ from anybatch.meter import STEP, Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
 from anybatch.notes import Alone, Notes, shapes_of_moments
 from anybatch.paging import Paging, keep
-from anybatch.room import Lane
+from anybatch.room import Lane, Sizes
 from anybatch.timeline import Bytes, Timeline
 
 GRADIENTS = "gradients"
@@ -124,13 +125,14 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
     Attributes:
         untouched: event -> bytes; of an event in which several kernels ran, the fewest.
         most: the most bytes that may leave since this was last set.
+        makes: the most bytes that a kernel has made since this was last set.
     """
 
     def __init__(self, notes: Notes, meter: Meter) -> None:
         super().__init__(notes)
         self._notes, self._meter = notes, meter
         self.untouched: dict[int, int] = {}
-        self.most = 0
+        self.most = self.makes = 0
 
     def __torch_dispatch__(
         self,
@@ -140,7 +142,9 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run one kernel."""
+        before = self._meter.live
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.makes = max(self.makes, self._meter.live - before)
         event, now = self._meter.events - 1, self._notes.untouched
         self.untouched[event] = min(now, self.untouched.get(event, now))
         self.most = max(self.most, self._notes.holds)
@@ -164,6 +168,9 @@ class Turns:
         self._first_ends: list[int] = []
         self._begin = self._there = self._stays = 0
         self._first: int | None = None
+        self._makes: list[int] = []
+        self._storages: list[tuple[Sizes, Sizes]] = []
+        self._began: Sizes = Counter()
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
@@ -172,6 +179,7 @@ class Turns:
         self._begin, self._there = self._meter.events, self._meter.live
         self._first = self._begin if self._first is None else self._first
         self._stays, self._ends = 0, []
+        self._makes, self._storages, self._began = [], [], Counter()
         tracked = Tracked(counters(self._case.modules))
         norms = MeetingNorms(tracked, partial(keep, notes), moments=shapes_of_moments)
         self._touching = Touching(notes, self._meter)
@@ -184,7 +192,11 @@ class Turns:
     def _end(self) -> None:
         """A turn of the lane has ended."""
         most = self._touching.most if self._coupled else 0
-        self._touching.most = 0
+        self._makes.append(self._touching.makes)
+        ended = self._notes.sizes()
+        self._storages.append((self._began | ended, self._notes.ever))
+        self._began, self._notes.ever = ended, ended.copy()
+        self._touching.most = self._touching.makes = 0
         self._ends.append((self._meter.events, self._notes.holds, most))
         self._stays = max(self._stays, self._meter.live - self._there - self._notes.known)
         self._notes.turn += 1
@@ -204,7 +216,8 @@ class Turns:
             column = line.owners.index(GRADIENTS)
             live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
         kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
-        return Lane(kept, untouched, apart, self._numbers(len(events)), self._stays)
+        turns, storages = self._numbers(len(events)), tuple(self._storages)
+        return Lane(kept, untouched, apart, turns, self._stays, tuple(self._makes), storages)
 
     def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
         """Return the bytes of gradients that come into being after the turn of each event.

@@ -25,7 +25,7 @@ TIERS = {
     "parts of plans": "_divisions _memory _pace _scale",
     "cards": "cards",
     "pure": "_plan timeline choice",
-    "room": "room",
+    "room": "room filling",
     "sharing": "sharing",
     "profiling": "profiling",
     "above": "above duel",
