@@ -1,0 +1,118 @@
+"""Issue 7: what a plan predicts of lanes that leave while they run is never below what they hold.
+
+And close to it, where lanes are equal and the loss does not join their outputs: then each turn is
+known, what its kernels make and which storages there are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.chance import CLASSES, LOSSES, Net
+from tests.networks import NETWORKS
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import BudgetError, Engine
+from anybatch.meter import Meter
+
+CPU = torch.device("cpu")
+CLOSE = 1.05
+
+
+def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
+    """The most bytes that two steps hold; the first of them records what the second follows."""
+    model, most = engine.model, 0
+    for _ in range(2):
+        model.zero_grad()
+        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+            engine.backward(*rows, **given)
+        most = max(most, meter.peak)
+    model.zero_grad()
+    return most
+
+
+def planned(model: nn.Module, loss: Any, rows: Any, budget: int, n: int) -> anybatch.Plan | None:
+    """A plan of lanes of `n` samples that leave while they run; None where there is none."""
+    given: dict[str, Any] = {"micro_batch": n, "timed": False, "offload": "file"}
+    try:
+        plan = anybatch.plan(model, loss, rows, memory=budget, **given)
+    except BudgetError:
+        return None
+    return plan if plan.mechanism == "lanes" and plan.offload is not None else None
+
+
+@pytest.mark.large(few=1)
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_network_holds_more_than_is_predicted(name: str, n: int) -> None:
+    network = NETWORKS[name]
+    model, rows = network.small(), network.rows(24)
+    whole = anybatch.plan(model, network.loss, rows, memory="1TiB", timed=False).memory
+    assert whole is not None
+    seen = 0
+    for share in (0.3, 0.6):
+        plan = planned(model, network.loss, rows, int(share * whole.whole), n)
+        if plan is None or plan.memory is None:
+            continue
+        most = held(Engine(model, network.loss, plan=plan), rows)
+        assert most <= plan.memory.predicted <= plan.memory.budget, (share, most, plan.memory)
+        seen += 1
+    assert seen or not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+
+
+def test_where_storages_are_large_it_is_close(counted: Callable[[int], int]) -> None:
+    """A limit that no sum of them meets had been counted whole: up to 8 % too much."""
+    errors = []
+    for seed in range(counted(30)):
+        dice = random.Random(seed)
+        torch.manual_seed(seed)
+        width, depth = dice.choice([8, 12]), dice.randint(2, 4)
+        layers: list[nn.Module] = []
+        for before in (3, *[width] * depth):
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+        rows = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
+        whole = anybatch.plan(model, F.cross_entropy, rows, memory="1TiB", timed=False).memory
+        assert whole is not None
+        budget = int(dice.uniform(0.2, 0.7) * whole.whole)
+        plan = planned(model, F.cross_entropy, rows, budget, dice.choice([2, 4]))
+        if plan is None or plan.memory is None:
+            continue
+        most = held(Engine(model, F.cross_entropy, plan=plan), rows)
+        assert most <= plan.memory.predicted <= budget, seed
+        errors.append(plan.memory.predicted / most)
+    assert sorted(errors)[len(errors) // 2] <= CLOSE, errors
+
+
+def test_whatever_a_model_does_it_holds_no_more(counted: Callable[[int], int]) -> None:
+    """Random models, losses, budgets and lanes, equal and not."""
+    seen = 0
+    for seed in range(counted(60)):
+        dice = random.Random(seed)
+        torch.manual_seed(seed)
+        dims = dice.randint(0, 2)
+        sides = [dice.randint(2, 9) for _ in range(dims)]
+        model: nn.Module = Net(dice, dims, drops=dice.random() < 0.3)
+        model = model.double() if dice.random() < 0.4 else model
+        loss, _ = dice.choice(LOSSES)
+        n = dice.randint(1, 12)
+        size = n * dice.randint(2, 5) + dice.choice([0, 0, 1])
+        dtype = next(model.parameters()).dtype
+        rows = torch.randn(size, 3, *sides, dtype=dtype), torch.randint(CLASSES, (size,))
+        rows[1][0] = 0  # something is not ignored
+        memory = anybatch.plan(model, loss, rows, memory="1GiB", timed=False).memory
+        assert memory is not None
+        given = {"observe": lambda *_: None} if dice.random() < 0.3 else {}
+        for share in (0.3, 0.6, 0.9):
+            plan = planned(model, loss, rows, int(share * memory.whole), n)
+            if plan is None or plan.memory is None:
+                continue
+            most, seen = held(Engine(model, loss, plan=plan), rows, **given), seen + 1
+            assert most <= plan.memory.predicted <= plan.memory.budget, (seed, share, n, size)
+    assert seen > 0
