@@ -3,8 +3,7 @@
 The trainings with BatchNorm and the budgets of `benchmarks/guide/plans`, each planned in
 micro-batches of 2, 4, 8 ... samples without a clock, and run twice under the meter: where tensors
 leave, the first step records and the second follows. Lanes that leave only while they wait have
-room turn by turn; those that leave while they run have one limit for the step, and beside it what
-gradients do not hold yet.
+room turn by turn; those that leave while they run have a limit before each kernel, of each turn.
 """
 
 from pathlib import Path
