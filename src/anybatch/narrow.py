@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -29,6 +30,7 @@ from anybatch.filling import filled
 from anybatch.forecast import Forecast, merged, total
 from anybatch.kinds import Allowed, bytes_of
 from anybatch.outofcore.chain import OUTSIDE
+from anybatch.room import Lane
 from anybatch.spill import Spill, require_room
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import Timeline, joined
@@ -39,6 +41,12 @@ from anybatch.widths import Widths, widths
 OF_LANES = "all micro-batches, kernel by kernel"
 """The phase of what lanes do between two meetings, and then between the next."""
 
+LATER = "later"
+"""The owner of what is not there yet, as a number below 0."""
+
+SHARED = "shared by lanes"
+"""The owner of what lanes find together and all of them use."""
+
 LANES = "lanes"
 """The owner of what all micro-batches hold, the one that runs among them."""
 
@@ -47,7 +55,7 @@ class Turn(NamedTuple):
     """What is special in one turn of lanes; all of it in bytes.
 
     Attributes:
-        absent: gradients that come later.
+        absent: gradients, and what all lanes share, that come later.
         makes: the most that a kernel makes.
         storages: sizes of what lanes have, and how many there are of each; None is not known.
         more: what lanes may hold beside the limit.
@@ -183,9 +191,10 @@ class Narrow:
         absent = [min(counted, size) for size in lane.later(GRADIENTS)]
         if not lane.makes or len(absent) != len(lane.makes):
             return [Turn(size, found.makes, None, size) for size in absent]
-        sums = Counter(bytes_of(leaf) for leaf in case.leaves)
+        sums, shared = Counter(bytes_of(leaf) for leaf in case.leaves), self._shared(lane, n)
+        missing = [size + max(shared) - come for size, come in zip(absent, shared, strict=True)]
         turns = []
-        for size, makes, (waits, runs) in zip(absent, lane.makes, lane.storages, strict=True):
+        for size, makes, (waits, runs) in zip(missing, lane.makes, lane.storages, strict=True):
             made = min(makes, found.makes)
             every = sum([waits] * (count - 1), sums + runs)
             known = every if self._size % n == 0 else None  # a smaller lane has others
@@ -200,9 +209,10 @@ class Narrow:
         for turn in turns:
             room = limit + turn.more
             held = min(room, every) if turn.storages is None else filled(turn.storages, room)
-            row = merged(found.there, {LANES: held + turn.makes, GRADIENTS: -turn.absent})
-            rows.append({owner: count for owner, count in row.items() if count})
-        return max(rows, key=total)
+            rows.append(merged(found.there, {LANES: held + turn.makes, LATER: -turn.absent}))
+        fullest = max(rows, key=total)
+        fullest[LANES] += fullest.pop(LATER, 0)
+        return {owner: count for owner, count in fullest.items() if count}
 
     def _left(self, n: int) -> int:
         return self._of(n).limit(self._budget)
@@ -211,8 +221,18 @@ class Narrow:
         if n not in self._widths:
             fakes = self._foreseen.case
             assert fakes is not None
-            self._widths[n] = widths(self._foreseen, fakes, n, self._size)
+            found = widths(self._foreseen, fakes, n, self._size)
+            lane = lane_of(self._foreseen, n, self._size)
+            shared = self._shared(lane, n)
+            self._widths[n] = replace(found, there=merged(found.there, {SHARED: max(shared)}))
         return self._widths[n]
+
+    def _shared(self, lane: Lane | None, n: int) -> list[int]:
+        """Return what has come in each turn of a lane and may not leave, with that of others."""
+        if lane is None or not lane.shared:
+            return [0]
+        others = lane.others(count_micro_batches(self._size, n))
+        return [others + size for size in lane.shared]
 
 
 def _passes(found: Widths, limit: int, count: int, memory: Memory) -> StepTimeline:

@@ -48,6 +48,7 @@ class Lane:
         turns: [events] the number of the turn, from 1; 0 for what may be in any of them.
         stays: what each lane has of its own and that may not leave; one lane's is in `kept`.
         makes: the most that a kernel makes in each turn, the first turn first.
+        shared: the most that has come in each turn and may not leave, or is there for all lanes.
         storages: in each turn the sizes of storages, and how many of each there are at most, of a
             lane that waits; and of the one that runs.
     """
@@ -58,6 +59,7 @@ class Lane:
     turns: Bytes
     stays: int = 0
     makes: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
     storages: tuple[tuple[Sizes, Sizes], ...] = ()
 
     def waits(self, lanes: int, shown: int = 0) -> Bytes:

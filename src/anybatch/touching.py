@@ -126,13 +126,14 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
         untouched: event -> bytes; of an event in which several kernels ran, the fewest.
         most: the most bytes that may leave since this was last set.
         makes: the most bytes that a kernel has made since this was last set.
+        outside: the most bytes that may not leave since this was last set, whoever has them.
     """
 
     def __init__(self, notes: Notes, meter: Meter) -> None:
         super().__init__(notes)
         self._notes, self._meter = notes, meter
         self.untouched: dict[int, int] = {}
-        self.most = self.makes = 0
+        self.most = self.makes = self.outside = 0
 
     def __torch_dispatch__(
         self,
@@ -147,7 +148,9 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
         self.makes = max(self.makes, self._meter.live - before)
         event, now = self._meter.events - 1, self._notes.untouched
         self.untouched[event] = min(now, self.untouched.get(event, now))
-        self.most = max(self.most, self._notes.holds)
+        holds = self._notes.holds
+        self.most = max(self.most, holds)
+        self.outside = max(self.outside, self._meter.live - holds)
         return result
 
 
@@ -169,6 +172,7 @@ class Turns:
         self._begin = self._there = self._stays = 0
         self._first: int | None = None
         self._makes: list[int] = []
+        self._shared: list[int] = []
         self._storages: list[tuple[Sizes, Sizes]] = []
         self._began: Sizes = Counter()
 
@@ -179,7 +183,7 @@ class Turns:
         self._begin, self._there = self._meter.events, self._meter.live
         self._first = self._begin if self._first is None else self._first
         self._stays, self._ends = 0, []
-        self._makes, self._storages, self._began = [], [], Counter()
+        self._makes, self._shared, self._storages, self._began = [], [], [], Counter()
         tracked = Tracked(counters(self._case.modules))
         norms = MeetingNorms(tracked, partial(keep, notes), moments=shapes_of_moments)
         self._touching = Touching(notes, self._meter)
@@ -193,10 +197,11 @@ class Turns:
         """A turn of the lane has ended."""
         most = self._touching.most if self._coupled else 0
         self._makes.append(self._touching.makes)
+        self._shared.append(max(0, self._touching.outside - self._there))
         ended = self._notes.sizes()
         self._storages.append((self._began | ended, self._notes.ever))
         self._began, self._notes.ever = ended, ended.copy()
-        self._touching.most = self._touching.makes = 0
+        self._touching.most = self._touching.makes = self._touching.outside = 0
         self._ends.append((self._meter.events, self._notes.holds, most))
         self._stays = max(self._stays, self._meter.live - self._there - self._notes.known)
         self._notes.turn += 1
@@ -217,7 +222,8 @@ class Turns:
             live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
         kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
         turns, storages = self._numbers(len(events)), tuple(self._storages)
-        return Lane(kept, untouched, apart, turns, self._stays, tuple(self._makes), storages)
+        each = tuple(self._makes), tuple(self._shared)
+        return Lane(kept, untouched, apart, turns, self._stays, *each, storages)
 
     def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
         """Return the bytes of gradients that come into being after the turn of each event.

@@ -56,7 +56,7 @@ def test_no_network_holds_more_than_is_predicted(name: str, n: int) -> None:
     whole = anybatch.plan(model, network.loss, rows, memory="1TiB", timed=False).memory
     assert whole is not None
     seen = 0
-    for share in (0.3, 0.6):
+    for share in (0.3, 0.6, 0.9):
         plan = planned(model, network.loss, rows, int(share * whole.whole), n)
         if plan is None or plan.memory is None:
             continue
