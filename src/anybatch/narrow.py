@@ -55,7 +55,7 @@ class Turn(NamedTuple):
     """What is special in one turn of lanes; all of it in bytes.
 
     Attributes:
-        absent: gradients, and what all lanes share, that come later.
+        absent: what comes later of gradients and of what all lanes share.
         makes: the most that a kernel makes.
         storages: sizes of what lanes have, and how many there are of each; None is not known.
         more: what lanes may hold beside the limit.
@@ -239,7 +239,8 @@ def _passes(found: Widths, limit: int, count: int, memory: Memory) -> StepTimeli
     """Return such a step as it passes: all lanes go through the kernels of one, in turns."""
     owners = (*found.there, LANES)
     there = list(found.there.values())
-    rows = [[*there, min(limit, count * held) + found.makes] for held in found.held]
+    most = memory.predicted - sum(there)  # whole storages may not fill the limit
+    rows = [[*there, min(min(limit, count * held) + found.makes, most)] for held in found.held]
     ledger, phases = Timeline(owners, found.events, np.array(rows)), [Phase(OF_LANES, 0)]
     if memory.predicted > ledger.peak:
         last = Timeline(("beside",), (OUTSIDE,), np.array([[memory.predicted]]))

@@ -47,6 +47,16 @@ def planned(model: nn.Module, loss: Any, rows: Any, budget: int, n: int) -> anyb
     return plan if plan.mechanism == "lanes" and plan.offload is not None else None
 
 
+def peak_drawn(model: nn.Module, rows: Any, plan: anybatch.Plan) -> int:
+    """The peak of the step as it is drawn."""
+    assert plan.memory is not None
+    engine = Engine(model, F.cross_entropy, memory=plan.memory.budget, micro_batch=plan.micro_batch)
+    assert engine.foresee(*rows, timed=False, offload="file").memory == plan.memory
+    line = engine.timeline()
+    assert line is not None
+    return line.peak
+
+
 @pytest.mark.large(few=1)
 @pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -86,6 +96,7 @@ def test_where_storages_are_large_it_is_close(counted: Callable[[int], int]) -> 
             continue
         most = held(Engine(model, F.cross_entropy, plan=plan), rows)
         assert most <= plan.memory.predicted <= budget, seed
+        assert peak_drawn(model, rows, plan) == plan.memory.predicted
         errors.append(plan.memory.predicted / most)
     assert sorted(errors)[len(errors) // 2] <= CLOSE, errors
 
