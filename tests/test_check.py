@@ -119,6 +119,53 @@ def test_a_coupled_loss_is_exact_and_told_its_price() -> None:
     assert "Loss.per_sample" in str(report)
 
 
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(self.one(x), dim=1), F.normalize(self.other(x), dim=1)
+
+
+def clip(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    scores = 5 * outputs[0] @ outputs[1].T
+    right = torch.arange(len(scores))
+    return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, target=right)) / 2
+
+
+def info(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    scores = outputs[0] @ outputs[1].T / 0.2
+    return F.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def others(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    scores = outputs[0] @ outputs[1].T
+    return F.cross_entropy(scores, torch.arange(len(scores)).flip(0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "line"),
+    [
+        (clip, "loss_fn = anybatch.contrastive(temperature=..., symmetric=True)"),
+        (info, "loss_fn = anybatch.contrastive(temperature=..., symmetric=False)"),
+        (others, "anybatch.Loss.per_sample"),
+    ],
+)
+def test_a_loss_of_partners_is_told_as_one(loss: Any, line: str) -> None:
+    report = anybatch.check(Towers(), loss, (torch.randn(8, 6), None))
+    assert report.exact
+    assert line in str(report)
+    assert str(report).count("loss_fn =") == 1
+
+
+def test_the_line_that_a_loss_of_partners_is_given_says_the_same() -> None:
+    x, model = torch.randn(8, 6), Towers()
+    declared = anybatch.contrastive(temperature=0.2, symmetric=True)
+    loss = anybatch.Engine(model, declared, micro_batch=3).backward(x)
+    torch.testing.assert_close(loss, clip(model(x)).detach())
+
+
 def test_buffers_that_forward_moves_are_named() -> None:
     model = mlp(spectral_norm(nn.Linear(6, 6)))
     report = anybatch.check(model, F.cross_entropy, batch())

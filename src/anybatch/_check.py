@@ -24,6 +24,7 @@ from anybatch.engine import Engine
 from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
+from anybatch.loss.partners import directions
 from anybatch.modules import walk
 from anybatch.ranks.crew import several
 from anybatch.rng import Dice
@@ -242,11 +243,24 @@ class _Check:
     def _explain_loss(self, splits: tuple[Split, ...]) -> None:
         if not any(split.mechanism == "gathering" for split in splits):
             return
+        found = self._directions()
+        if found:
+            self._find(
+                "each sample looks for its partner among all of the batch (InfoNCE): it is exact, "
+                "and costs a second forward pass and similarities of all with all. Let the model "
+                "return the two embeddings, and declare it:",
+                f"loss_fn = anybatch.contrastive(temperature=..., symmetric={found > 1})",
+            )
+            return
         self._find(
             "the loss is not known to be a sum over samples (coupled): it is exact, and costs a "
             "second forward pass. If it is a mean over samples, declare it:",
             "loss_fn = anybatch.Loss.per_sample(lambda outputs, targets: ...)  # shape [n]",
         )
+
+    def _directions(self) -> int:
+        model, loss_fn = diagnose.copied(self.model, self.loss_fn)
+        return 0 if isinstance(loss_fn, Loss) else directions(model, loss_fn, _own(self.batch))
 
     def _explain_lanes(self, norms: list[str]) -> None:
         self._find(
