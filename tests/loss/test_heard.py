@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,38 @@ def test_the_gradient_is_that_of_the_undivided_batch(lose: Any, micro_batch: int
     assert_exact(have, want)
     torch.testing.assert_close(found, loss.detach(), rtol=1e-6, atol=0)
     assert_exact({"loss": engine.evaluate(dict(rows))}, {"loss": found})
+
+
+class Returns(Language):
+    """The same, whose loss comes in another form."""
+
+    form: Callable[[Tensor, Tensor], Any]
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        found = super().forward(ids, labels)
+        return self.form(found["loss"], found["logits"])
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a tensor": lambda loss, _: loss,
+    "a tuple": lambda loss, logits: (loss, logits),
+    "an object": lambda loss, logits: SimpleNamespace(loss=loss, logits=logits),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_in_whatever_form_the_loss_is_returned_it_is_heard(form: str) -> None:
+    model, rows = Returns(shifted).double(), batch()
+    model.form = FORMS[form]
+    twin = copy_of(model)
+    loss = heard(model, micro_batch=3).backward(rows)
+    want = twin.lose(twin.head(torch.tanh(twin.embed(rows["ids"]))), rows["labels"])
+    want.backward()
+    assert_exact({"loss": loss, **grads(model)}, {"loss": want.detach(), **grads(twin)})
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_model_keeps_no_hook_and_no_attribute() -> None:

@@ -298,7 +298,7 @@ def call_loss(fn: Callable[..., Any], outputs: Any, targets: Any) -> Any:
 def scalar(value: Any, what: str) -> Tensor:
     """Return `value`, which must be a 0-dim tensor."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.reshape(())
+        return value if value.dim() == 0 else value.reshape(())
     came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise LossError(
         f"{what} must return one number as a tensor, and it returned {came}: sum or average it, "
