@@ -6,13 +6,15 @@ import gc
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it, and then it would not be frozen
 from hypothesis import settings
+from tests.frames import roomy
 
 from anybatch import fakes
 
@@ -41,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has no large count under --soak, else nine tenths of the large cases.
 
-    These are the same ones always.
+    These are the same ones always. Of several test processes none is to be the last by far.
     """
     if config.getoption("--soak"):
         out = [item for item in items if not _counts(item)]
@@ -59,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=out)
     gone = set(map(id, out))
     items[:] = [item for item in items if id(item) not in gone]
+    if hasattr(config, "workerinput"):
+        _shortest_last(items)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -76,6 +80,13 @@ def freeze() -> None:
     fakes.caches = lambda: [*frozen, *others()]
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Let the frames of a test have room."""
+    pyfuncitem.obj = partial(roomy, pyfuncitem.obj)
+    return (yield)
+
+
 def _counts(item: pytest.Item) -> bool:
     """Say whether a test does more under --soak."""
     assert isinstance(item, pytest.Function)
@@ -86,6 +97,12 @@ def _counts(item: pytest.Item) -> bool:
 def _others(every: list[pytest.Item], dice: random.Random, count: int) -> list[pytest.Item]:
     kept = set(map(id, dice.sample(every, min(count, len(every)))))
     return [item for item in every if id(item) not in kept]
+
+
+def _shortest_last(items: list[pytest.Item]) -> None:
+    """Begin with files of few tests: where a file has many, each of them is short."""
+    many = Counter(item.path for item in items)
+    items.sort(key=lambda item: many[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ def untimed(model: nn.Module, loss: Any, memory: int) -> Engine:
     return engine
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 9, 40])
 @pytest.mark.parametrize(
     ("make", "how"),

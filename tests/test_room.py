@@ -91,6 +91,7 @@ def by_hand(turns: Program, sizes: list[int], fixed: int, lanes: int, room: Sequ
     return most
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_predicted_is_what_lanes_hold_that_fill_their_room(seed: int) -> None:
     chance = random.Random(seed)

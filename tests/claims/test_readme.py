@@ -142,7 +142,7 @@ def test_the_newcomers_hour_runs_from_the_first_command_to_the_last(
     size = str(counted(512))
     fewer = {"--batch-size 512": f"--batch-size {size}"}
     if size != "512":
-        fewer["--epochs 3"] = "--epochs 1"
+        fewer |= {"--epochs 3": "--epochs 1", "--model resnet20": "--model cnn:16"}
     text = (ROOT / "docs" / "guide.md").read_text()
     begin = text.index("## From a model and some memory to a trained run")
     section = text[begin : text.index("\n## ", begin)]

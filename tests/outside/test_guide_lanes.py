@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from benchmarks.guide.lanes import run
 from benchmarks.guide.lanes.rows import guide_lanes
-from benchmarks.guide.plans.cells import cells
+from benchmarks.guide.plans.cells import PROBLEMS, cells
+from benchmarks.mbs.prediction.models import densenet
+from benchmarks.mbs.problem import Problem
+from torch import nn
 
 
-def test_what_is_foreseen_of_lanes_is_no_less_than_they_hold() -> None:
-    torch.set_num_threads(1)
-    cell = next(iter(cells(["DenseNet, BatchNorm"], 1, 0)))
+def small() -> Problem:
+    """The benchmark's DenseNet with fewer layers."""
+    inputs, targets = torch.randn(24, 3, 16, 16), torch.randint(10, (24,))
+    model = densenet((2, 2), growth=8)
+    return Problem(model, nn.CrossEntropyLoss(), None, inputs, targets, 24)
+
+
+def test_what_is_foreseen_of_lanes_is_no_less_than_they_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(PROBLEMS, "small", small)
+    cell = next(iter(cells(["small"], 1, 0)))
     found = run.run(cell, 8)
     assert found is not None
     assert found["held"] <= found["predicted"] <= cell.budget

@@ -18,8 +18,17 @@ from benchmarks.guide.servers import rows as servers_rows
 from benchmarks.guide.servers import run as servers
 from benchmarks.ucudnn.models import LARGE, NETWORKS, Network
 from torch import nn
+from typer.testing import CliRunner
 
+from anybatch.apps.cli import app
 from anybatch.scale.costs import Link
+
+
+def output(*words: str) -> str:
+    """Return what the command prints."""
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=3)
@@ -62,7 +71,11 @@ def test_the_numbers_are_computed(tmp_path: Path) -> None:
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=3)
-def test_a_tiny_run_is_foreseen_and_trained(tmp_path: Path) -> None:
+def test_a_tiny_run_is_foreseen_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands run in this process: how one starts is told by the tests of the command."""
+    monkeypatch.setattr(pace, "anybatch", output)
     pace.main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
     (run,) = results["runs"].values()

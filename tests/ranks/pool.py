@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.frames import roomy
 
 PROCESSES = mp.get_context("forkserver")
 """Starts processes that have torch imported already, which is most of what such a start costs."""
@@ -92,7 +93,7 @@ def _serve(rank: int, size: int, meet: str, end: Connection) -> None:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         try:
-            found = work(rank, size, *args)
+            found = roomy(work, rank, size, *args)
         except BaseException as error:
             error.add_note(traceback.format_exc())
             error.__traceback__ = None
