@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,19 +66,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _shortest_last(items)
 
 
+KNOWN: list[Any] = []
+"""Caches that `freeze` has found."""
+FIND = fakes.caches
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
+    fakes.caches = lambda: [*KNOWN, *FIND()]
     freeze()
 
 
 def freeze() -> None:
-    """Let nobody walk over what was imported again: the collector, or who looks for caches.
+    """Let nobody walk over what is there again: the collector, or who looks for caches.
 
     Both walk over all objects, which are half a million here, thousands of times.
     """
     gc.collect()
-    frozen, others = fakes.caches(), fakes.caches
+    KNOWN.extend(FIND())
     gc.freeze()
-    fakes.caches = lambda: [*frozen, *others()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Do so again for what the files before this one have imported and left."""
+    freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -23,7 +23,7 @@ SLOTS = 1 << 17
 """Values of 8 bytes: with what a piece needs beside them, just over half of 2 MiB."""
 
 
-def roomy(work: Callable[Given, Found], *args: Given.args, **named: Given.kwargs) -> Found:
+def roomy(work: Callable[Given, Found], /, *args: Given.args, **named: Given.kwargs) -> Found:
     """Return what ``work(*args, **named)`` does, whose frames have a MiB."""
     return work(*args, **named)
 

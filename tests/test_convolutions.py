@@ -112,7 +112,7 @@ def test_the_format_of_a_result_is_torchs(form: str) -> None:
         assert mine.stride() == its.stride()
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize("kind", ["plain", "all", "depthwise"])
 @pytest.mark.parametrize("dims", [1, 2])

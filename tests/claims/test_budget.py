@@ -216,7 +216,7 @@ def classifier() -> Draw:
     return Draw(model, F.cross_entropy, torch.randn(8, 3, 48, 48), torch.zeros(8).long(), optimizer)
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     ("make", "batches", "most", "count"),
     [

@@ -62,7 +62,7 @@ def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
     return most
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("n", [4, 11])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_network_holds_more_than_is_predicted_and_little_less(name: str, n: int) -> None:

@@ -137,6 +137,7 @@ def test_a_file_is_shared_by_several_at_a_time(
     assert asked == [(6, name) for name in ("native", "im2col", "channels_last", "fft")]
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_what_is_held_is_known_before_it_is_taken(dims: int, kind: str) -> None:
