@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +32,6 @@ def test_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"seed": 3, "network": "a", "ended": "refused", "true": True, "as needed": False},
     ]
     monkeypatch.setattr(run, "QUICK", range(4))
-    monkeypatch.setattr("os.environ", dict(os.environ))  # later tests start processes too
     monkeypatch.setattr(run, "drawn", rows.__getitem__)
     run.main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())

@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import typer
 from rich.progress import track
@@ -42,9 +43,9 @@ def drawn(seed: int) -> Found:
     """Return what has become of a draw in a process of its own, also where that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "benchmarks.guide.draws.child"])
-    os.environ.update(settings_of(choose("cpu", budgeted=True), glibc()))  # of processes to come
+    mode = settings_of(choose("cpu", budgeted=True), glibc())  # of processes to come
     start = perf_counter()
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with patch.dict(os.environ, mode), ProcessPoolExecutor(1, mp_context=context) as pool:
         try:
             found = pool.submit(child, seed).result()
         except BrokenProcessPool as error:
