@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from math import inf
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import LazyBatch
+from anybatch import LazyBatch, threads
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
 from anybatch.norm.adaptive import Fixed
@@ -79,6 +80,29 @@ def test_a_step_that_runs_out_of_memory_takes_for_ever_and_other_errors_go_out()
     model.error = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         timed(model)
+
+
+def test_undivided_it_is_not_tried_smaller(ran: list[Any]) -> None:
+    """Another plan would be needed for that, and it is this one that is timed."""
+    model = Model()
+    model.error = torch.OutOfMemoryError("full")
+    before = snapshot(model)
+    assert timed(model, 20) == inf
+    assert ran == [(False, 1, 0, True)]
+    assert same(before, snapshot(model))
+
+
+def test_lanes_for_which_there_are_no_threads_take_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise MemoryError
+
+    model = Model()
+    before = snapshot(model)
+    monkeypatch.setattr(threads, "start", fails)
+    assert timed(model) == inf
+    assert same(before, snapshot(model))
 
 
 def test_a_batch_that_is_loaded_on_the_way_is_not_run(ran: list[Any]) -> None:
