@@ -41,9 +41,6 @@ from anybatch.widths import Widths, widths
 OF_LANES = "all micro-batches, kernel by kernel"
 """The phase of what lanes do between two meetings, and then between the next."""
 
-LATER = "later"
-"""The owner of what is not there yet, as a number below 0."""
-
 SHARED = "shared by lanes"
 """The owner of what lanes find together and all of them use."""
 
@@ -202,17 +199,18 @@ class Narrow:
         return turns
 
     def _fullest(self, n: int, turns: list[Turn]) -> dict[str, int]:
-        """Return who holds what in the turn in which all lanes hold the most."""
+        """Return who holds what in the turn in which all lanes hold the most.
+
+        What comes later is counted where it will be, and less by as much for lanes.
+        """
         found, limit = self._of(n), self._left(n)
         every = count_micro_batches(self._size, n) * found.holds
         rows = [merged(found.there, {LANES: min(limit, every) + found.makes})] if not turns else []
         for turn in turns:
             room = limit + turn.more
             held = min(room, every) if turn.storages is None else filled(turn.storages, room)
-            rows.append(merged(found.there, {LANES: held + turn.makes, LATER: -turn.absent}))
-        fullest = max(rows, key=total)
-        fullest[LANES] += fullest.pop(LATER, 0)
-        return {owner: count for owner, count in fullest.items() if count}
+            rows.append(merged(found.there, {LANES: held + turn.makes - turn.absent}))
+        return {owner: count for owner, count in max(rows, key=total).items() if count}
 
     def _left(self, n: int) -> int:
         return self._of(n).limit(self._budget)

@@ -329,8 +329,9 @@ class Planner:
             if failed is not None:
                 raise failed
             return self._in_memory(asked, may=False)
-        if self._fixed is not None:
-            n = min(self._fixed, kind.largest)
+        fixed = self._fixed_for(kind)
+        if fixed is not None:
+            n = fixed
         else:  # what has been chosen for another mini-batch is rehearsed alone
             known = 0 if self._best is None else self._pick(kind, kind.largest)
             n = known if known and narrow.fits(known) else narrow.best() or 1
@@ -347,8 +348,9 @@ class Planner:
 
     def _size_away(self, leaving: Leaving, kind: Kind) -> int:
         """Return the samples of a micro-batch whose saved tensors leave; 0 where none fit."""
-        if self._fixed is not None:
-            return min(self._fixed, kind.largest)
+        fixed = self._fixed_for(kind)
+        if fixed is not None:
+            return fixed
         cap = leaving.largest()
         if cap == 0 or leaving.whole:
             return cap

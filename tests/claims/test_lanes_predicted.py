@@ -14,16 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chance import CLASSES, LOSSES, Net
 from tests.networks import NETWORKS
+from tests.peaks import drawn, held
 from torch import Tensor, nn
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.meter import Meter
 from anybatch.room import WAITING, Lane
 
-CPU = torch.device("cpu")
 N = 22
 SHARES = (0.1, 0.97)
 """Of the way from what one lane holds to what the undivided batch holds."""
@@ -48,18 +46,6 @@ def floor(model: nn.Module, loss: Any, rows: tuple[Tensor, Tensor], n: int) -> t
     ((_, foreseen),) = planner._foreseen._known
     size = len(rows[0])
     return max(foreseen.peak(n, size), foreseen.confirm(n, size)), memory.whole
-
-
-def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
-    """The most bytes that two steps hold, beside the optimizer's state."""
-    model, most = engine.model, 0
-    for _ in range(2):
-        model.zero_grad()
-        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
-            engine.backward(*rows, **given)
-        most = max(most, meter.peak)
-    model.zero_grad()
-    return most
 
 
 @pytest.mark.large(few=1)
@@ -91,16 +77,9 @@ def test_whatever_a_model_does_it_holds_no_more(counted: Callable[[int], int]) -
     seen = 0
     for seed in range(counted(100)):
         dice = random.Random(seed)
-        torch.manual_seed(seed)
-        dims = dice.randint(0, 2)
-        sides = [dice.randint(2, 9) for _ in range(dims)]
-        model: nn.Module = Net(dice, dims, drops=dice.random() < 0.3)
-        model = model.double() if dice.random() < 0.4 else model
-        loss, _ = dice.choice(LOSSES)
-        size = dice.randint(6, 60)
-        dtype = next(model.parameters()).dtype
-        rows = torch.randn(size, 3, *sides, dtype=dtype), torch.randint(CLASSES, (size,))
-        rows[1][0] = 0  # something is not ignored
+        training = drawn(dice, seed)
+        model, loss, size = training.model, training.loss, dice.randint(6, 60)
+        rows = training.rows(size)
         n, adam = dice.randint(1, size - 1), dice.random() < 0.4
         given = {"observe": lambda *_: None} if dice.random() < 0.3 else {}
         memory = anybatch.plan(model, loss, rows, memory="1GiB", timed=False).memory

@@ -12,29 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.chance import CLASSES, LOSSES, Net
 from tests.networks import NETWORKS
-from torch import Tensor, nn
+from tests.peaks import drawn, held
+from torch import nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.meter import Meter
 
-CPU = torch.device("cpu")
 CLOSE = 1.05
-
-
-def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
-    """The most bytes that two steps hold; the first of them records what the second follows."""
-    model, most = engine.model, 0
-    for _ in range(2):
-        model.zero_grad()
-        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
-            engine.backward(*rows, **given)
-        most = max(most, meter.peak)
-    model.zero_grad()
-    return most
 
 
 def planned(model: nn.Module, loss: Any, rows: Any, budget: int, n: int) -> anybatch.Plan | None:
@@ -106,17 +92,10 @@ def test_whatever_a_model_does_it_holds_no_more(counted: Callable[[int], int]) -
     seen = 0
     for seed in range(counted(60)):
         dice = random.Random(seed)
-        torch.manual_seed(seed)
-        dims = dice.randint(0, 2)
-        sides = [dice.randint(2, 9) for _ in range(dims)]
-        model: nn.Module = Net(dice, dims, drops=dice.random() < 0.3)
-        model = model.double() if dice.random() < 0.4 else model
-        loss, _ = dice.choice(LOSSES)
-        n = dice.randint(1, 12)
+        training = drawn(dice, seed)
+        model, loss, n = training.model, training.loss, dice.randint(1, 12)
         size = n * dice.randint(2, 5) + dice.choice([0, 0, 1])
-        dtype = next(model.parameters()).dtype
-        rows = torch.randn(size, 3, *sides, dtype=dtype), torch.randint(CLASSES, (size,))
-        rows[1][0] = 0  # something is not ignored
+        rows = training.rows(size)
         memory = anybatch.plan(model, loss, rows, memory="1GiB", timed=False).memory
         assert memory is not None
         given = {"observe": lambda *_: None} if dice.random() < 0.3 else {}

@@ -1,0 +1,56 @@
+"""What steps hold under the meter, and random trainings whose steps are held against a plan."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import torch
+from tests.chance import CLASSES, LOSSES, Net
+from torch import Tensor, nn
+
+from anybatch import Engine
+from anybatch.meter import Meter
+
+CPU = torch.device("cpu")
+
+
+def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
+    """The most bytes that two steps hold, beside the optimizer's state.
+
+    Where tensors leave, the first records what the second follows.
+    """
+    model, most = engine.model, 0
+    for _ in range(2):
+        model.zero_grad()
+        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+            engine.backward(*rows, **given)
+        most = max(most, meter.peak)
+    model.zero_grad()
+    return most
+
+
+class Drawn(NamedTuple):
+    """A random model, and rows of the shape that it takes."""
+
+    model: nn.Module
+    loss: Any
+    sides: list[int]
+
+    def rows(self, size: int) -> tuple[Tensor, Tensor]:
+        """As many rows; something in them is not ignored."""
+        dtype = next(self.model.parameters()).dtype
+        rows = torch.randn(size, 3, *self.sides, dtype=dtype), torch.randint(CLASSES, (size,))
+        rows[1][0] = 0
+        return rows
+
+
+def drawn(dice: random.Random, seed: int) -> Drawn:
+    """Draw a model and its loss."""
+    torch.manual_seed(seed)
+    dims = dice.randint(0, 2)
+    sides = [dice.randint(2, 9) for _ in range(dims)]
+    model: nn.Module = Net(dice, dims, drops=dice.random() < 0.3)
+    model = model.double() if dice.random() < 0.4 else model
+    loss, _ = dice.choice(LOSSES)
+    return Drawn(model, loss, sides)
