@@ -234,13 +234,13 @@ class Engine:
         before = Before(modules, leaves)
         versions = versions_of(leaves)
         gradients = Gradients(leaves, wide=False)
-        with whole_or_nothing(before, partial(self._deliver, gradients)):
+        write = partial(self._deliver, gradients, partial(refuse_written, leaves, versions))
+        with whole_or_nothing(before, write) as delivery:
             step, kind, allowed = self._arranged(batch, modules, before, gradients, tries, scaler)
-            step.scaler, step.observe = scaler, observe
+            step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
                 loss, peak = self._first_measured(step, kind, modules, before)
-            refuse_written(leaves, versions)
         return self._note(step, loss, perf_counter() - start, allowed, peak)
 
     def evaluate(
@@ -277,9 +277,9 @@ class Engine:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
         before = Before(modules, [])
-        with whole_or_nothing(before, self._deliver), torch.no_grad():
+        with whole_or_nothing(before, self._crew.end) as delivery, torch.no_grad():
             step, kind, allowed = self._arranged(batch, modules, before, None, tries)
-            step.observe = observe
+            step.observe, step.deliver = observe, delivery
             loss, peak = self._first_measured(step, kind, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, allowed, peak)
@@ -308,10 +308,10 @@ class Engine:
         self.micro_batch = arranged.step.everyone.micro_batch
         return arranged
 
-    def _deliver(self, gradients: Gradients | None = None) -> None:
-        self._crew.end()
-        if gradients is not None:
-            gradients.deliver()
+    def _deliver(self, gradients: Gradients, check: Callable[[], None]) -> None:
+        check()
+        gradients.amend(self._crew.end())
+        gradients.deliver()
 
     def _first_measured(
         self, step: Step, kind: Kind | None, modules: Modules, before: Before

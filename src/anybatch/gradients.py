@@ -215,6 +215,18 @@ class Gradients:
                 total, totals[at] = totals[at], None
                 self._prepare(parameter, total)
 
+    def amend(self, sums: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Take other sums for some parameters than `finish` was given.
+
+        Args:
+            sums: (parameter, its sum, or None where it has none).
+        """
+        with torch.no_grad():
+            for parameter, total in sums:
+                self._assigned.pop(parameter, None)
+                self._added.pop(parameter, None)
+                self._prepare(parameter, total)
+
     def deliver(self) -> None:
         """Make ``.grad`` what it was before the step plus the sum; nothing here can fail.
 

@@ -202,15 +202,21 @@ class Runner:
         Returns:
             The loss of the whole batch, a detached 0-dim tensor.
         """
-        run = partial(self._once, step, modules, before)
+        run = partial(self._delivered, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
             loss = whole_step(step, run, partial(self._prepare, step, modules, before))
-            step.agree()
             if isinstance(step.away, Keeping):
                 step.moved += step.away.moved
                 step.remade += step.away.remade
         finally:
             step.discover = None
+        return loss
+
+    def _delivered(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Run the step and deliver it, or raise: until then the others may have it run again."""
+        loss = self._once(step, modules, before)
+        step.agree()
+        step.deliver()
         return loss
 
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:

@@ -132,6 +132,7 @@ class Step:
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
         sharded: takes the gradients of a model that was spread; None where there is none.
         away: where saved tensors may go; None (default) lets all of them stay.
+        deliver: writes what the step has made, once all ranks have made it. Default: nothing.
     """
 
     model: nn.Module
@@ -178,6 +179,7 @@ class Step:
     draws: WholeDice | None = None
     sharded: Sharded | None = None
     away: Away | None = None
+    deliver: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch

@@ -178,11 +178,10 @@ class Normalization:
         """Return the loss of the whole batch."""
         correction = self.correction()
         if not self._sums:  # a rank without samples
-            return torch.as_tensor(self._everyone.sum_of("the loss", self._nothing))
+            return self._everyone.loss(self._nothing, self._nothing.dtype)
         shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
         whole = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        every = self._everyone.sum_of("the loss", whole * correction)
-        return torch.as_tensor(every).to(self._weights[0].dtype)
+        return self._everyone.loss(whole * correction, self._weights[0].dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]

@@ -236,20 +236,37 @@ def _register_all(module: nn.Module, noted: dict[str, Tensor | None], volatile: 
         buffers.update(noted)
 
 
+class Delivery:
+    """The last part of a step, which writes to what was there: once, and not interrupted.
+
+    Args:
+        before: the state before the step, which is open until then.
+        write: writes it; where it raises, it has written nothing.
+    """
+
+    def __init__(self, before: Before, write: Callable[[], object]) -> None:
+        self._before, self._write = before, write
+
+    def __call__(self) -> None:
+        """Deliver, unless that is done."""
+        if self._before.open:
+            with uninterrupted():
+                self._write()
+                self._before.open = False
+
+
 @contextmanager
-def whole_or_nothing(before: Before, deliver: Callable[[], None]) -> Iterator[None]:
+def whole_or_nothing(before: Before, deliver: Callable[[], object]) -> Iterator[Delivery]:
     """Run the body, then `deliver`; when anything is raised before that is done, undo it all.
 
     Args:
         before: the state to put back.
-        deliver: the last part of the step, which writes to what was there. It must not fail; an
-            interrupt during it is held back until it is done.
+        deliver: as `Delivery` takes it; the body may have it done before it ends.
     """
+    delivery = Delivery(before, deliver)
     try:
-        yield
-        with uninterrupted():
-            deliver()
-            before.open = False
+        yield delivery
+        delivery()
     except BaseException as error:
         if before.open:
             with uninterrupted():

@@ -21,11 +21,11 @@ from anybatch.errors import NotExactError, RankError
 from anybatch.norm.ranks import meeting_layers, plain
 from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
 from anybatch.ranks.dice import devices_of, same_dice
-from anybatch.ranks.everyone import Alone, Everyone
+from anybatch.ranks.everyone import Alone, Amended, Everyone
 from anybatch.ranks.group import Group, group_of
 from anybatch.ranks.ranks import Here, Ranks
 from anybatch.ranks.sharded import Sharded, in_unison
-from anybatch.ranks.unison import Together, Unison, guarded
+from anybatch.ranks.unison import Scripts, Unison, guarded
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class Crew:
         self._meeting, self._sharded = meeting_layers(model), sharded
         self._unison: Unison | None = None
         self._kind: Any = None
-        self._scripts: dict[Any, tuple[Together, ...]] = {}
+        self._scripts: dict[Any, Scripts] = {}
         self._form, self._counts = Form(), False
         self._most: dict[bool, int] = {}
         self._dense: dict[Any, tuple[int, ...] | None] = {}
@@ -159,14 +159,20 @@ class Crew:
         values = 0 if order else values_of(named)
         return Alike(self._form.number(named), order, values, scale, self._adaptive)
 
-    def end(self) -> None:
-        """Let nobody keep what not all can keep, and remember what this kind of step has run."""
-        self.everyone.end()
+    def end(self) -> Amended:
+        """Let nobody keep what not all can keep, and remember what this kind of step has run.
+
+        Returns:
+            (parameter, sum) of gradients that are others than the step was told.
+        """
+        amended = self.everyone.end()
         if isinstance(self.everyone, Ranks) and self._unison is not None:
-            self._scripts[self._kind] = self.everyone.script
+            self._scripts[self._kind] = known = self._scripts.get(self._kind, {})
+            known |= self.everyone.script
             self._dense[self._kind] = self.everyone.dense
             if self._counts:
                 self._unison.group.number(self)
+        return amended if self._sharded is None else self._sharded.parts(amended)
 
     def _begun(self) -> Unison | None:
         if not several(self._handle):

@@ -18,6 +18,7 @@ from anybatch.loss.declared import Total
 
 Layout = tuple[int | None, ...]
 Take = Callable[[list[Tensor]], list[Tensor | None]]
+Amended = list[tuple[Tensor, Tensor | None]]
 
 
 class Rows(NamedTuple):
@@ -90,6 +91,14 @@ class Everyone(Protocol):
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks."""
 
+    def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the loss of all samples, whose value is there when the step has ended.
+
+        Args:
+            here: this rank's share.
+            dtype: of what is returned.
+        """
+
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return all outputs and targets, in the order of the ranks."""
 
@@ -100,7 +109,10 @@ class Everyone(Protocol):
         """Return the rows of all ranks, and where these begin among them."""
 
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
-        """Return the sums over all ranks, for (parameter, this rank's sum)."""
+        """Return the sums over all ranks, for (parameter, this rank's sum).
+
+        Some may be amended at the `end`.
+        """
 
     def agree(self, devices: Sequence[torch.device]) -> None:
         """See that all ranks have drawn alike, and give their dice to those without samples.
@@ -115,8 +127,8 @@ class Everyone(Protocol):
     def anew(self) -> None:
         """Forget what was told: all ranks run the step again."""
 
-    def end(self) -> None:
-        """Wait until all have come to the end of the step."""
+    def end(self) -> Amended:
+        """Wait until all have come to the end of the step; return what sums are others."""
 
 
 class Alone:
@@ -159,6 +171,10 @@ class Alone:
         """Return it."""
         return value
 
+    def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return it."""
+        return here.to(dtype)
+
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:  # noqa: ARG002
         """Return them."""
         return Rows(outputs, targets, size, 0, leads=True)
@@ -184,5 +200,6 @@ class Alone:
     def anew(self) -> None:
         """Forget nothing."""
 
-    def end(self) -> None:
+    def end(self) -> Amended:
         """Wait for nobody."""
+        return []

@@ -10,7 +10,6 @@ Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,59 +30,83 @@ class AddedTwiceError(RanksAgainError):
         super().__init__(coupled=False)
 
 
-class Summed(NamedTuple):
-    """What a step has summed.
+class Sums:
+    """The sums of a step over all ranks.
 
-    Attributes:
-        totals: a tensor for each parameter; None where no rank has one.
-        dense: places of those that some rank had dense.
-    """
-
-    totals: list[Tensor | None]
-    dense: tuple[int, ...]
-
-
-def summed(
-    unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]], early: Pieces | None = None
-) -> Summed:
-    """Return the sums over all ranks.
+    Which parameters have a gradient, and of which kind, each rank says once: before the sums, or at
+    the end of the step, where pieces were agreed on in advance, and what is in none of them is
+    summed only if some rank turns out to have it.
 
     Args:
         unison: the collectives of the step.
         sums: (parameter, this rank's sum), the same parameters in the same order on every rank.
-        early: pieces of which some are on their way; None (default) where nothing was agreed on.
+        early: pieces of which some are on their way; None where nothing was agreed on.
 
-    Raises:
-        AddedTwiceError: on some rank, of a checkpointed layer that is called twice for example.
+    Attributes:
+        parameters: those of `sums`.
+        kinds: what this rank has to say, a number for each parameter.
+        place: what is said where, for `Unison.gather`.
+        dense: places of those that some rank had dense, once `heard`.
     """
-    parameters, totals = [p for p, _ in sums], [total for _, total in sums]
-    given = {} if early is None else dict(early.given)
-    if early is not None:
-        early.send(totals)
-    here = [TWICE if at in given and t is not None else _kind(t) for at, t in enumerate(totals)]
-    for at, some in ({} if early is None else early.given).items():
-        here[at] = DENSE if some and here[at] != TWICE else here[at]
-    kinds_here = torch.tensor(here, dtype=torch.float64)
-    there = torch.stack(unison.gather(f"{SUMS} {len(sums)} gradients", kinds_here))
-    kinds = [set(column) for column in there.T.tolist()]
-    if early is not None and any(TWICE in found for found in kinds):
-        unison.give_up_early()
-        unison.learn_anew()
-        raise AddedTwiceError
-    places = tuple(at for at, found in enumerate(kinds) if DENSE in found)
-    found: list[Tensor | None] = [None] * len(sums)
-    with unison.raw(), torch.no_grad():
-        sent = set() if early is None else set(early.given)
-        late = Pieces(unison.group, parameters, [at for at in places if at not in sent])
-        late.send(totals)
-        for at, (parameter, total) in enumerate(sums):
-            if SPARSE in kinds[at] and at not in {*places, *sent}:
-                found[at] = _sparse(unison, parameter, total)
-        del totals, total
-        for pieces in (early, late):
-            for at, whole in () if pieces is None else pieces.sums():
-                found[at] = whole if DENSE in kinds[at] else None
-    return Summed(found, places)
+
+    def __init__(
+        self, unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]], early: Pieces | None
+    ) -> None:
+        self._unison, self.parameters = unison, [parameter for parameter, _ in sums]
+        self._early = early
+        self._given: dict[int, bool] = {} if early is None else dict(early.given)
+        totals = [total for _, total in sums]
+        self.kinds = [
+            TWICE if at in self._given and total is not None else _kind(total)
+            for at, total in enumerate(totals)
+        ]
+        self.place = f"{SUMS} {len(sums)} gradients"
+        self.dense: tuple[int, ...] = ()
+        if early is not None:
+            early.send(totals)
+            self._given = dict(early.given)
+        for at, some in self._given.items():
+            self.kinds[at] = DENSE if some and self.kinds[at] != TWICE else self.kinds[at]
+        self._late = [None if at in self._given else total for at, total in enumerate(totals)]
+
+    def early(self) -> list[Tensor | None]:
+        """Return the sums of what was agreed on, as if some rank had each; None for the others."""
+        assert self._early is not None
+        found: list[Tensor | None] = [None] * len(self._late)
+        with torch.no_grad():
+            for at, whole in self._early.sums():
+                found[at] = whole
+        return found
+
+    def heard(self, rows: Sequence[Tensor]) -> bool:
+        """Take in what all ranks say; return whether sums are missing.
+
+        Raises:
+            AddedTwiceError: on some rank, of a checkpointed layer that is called twice for example.
+        """
+        self._there = [set(column) for column in torch.stack([*rows]).T.tolist()]
+        if any(TWICE in found for found in self._there):
+            raise AddedTwiceError
+        self.dense = tuple(at for at, found in enumerate(self._there) if DENSE in found)
+        return any(found - {NONE} and at not in self._given for at, found in enumerate(self._there))
+
+    def late(self) -> list[tuple[int, Tensor | None]]:
+        """Return (place, sum) of what was not agreed on; None where that was, and no rank has one.
+
+        All ranks must be known to come here.
+        """
+        found: dict[int, Tensor | None] = {at: None for at in self._given if at not in self.dense}
+        totals, self._late = self._late, []
+        with self._unison.raw(), torch.no_grad():
+            places = [at for at in self.dense if at not in self._given]
+            pieces = Pieces(self._unison.group, self.parameters, places)
+            pieces.send(totals)
+            for at, parameter in enumerate(self.parameters):
+                if SPARSE in self._there[at] and at not in {*places, *self._given}:
+                    found[at] = _sparse(self._unison, parameter, totals[at])
+            del totals
+            found |= dict(pieces.sums())
+        return [*found.items()]
 
 
 def _kind(total: Tensor | None) -> float:

@@ -30,11 +30,11 @@ from anybatch.norm.moments import merged_in_order
 from anybatch.ranks import gradients
 from anybatch.ranks.alike import Alike, refuse_unlike
 from anybatch.ranks.dice import drawn_apart
-from anybatch.ranks.everyone import Layout, Rows, Take
-from anybatch.ranks.gradients import AddedTwiceError, summed
+from anybatch.ranks.everyone import Amended, Layout, Rows, Take
+from anybatch.ranks.gradients import AddedTwiceError, Sums
 from anybatch.ranks.pieces import Pieces
 from anybatch.ranks.rows import joined_rows, rows_of_all
-from anybatch.ranks.unison import Together, Unison
+from anybatch.ranks.unison import END, Scripts, Unison
 from anybatch.rng import Dice
 
 P = ParamSpec("P")
@@ -86,7 +86,7 @@ class Ranks:
         unison: the collectives of the step.
         here: what this rank brings.
         alike: what must be the same on all.
-        script: the collectives of an earlier step of this kind, where there was one.
+        scripts: the collectives of earlier steps of this kind, where there were some.
         dense: places of the parameters that had a dense gradient in it, on some rank; None where
             they cannot be sent before the end of backward. Default empty.
 
@@ -112,13 +112,13 @@ class Ranks:
         unison: Unison,
         here: Here,
         alike: Alike,
-        script: tuple[Together, ...] | None = None,
+        scripts: Scripts | None = None,
         dense: tuple[int, ...] | None = (),
     ) -> None:
         self._unison, self._here, self.dense = unison, here, dense
         self._offered: Pieces | None = None
         with unison.met():
-            rows = unison.begin([*map(float, here), *alike], script)
+            rows = unison.begin([*map(float, here), *alike], scripts or {})
         every = [Here(*map(int, row[: len(here)])) for row in rows]
         self._sizes = [one.size for one in every]
         self.size = sum(self._sizes)
@@ -137,12 +137,14 @@ class Ranks:
             unison.begin_again()
         self._first = next(rank for rank, size in enumerate(self._sizes) if size)
         self._counted: list[list[Total] | None] = []
-        self._shared = self._ending = False
+        self._shared = self._ending = self._early = False
+        self._sums: Sums | None = None
+        self._loss: tuple[Tensor, Tensor] | None = None
 
     @property
-    def script(self) -> tuple[Together, ...]:
-        """The collectives of the step."""
-        return tuple(self._unison.script)
+    def script(self) -> Scripts:
+        """The collectives of the step, as one that sends early or not."""
+        return {self._early: tuple(self._unison.script)}
 
     @property
     def sending(self) -> bool:
@@ -173,15 +175,15 @@ class Ranks:
             found = _counted(rows, totals or [])
             self._counted.append(found)
             known = found is not None and all(one.denominator is not None for one in found)
-            if known and offer and all(row[-1] == offer for row in rows):
-                self._unison.early = self._offered
+            if known and self._offered and all(row[-1] == offer for row in rows):
+                self._early = True
+                self._unison.send_early(self._offered)
         return self._counted[0]
 
     @meets
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
         self._shared = True
-        self._ending = self._ending or what == "the loss"
         number = torch.as_tensor(value, dtype=torch.float64).reshape(1)
         total = self._unison.sum(what, number)[0]
         if isinstance(value, Tensor):
@@ -218,20 +220,36 @@ class Ranks:
         leads = self._unison.group.rank == self._first
         return Rows(found, aims, self.size, self.begin, leads=leads)
 
+    def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return what holds the loss of all samples once `end` has told this rank's share."""
+        self._loss = here, torch.empty_like(here, dtype=dtype)
+        return self._loss[1]
+
     @meets
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
-        """Return the sums over all ranks; None where no rank has one."""
+        """Return the sums over all ranks; None where no rank has one.
+
+        Where pieces were agreed on, who had what is told at the end, which may `amend` the sums.
+        """
         self._shared = self._ending = True
         early = self._unison.early
-        try:
-            totals, dense = summed(self._unison, sums, early)
-        except AddedTwiceError:
-            self.dense = None
-            raise
-        self._unison.early = None
-        if self.dense is not None:
-            self.dense = dense
+        found = Sums(self._unison, sums, early)
+        if early is not None:
+            self._sums = found
+            totals = found.early()
+            self._unison.early = None
+            return totals
+        kinds = torch.tensor(found.kinds, dtype=torch.float64)
+        found.heard(self._unison.gather(found.place, kinds))
+        totals = [None] * len(sums)
+        for at, total in found.late():
+            totals[at] = total
+        self._note(found)
         return totals
+
+    def _note(self, sums: Sums) -> None:
+        if self.dense is not None:
+            self.dense = sums.dense
 
     @meets
     def agree(self, devices: Sequence[torch.device]) -> None:
@@ -271,13 +289,43 @@ class Ranks:
 
     def anew(self) -> None:
         """Forget what was counted: all ranks run the step again."""
-        self._counted, self._offered = [], None
-        self._shared = self._ending = False
+        self._counted, self._offered, self._sums, self._loss = [], None, None, None
+        self._shared = self._ending = self._early = False
 
     @meets
-    def end(self) -> None:
-        """Wait until all have come to the end of the step."""
-        self._unison.end()
+    def end(self) -> Amended:
+        """Wait until all have come to the end of the step; return the sums that are others.
+
+        Raises:
+            RanksAgainError: the step has to be run again.
+        """
+        sums, loss = self._sums, self._loss
+        numbers = [] if sums is None else sums.kinds
+        numbers = numbers if loss is None else [*numbers, float(loss[0])]
+        if not numbers:
+            self._unison.end()
+            return []
+        place = END if sums is None else sums.place
+        rows = self._unison.gather(place, torch.tensor(numbers, dtype=torch.float64))
+        amended = [] if sums is None else self._amended(sums, rows)
+        if loss is not None:
+            loss[1].fill_(sum(float(row[-1]) for row in rows))
+        self._unison.over()
+        return amended
+
+    def _amended(self, sums: Sums, rows: list[Tensor]) -> Amended:
+        try:
+            missing = sums.heard([row[: len(sums.kinds)] for row in rows])
+        except AddedTwiceError:
+            self.dense = None
+            self._unison.learn_anew()
+            raise
+        self._note(sums)
+        amended = [(sums.parameters[at], total) for at, total in sums.late()]
+        if missing:
+            self._unison.off_script()
+            self._unison.end()
+        return amended
 
 
 _CALL = {True: "backward", False: "evaluate"}

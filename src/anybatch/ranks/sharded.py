@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from anybatch.errors import LossError, NotExactError, NotYetError
 from anybatch.modules import Modules, is_spread, local, walk
+from anybatch.ranks.everyone import Amended
 from anybatch.ranks.group import Group
 from anybatch.ranks.parts import gathered, part_of
 from anybatch.ranks.precision import casting, dtype_in, policies_of
@@ -195,6 +196,17 @@ class Sharded:
             if total is not None:
                 totals[to] = part_of(total, shard)
         return totals
+
+    def parts(self, sums: Amended) -> Amended:
+        """Return this rank's parts in place of the sums of whole parameters that are spread."""
+        found: Amended = []
+        for parameter, total in sums:
+            shard = self._spread.get(id(parameter))
+            if shard is not None and total is not None:
+                found.append((shard, part_of(total, shard)))
+            else:
+                found.append((parameter if shard is None else shard, total))
+        return found
 
 
 def _owners(modules: Modules) -> Owners:

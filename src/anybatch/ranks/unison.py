@@ -44,11 +44,16 @@ class Together(NamedTuple):
     numbers: int
 
 
+Scripts = dict[bool, tuple[Together, ...]]
+"""The collectives of a step, without and with pieces of gradients that are sent early."""
+
 HEADER, FACTS = Together("header", 12), Together("gather", 12)
 """What may meet another collective is of one shape: ranks that differ hear of it by the key."""
 
 SUMS = "the sum of"
 """What the place begins with where gradients are summed, so many of them."""
+
+END = "the end of the step"
 
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
@@ -85,6 +90,7 @@ class Unison:
         self.early: Pieces | None = None
         first = (HEADER,) if called else ()
         self._known: tuple[Together, ...] | None = first + (FACTS,) * (facts + 1)
+        self._scripts: Scripts = {}
         self._over = False
         self._raw = False
         group.begin()
@@ -105,19 +111,23 @@ class Unison:
         with self.raw():
             return self.group.told(one, source)
 
-    def begin(self, facts: list[float], script: tuple[Together, ...] | None) -> list[list[float]]:
+    def begin(self, facts: list[float], scripts: Scripts) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
             facts: fewer numbers than `FACTS` has.
-            script: the collectives of an earlier step of this kind; None learns them.
+            scripts: the collectives of earlier steps of this kind; what is not there is learned.
         """
-        known = 0 if script is None else 1 + _number(repr(script))
+        known = _number(repr(sorted(scripts.items())))
         parts = self.gather("the beginning of a step", _filled([known, *facts]))
         rows = [row.tolist() for row in parts]
-        same = script is not None and all(row[0] == known for row in rows)
-        self.script, self._known = [], script if same else None
+        self._scripts = scripts if all(row[0] == known for row in rows) else {}
+        self.script, self._known = [], self._scripts.get(False)
         return [row[1 : 1 + len(facts)] for row in rows]
+
+    def send_early(self, pieces: Pieces) -> None:
+        """Take in that all ranks send these pieces, and go by the script of a step that does."""
+        self.early, self._known = pieces, self._scripts.get(True)
 
     @contextmanager
     def met(self) -> Iterator[None]:
@@ -138,7 +148,7 @@ class Unison:
 
     def learn_anew(self) -> None:
         """Forget what collectives come: the step is run again, perhaps in another way."""
-        self.script, self._known = [], None
+        self.script, self._known, self._scripts = [], None, {}
 
     def gather(self, key: str, part: Tensor) -> list[Tensor]:
         """Return the parts of all ranks, [n] float64 each, in order.
@@ -179,8 +189,16 @@ class Unison:
 
     def end(self) -> None:
         """Make sure that all have come to the end of the step; what fails after it is one's own."""
-        self.call("the end of the step")
+        self.call(END)
+        self.over()
+
+    def over(self) -> None:
+        """Take in that all have come to the end of the step."""
         self._over = True
+
+    def off_script(self) -> None:
+        """Do what the earlier step has not done: a header goes before each collective from here."""
+        self._known = None
 
     def fail(self, status: Status, message: str = "") -> None:
         """Raise the flag in the next collective, unless all know already that the step is over.
