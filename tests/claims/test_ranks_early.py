@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, same, snapshot, state_after
+from tests.oracle import assert_exact, same, snapshot, state_after, state_of
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,6 +18,7 @@ from torch.utils.data import TensorDataset
 from anybatch import Engine, LazyBatch
 from anybatch.ladder import COLLECTIVES
 from anybatch.ranks import gradients, pieces
+from anybatch.ranks.group import Group
 
 SIZE, SHARDS = 3, (5, 0, 8)
 N, MICRO = 13, 3
@@ -266,3 +268,82 @@ def test_memory_that_runs_out_while_gradients_are_under_way_costs_a_smaller_step
         assert_exact(there, want)
         assert same(got, found[0][-1])
     assert found[-1][1] == 1
+
+
+USES = ("both", "both", "one", "one", "both", "table", "both")
+"""Which layers each of several steps uses."""
+
+
+class Switching(Net):
+    """A network whose middle layer, or table, takes part in some steps only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 5] -> [n, 3]."""
+        if self.kind == "table":
+            x = x + self.table((x[:, 0] > 0).long())
+        h = self.first(x).tanh()
+        return self.last(h if self.kind == "one" else self.middle(h).tanh())
+
+
+def switched(shard: Callable[[Tensor], Tensor], run: Callable[..., Any]) -> list[dict[str, Tensor]]:
+    """Return loss and gradients of each step; they are added to what every second one has left."""
+    torch.manual_seed(4)
+    model, y = Switching("both").double(), torch.randint(3, (N,))
+    step, found = run(model), []
+    for at, uses in enumerate(USES):
+        model.kind, x = uses, torch.randn(N, 5).double()
+        if at % 2 == 0:
+            model.zero_grad()
+        loss = step(shard(x), shard(y))
+        found.append({n: g.to_dense() for n, g in state_of(model, loss).items()})
+    return found
+
+
+def switching(rank: int, _size: int) -> list[dict[str, Tensor]]:
+    def run(model: nn.Module) -> Callable[..., Tensor]:
+        return Engine(model, loss_of("plain"), micro_batch=MICRO).backward
+
+    return switched(partial(sliced, rank), run)
+
+
+def test_a_layer_that_takes_part_in_some_steps_only_has_a_gradient_in_those(workers: Pool) -> None:
+    def run(model: nn.Module) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            loss: Tensor = loss_of("plain")(model(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return step
+
+    want = switched(lambda tensor: tensor, run)
+    for found in workers.run(switching):
+        for got, true in zip(found, want, strict=True):
+            assert_exact(got, true)
+
+
+def counting(rank: int, _size: int) -> list[list[str]]:
+    """Return how ranks talk in each of four steps of one kind."""
+    model, x, y = make("plain")
+    engine, steps = Engine(model, loss_of("plain"), micro_batch=MICRO), []
+    started = Group._started
+
+    def noted(self: Group, collective: Any, *args: Any, **named: Any) -> Any:
+        steps[-1].append(getattr(collective, "__name__", ""))
+        return started(self, collective, *args, **named)
+
+    Group._started = noted  # type: ignore[method-assign]
+    try:
+        for _ in range(4):
+            steps.append([])
+            engine.backward(sliced(rank, x), sliced(rank, y))
+    finally:
+        Group._started = started  # type: ignore[method-assign]
+    return steps
+
+
+def test_a_step_like_an_earlier_one_takes_three_collectives_beside_the_sums(workers: Pool) -> None:
+    begin, denominators, end = ["all_gather"] * 3
+    for steps in workers.run(counting):
+        sums = ["all_reduce"] * 4  # three weights and the biases
+        for step in steps[2:]:
+            assert step == [begin, denominators, *sums, end]

@@ -62,6 +62,7 @@ class Sums:
         ]
         self.place = f"{SUMS} {len(sums)} gradients"
         self.dense: tuple[int, ...] = ()
+        self._there: list[set[float]] = []
         if early is not None:
             early.send(totals)
             self._given = dict(early.given)

@@ -14,10 +14,8 @@ Source: AGBN, Algorithms 2 and 5 (means weighted by m_i); design of this project
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -29,6 +27,7 @@ from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
 from anybatch.ranks import gradients
 from anybatch.ranks.alike import Alike, refuse_unlike
+from anybatch.ranks.denominators import counted, packed
 from anybatch.ranks.dice import drawn_apart
 from anybatch.ranks.everyone import Amended, Layout, Rows, Take
 from anybatch.ranks.gradients import AddedTwiceError, Sums
@@ -42,9 +41,6 @@ R = TypeVar("R")
 
 ANY = -1
 """Samples of all ranks that a micro-batch is good for, where that does not depend on them."""
-
-TERMS = 8
-"""Terms of a loss that are counted over ranks; one with more counts as coupled."""
 
 
 class Here(NamedTuple):
@@ -170,9 +166,9 @@ class Ranks:
         """
         if not self._counted:
             offer = 0 if self._offered is None else self._offered.digest
-            part = _packed(totals, has_rows=self._here.size > 0, offer=offer)
+            part = packed(totals, has_rows=self._here.size > 0, offer=offer)
             rows = [row.tolist() for row in self._unison.gather("the loss", part)]
-            found = _counted(rows, totals or [])
+            found = counted(rows, totals or [])
             self._counted.append(found)
             known = found is not None and all(one.denominator is not None for one in found)
             if known and self._offered and all(row[-1] == offer for row in rows):
@@ -329,37 +325,3 @@ class Ranks:
 
 
 _CALL = {True: "backward", False: "evaluate"}
-
-
-def _packed(totals: list[Total] | None, *, has_rows: bool, offer: int) -> Tensor:
-    """Return what a rank says of its loss, [4 + 3 TERMS].
-
-    It is: whether samples meet, whether there are rows, terms, each term, and which pieces of
-    gradients it offers to send early.
-    """
-    coupled = has_rows and (totals is None or len(totals) > TERMS)
-    numbers = [float(coupled), float(has_rows)]
-    terms = [] if coupled or totals is None else totals
-    numbers.append(float(len(terms)))
-    for total in terms:
-        denominator = math.nan if total.denominator is None else float(total.denominator)
-        numbers += [total.weight, denominator, float(total.adds)]
-    numbers += [0.0] * (3 + 3 * TERMS - len(numbers)) + [float(offer)]
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def _counted(rows: list[list[float]], mine: list[Total]) -> list[Total] | None:
-    """Return the totals over all ranks; None where a rank couples samples, or has other terms."""
-    there = [row for row in rows if row[1]]
-    forms = {(row[2], *row[3:-1:3], *row[5:-1:3]) for row in there}
-    if any(row[0] for row in there) or len(forms) > 1:
-        return None
-    found = []
-    for k in range(int(there[0][2])):
-        weight, _, adds = there[0][3 + 3 * k : 6 + 3 * k]
-        each = [row[4 + 3 * k] for row in there]
-        denominator = sum(each) if adds else each[0]
-        total = mine[k] if mine else Total(weight, None)
-        late = math.isnan(denominator)
-        found.append(replace(total, denominator=None if late else denominator))
-    return found
