@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
-from anybatch import Engine, LazyBatch, Plan
+from anybatch import BudgetError, Engine, LazyBatch, Plan
+from anybatch.units import parse_bytes
 
 
 def mlp() -> nn.Module:
@@ -218,3 +220,22 @@ def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
     assert "whole steps were not measured" in told.reasons[-1]
     with pytest.raises(anybatch.BudgetError):
         planned(weights, None, states="auto")
+
+
+def matrix(out: Tensor) -> Tensor:
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def test_a_loss_of_pairs_counts_wherever_a_plan_shows_a_size_that_was_rehearsed() -> None:
+    """It grows with the square of the batch, which no line through two sizes tells."""
+    model, (x, _) = mlp(), rows(128)
+    plan = anybatch.plan(model, matrix, (x, None), memory="4MiB", timed=False)
+    assert plan.mechanism == "undivided"
+    held = plan.memory.predicted
+    assert held > 128 * 128 * 8
+    assert plan.memory.whole == held
+    assert [row.peak_bytes for row in plan.memory.candidates if row.micro_batch == 128] == [held]
+    with pytest.raises(BudgetError) as caught:
+        anybatch.plan(model, matrix, (x, None), memory="4KiB", timed=False)
+    (activations,) = re.findall(r"activations ([0-9.]+ [KM]iB)", str(caught.value))
+    assert parse_bytes(activations) > 128 * 128 * 8

@@ -229,8 +229,10 @@ class Forecast:
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
         divided = self.divides(n, size)
-        line = self.summed(self.divided.at(n) if divided else self.undivided.at(size))
-        held = merged(line, self.held(size, divided=divided))
+        line = self.confirmed.get((n, size, self.everyone, False))
+        if line is None:
+            line = self.divided.at(n) if divided else self.undivided.at(size)
+        held = merged(self.summed(line), self.held(size, divided=divided))
         if grown := self.grown(n, size):
             held = merged(held, {"gradients": grown})
         return [held, *self.beside(n, size)]
