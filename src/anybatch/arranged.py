@@ -30,9 +30,9 @@ from anybatch.norm.adaptive import Adaptive
 from anybatch.paged import paged
 from anybatch.planner import Planner
 from anybatch.ranks.alike import Named, named_parameters
+from anybatch.ranks.beginning import ANY, Here
 from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
-from anybatch.ranks.ranks import ANY, Here
 from anybatch.runner import Runner
 from anybatch.step import Scaler, Step, Tries
 from anybatch.step_timeline import StepTimeline

@@ -20,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.errors import NotExactError, RankError
 from anybatch.norm.ranks import meeting_layers, plain
 from anybatch.ranks.alike import Alike, Form, Named, has_lazy, values_of
+from anybatch.ranks.beginning import Habit, Here
 from anybatch.ranks.dice import devices_of, same_dice
 from anybatch.ranks.everyone import Alone, Amended, Everyone
 from anybatch.ranks.group import Group, group_of
-from anybatch.ranks.ranks import Here, Ranks
+from anybatch.ranks.ranks import Ranks
 from anybatch.ranks.sharded import Sharded, in_unison
 from anybatch.ranks.unison import Scripts, Unison, guarded
 
@@ -83,6 +84,7 @@ class Crew:
         self._scripts: dict[Any, Scripts] = {}
         self._form, self._counts = Form(), False
         self._most: dict[bool, int] = {}
+        self._habit = Habit()
         self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
@@ -146,8 +148,8 @@ class Crew:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
             alike = self._alike(self._unison.group, named, scale)
-            script, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
-            self.everyone = Ranks(self._unison, here, alike, script, dense)
+            scripts, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
+            self.everyone = Ranks(self._unison, here, alike, scripts, dense, self._habit)
             most = self.most(trains=bool(here.trains))
             known = most if here.covers else 0  # no more than there are, where that did not fit
             self._most[bool(here.trains)] = max(known, self.everyone.size)

@@ -17,16 +17,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from anybatch.errors import BatchError, RankError
+from anybatch.errors import RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
 from anybatch.ranks import gradients
-from anybatch.ranks.alike import Alike, refuse_unlike
+from anybatch.ranks.alike import Alike
+from anybatch.ranks.beginning import Beginning, Habit, Here, UnexpectedError
 from anybatch.ranks.denominators import counted, packed
 from anybatch.ranks.dice import drawn_apart
 from anybatch.ranks.everyone import Amended, Layout, Rows, Take
@@ -39,37 +40,18 @@ from anybatch.rng import Dice
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ANY = -1
-"""Samples of all ranks that a micro-batch is good for, where that does not depend on them."""
-
-
-class Here(NamedTuple):
-    """What this rank brings to a step.
-
-    Attributes:
-        size: samples.
-        micro_batch: samples in a micro-batch.
-        covers: the samples of all ranks that it is good for; `ANY` where it does not depend on
-            them, 0 where they must be known first.
-        lanes: 1 where samples meet in BatchNorm.
-        trains: 1 with backward.
-        coupled: 1 where the loss is known to need all outputs at once.
-    """
-
-    size: int
-    micro_batch: int
-    covers: int
-    lanes: int
-    trains: int
-    coupled: int
-
 
 def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
-    """Let a method come to its end before Ctrl-C does: the others would wait for this rank."""
+    """Let a method come to its end before Ctrl-C does: the others would wait for this rank.
+
+    A beginning that was put off comes before it.
+    """
 
     @wraps(method)
     def whole(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._unison.met():
+            if not self._begun:
+                self._begin()
             return method(self, *args, **kwargs)
 
     return whole
@@ -85,6 +67,7 @@ class Ranks:
         scripts: the collectives of earlier steps of this kind, where there were some.
         dense: places of the parameters that had a dense gradient in it, on some rank; None where
             they cannot be sent before the end of backward. Default empty.
+        habit: what all have brought to their last steps; None (default) lets nothing be expected.
 
     Attributes:
         size: N_B over all ranks.
@@ -110,37 +93,50 @@ class Ranks:
         alike: Alike,
         scripts: Scripts | None = None,
         dense: tuple[int, ...] | None = (),
+        habit: Habit | None = None,
     ) -> None:
         self._unison, self._here, self.dense = unison, here, dense
+        self._facts = [*map(float, here), *alike]
+        self._scripts, self._habit = scripts or {}, habit or Habit()
         self._offered: Pieces | None = None
-        with unison.met():
-            rows = unison.begin([*map(float, here), *alike], scripts or {})
-        every = [Here(*map(int, row[: len(here)])) for row in rows]
-        self._sizes = [one.size for one in every]
-        self.size = sum(self._sizes)
-        self.begin = sum(self._sizes[: unison.group.rank])
-        if self.size == 0:
-            raise BatchError("a batch must hold at least one sample, and no rank has any")
-        if len({one.trains for one in every}) > 1:
-            said = ", ".join(f"rank {r}: {_CALL[bool(o.trains)]}" for r, o in enumerate(every))
-            raise RankError(f"all ranks must make the same step, and they do not ({said})")
-        refuse_unlike([Alike(*row[len(here) :]) for row in rows])
-        self.micro_batch = min(one.micro_batch for one in every if one.size)
-        self.lanes = any(one.lanes for one in every)
-        self.coupled = any(one.coupled for one in every)
-        self.settled = all(one.covers == ANY or one.covers >= self.size for one in every)
-        if not self.settled:
-            unison.begin_again()
-        self._first = next(rank for rank, size in enumerate(self._sizes) if size)
         self._counted: list[list[Total] | None] = []
-        self._shared = self._ending = self._early = False
+        self._shared = self._ending = self._begun = False
         self._sums: Sums | None = None
         self._loss: tuple[Tensor, Tensor] | None = None
+        self._expected = self._habit.expected(self._facts, unison.group.rank)
+        if self._expected is None:
+            with unison.met():
+                self._begin()
+        else:
+            self._take(self._expected)
+
+    def _begin(self, told: Tensor | None = None) -> list[Tensor] | None:
+        """Hear what all bring to the step; return what all have told with it, if all have.
+
+        Raises:
+            UnexpectedError: it is something else than was expected.
+        """
+        rows, said = self._unison.begin(self._facts, self._scripts, told)
+        self._begun = True
+        self._habit.note(rows)
+        if self._expected is None:
+            self._take(rows)
+        elif rows != self._expected:
+            raise UnexpectedError
+        if not self.settled:
+            self._unison.begin_again()
+        return said
+
+    def _take(self, rows: list[list[float]]) -> None:
+        found = Beginning(rows, self._unison.group.rank)
+        self.size, self.begin = found.size, found.begin
+        self.micro_batch, self.lanes, self.coupled = found.micro_batch, found.lanes, found.coupled
+        self.settled, self._sizes, self._first = found.settled, found.sizes, found.first
 
     @property
     def script(self) -> Scripts:
-        """The collectives of the step, as one that sends early or not."""
-        return {self._early: tuple(self._unison.script)}
+        """The collectives of the step."""
+        return {self._unison.kind: tuple(self._unison.script)}
 
     @property
     def sending(self) -> bool:
@@ -158,23 +154,26 @@ class Ranks:
         early = self._unison.early
         return nullcontext() if early is None else early.during(take)
 
-    @meets
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the whole batch; a rank without samples brings an empty list.
 
         A step that begins again on this rank alone gets what was counted before.
         """
         if not self._counted:
-            offer = 0 if self._offered is None else self._offered.digest
-            part = packed(totals, has_rows=self._here.size > 0, offer=offer)
-            rows = [row.tolist() for row in self._unison.gather("the loss", part)]
-            found = counted(rows, totals or [])
-            self._counted.append(found)
-            known = found is not None and all(one.denominator is not None for one in found)
-            if known and self._offered and all(row[-1] == offer for row in rows):
-                self._early = True
-                self._unison.send_early(self._offered)
+            with self._unison.met():
+                self._counted.append(self._count(totals))
         return self._counted[0]
+
+    def _count(self, totals: list[Total] | None) -> list[Total] | None:
+        offer = 0 if self._offered is None else self._offered.digest
+        part = packed(totals, has_rows=self._here.size > 0, offer=offer)
+        told = None if self._begun else self._begin(part)
+        rows = [row.tolist() for row in told or self._unison.gather("the loss", part)]
+        found = counted(rows, totals or [])
+        known = found is not None and all(one.denominator is not None for one in found)
+        if known and self._offered and all(row[-1] == offer for row in rows):
+            self._unison.send_early(self._offered)
+        return found
 
     @meets
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
@@ -286,7 +285,7 @@ class Ranks:
     def anew(self) -> None:
         """Forget what was counted: all ranks run the step again."""
         self._counted, self._offered, self._sums, self._loss = [], None, None, None
-        self._shared = self._ending = self._early = False
+        self._shared = self._ending = False
 
     @meets
     def end(self) -> Amended:
@@ -322,6 +321,3 @@ class Ranks:
             self._unison.off_script()
             self._unison.end()
         return amended
-
-
-_CALL = {True: "backward", False: "evaluate"}

@@ -44,11 +44,26 @@ class Together(NamedTuple):
     numbers: int
 
 
-Scripts = dict[bool, tuple[Together, ...]]
-"""The collectives of a step, without and with pieces of gradients that are sent early."""
+class Kind(NamedTuple):
+    """Steps that run the same collectives.
 
-HEADER, FACTS = Together("header", 12), Together("gather", 12)
+    Attributes:
+        told: what ranks say at the beginning has come with it. Default False.
+        early: pieces of gradients are sent early. Default False.
+    """
+
+    told: bool = False
+    early: bool = False
+
+
+Scripts = dict[Kind, tuple[Together, ...]]
+"""The collectives of a step after its beginning."""
+
+HEADER, FACTS = Together("header", 48), Together("gather", 48)
 """What may meet another collective is of one shape: ranks that differ hear of it by the key."""
+
+BEGIN = 16
+"""Numbers of `FACTS` that a beginning takes; the others are what came with it."""
 
 SUMS = "the sum of"
 """What the place begins with where gradients are summed, so many of them."""
@@ -82,6 +97,7 @@ class Unison:
     Attributes:
         script: the collectives of this step so far, without the first.
         early: pieces of gradients that all ranks send before the next collective; None if none are.
+        kind: of the step, as far as it has come.
     """
 
     def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
@@ -91,6 +107,7 @@ class Unison:
         first = (HEADER,) if called else ()
         self._known: tuple[Together, ...] | None = first + (FACTS,) * (facts + 1)
         self._scripts: Scripts = {}
+        self.kind = Kind()
         self._over = False
         self._raw = False
         group.begin()
@@ -111,23 +128,38 @@ class Unison:
         with self.raw():
             return self.group.told(one, source)
 
-    def begin(self, facts: list[float], scripts: Scripts) -> list[list[float]]:
+    def begin(
+        self, facts: list[float], scripts: Scripts, told: Tensor | None = None
+    ) -> tuple[list[list[float]], list[Tensor] | None]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
-            facts: fewer numbers than `FACTS` has.
+            facts: fewer numbers than `BEGIN`.
             scripts: the collectives of earlier steps of this kind; what is not there is learned.
+            told: what else this rank has to say, [n], where it knows that already; no more numbers
+                than `FACTS` has left. Default None.
+
+        Returns:
+            The facts, and what all ranks have told, if all have.
         """
         known = _number(repr(sorted(scripts.items())))
-        parts = self.gather("the beginning of a step", _filled([known, *facts]))
-        rows = [row.tolist() for row in parts]
-        self._scripts = scripts if all(row[0] == known for row in rows) else {}
-        self.script, self._known = [], self._scripts.get(False)
-        return [row[1 : 1 + len(facts)] for row in rows]
+        numbers = [known, float(told is not None), *facts]
+        numbers += [0.0] * (BEGIN - len(numbers)) + ([] if told is None else told.tolist())
+        rows = self.gather("the beginning of a step", _filled(numbers))
+        heads = [row[:BEGIN].tolist() for row in rows]
+        self._scripts = scripts if all(head[0] == known for head in heads) else {}
+        self.script = []
+        self._goes_on(Kind(told=all(head[1] for head in heads)))
+        said = None if told is None else [row[BEGIN : BEGIN + len(told)] for row in rows]
+        return [head[2 : 2 + len(facts)] for head in heads], said if self.kind.told else None
 
     def send_early(self, pieces: Pieces) -> None:
         """Take in that all ranks send these pieces, and go by the script of a step that does."""
-        self.early, self._known = pieces, self._scripts.get(True)
+        self.early = pieces
+        self._goes_on(self.kind._replace(early=True))
+
+    def _goes_on(self, kind: Kind) -> None:
+        self.kind, self._known = kind, self._scripts.get(kind)
 
     @contextmanager
     def met(self) -> Iterator[None]:
@@ -149,6 +181,7 @@ class Unison:
     def learn_anew(self) -> None:
         """Forget what collectives come: the step is run again, perhaps in another way."""
         self.script, self._known, self._scripts = [], None, {}
+        self.kind = Kind()
 
     def gather(self, key: str, part: Tensor) -> list[Tensor]:
         """Return the parts of all ranks, [n] float64 each, in order.
