@@ -22,6 +22,7 @@ def overhead(results: dict[str, Any]) -> str:
     """A line for each training: seconds of a step of ours, as a share of theirs."""
     head = ["training", "processes", "seconds a step"]
     head += ["anybatch: wall (lowest to highest)", "processor"]
+    head.append("more, ms a step")
     rows = [
         [
             name,
@@ -29,6 +30,7 @@ def overhead(results: dict[str, Any]) -> str:
             f"{one['seconds']:.3f}",
             f"{one['ratio']:.3f} ({one['low']:.3f} to {one['high']:.3f})",
             f"{one['processor']:.3f}",
+            f"{1000 * one['more']:.1f}",
         ]
         for n, found in results["speed"].items()
         for name, one in found.items()
