@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from benchmarks.environment import environment
 from benchmarks.results import console, read, write
 
@@ -41,6 +43,8 @@ def answer(errors: Callable[[tuple[int, ...]], Any], pairs: Callable[[int], Any]
     found = errors(numbers) if name == "errors" else pairs(*numbers)
     if os.environ.get("RANK", "0") == "0":
         Path(out).write_text(json.dumps(found))
+    if dist.is_initialized():  # one that is left to the end of Python may end it by a fault
+        dist.destroy_process_group()
 
 
 def measure(child: str, out: Path, part: str, count: int, *, quick: bool) -> None:
