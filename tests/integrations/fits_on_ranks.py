@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from tests.integrations.fits import fit, made, rows
+from tests.integrations.fits import Net, fit, made, rows
 from torch.utils.data import DataLoader
 
 from anybatch.integrations.lightning import WholeBatch
+
+
+class Logs(Net):
+    """Logs what the person wants of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, out = self.lose(*batch)
+        self.log("loss", loss, sync_dist=True)
+        self.log("mean", out.mean(), sync_dist=True)
+        return loss
 
 
 def main(folder: Path, micro_batch: int) -> None:
     """Fit on this rank, and write what was seen."""
     torch.set_num_threads(1)
     seen = fit(
-        *(made(), WholeBatch(micro_batch=micro_batch)),
+        *(made(Logs), WholeBatch(micro_batch=micro_batch)),
         loader=DataLoader(rows(), batch_size=7),
         max_epochs=1,
         strategy=DDPStrategy(process_group_backend="gloo"),
@@ -28,6 +39,7 @@ def main(folder: Path, micro_batch: int) -> None:
         "batches": seen.batches,
         "after": seen.after,
         "outputs": seen.outputs,
+        "logged": seen.logged,
     }
     torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
 

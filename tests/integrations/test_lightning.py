@@ -5,8 +5,6 @@ Real Trainers and modules; the truth is one call of ``training_step`` on the und
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
-from tests.integrations.fits import Net, Seen, assert_whole, fit, made, rows  # noqa: E402
+from tests.integrations.fits import Net, assert_whole, fit, made, rows  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 
 from anybatch.integrations.lightning import WholeBatch, whole_loss  # noqa: E402
@@ -393,25 +391,3 @@ def test_a_loss_is_handed_over_once() -> None:
 
     with pytest.raises(RuntimeError, match="handed over once"):
         fit(made(Twice), WholeBatch(micro_batch=4))
-
-
-@pytest.mark.parametrize("micro_batch", [3])
-def test_ranks_share_the_batch(tmp_path: Path, micro_batch: int) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["-m", "tests.integrations.fits_on_ranks", str(tmp_path), str(micro_batch)]
-    done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-    for step in range(2):
-        seen = Seen()
-        module = made()
-        module.load_state_dict(ranks[0]["before"][step])
-        pairs = zip(*(rank["batches"][step] for rank in ranks), strict=True)
-        seen.batches.append([torch.cat(pair) for pair in pairs])
-        for rank in ranks:
-            seen.before, seen.after = [module], [rank["after"][step]]
-            seen.outputs = [rank["outputs"][step]]
-            module.load_state_dict(ranks[0]["before"][step])
-            assert_whole(seen, least=1)
