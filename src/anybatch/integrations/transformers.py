@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch._plan import Plan
 from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
+from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, may_divide
 from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
 from anybatch.integrations.transformers_padding import Trimmed
 from anybatch.integrations.transformers_refused import (
@@ -64,7 +65,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     The loss of the model is heard (`anybatch.loss.heard`): a weighted sum of torch's own losses
     needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
     ``compute_loss_func`` work as they do there; a function that couples the samples is computed
-    once on the outputs of all. Evaluation is the Trainer's own.
+    once on the outputs of all. Evaluation is the Trainer's own, in parts that fit where `memory`,
+    `micro_batch` or `plan` is given, one process evaluates and the loss is the model's.
 
     Args:
         model: as for `transformers.Trainer`, and so are `args`, `others` and `named`.
@@ -115,6 +117,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._made_for: tuple[int, int] = (0, 0)
         self._told: Plan | None = None
         self._history = History()
+        self._evaluates: Evaluation | None = None
         super().__init__(model, folded(given), *others, **named)
 
     def get_train_dataloader(self) -> Any:
@@ -150,6 +153,35 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self._history.note(engine, rows, labels)
         self._tell(engine)
         return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,  # noqa: FBT001 it is the Trainer's own method
+        ignore_keys: list[str] | None = None,
+    ) -> Outcome:
+        """Return loss, outputs and labels of a batch, in parts that fit where a budget is named."""
+        if may_divide(self, model, inputs) and any(v is not None for v in self._asked.values()):
+            with (
+                plain_forward(model),
+                self.accelerator.autocast(),
+                self.compute_loss_context_manager(),
+            ):
+                found = self._evaluation_of(model).step(
+                    self, dict(inputs), ignore_keys, loss_only=prediction_loss_only
+                )
+            if found is not None:
+                return found
+        own: Outcome = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return own
+
+    def _evaluation_of(self, model: nn.Module) -> Evaluation:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        found = self._evaluates
+        if found is None or found.model is not model or found.optimizer is not optimizer:
+            found = self._evaluates = Evaluation(model, optimizer, self._asked)
+        return found
 
     def _split(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return what the model is called with, and the labels that a loss outside of it takes."""
