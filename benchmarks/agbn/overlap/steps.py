@@ -205,7 +205,7 @@ def _profile(case: Case, engine: anybatch.Engine, rounds: int) -> dict[str, floa
         spent["last backward"] = perf_counter() - begin
 
     shares: dict[str, list[float]] = {name: [] for name in spent}
-    Ranks.gradients = clocked  # type: ignore[method-assign]
+    Ranks.gradients = clocked  # type: ignore[assignment, method-assign]
     torch.autograd.backward = backward
     for at in range(-2, rounds):
         case.model.zero_grad()
