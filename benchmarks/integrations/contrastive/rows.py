@@ -3,6 +3,7 @@
 from statistics import fmean
 from typing import Any
 
+from benchmarks.integrations.contrastive.orders import ORDERS
 from benchmarks.mbs.rows import figure, markdown
 
 Results = dict[str, Any]
@@ -52,6 +53,15 @@ def contrastive_steps(results: Results) -> str:
             rows.append([name, way, f"{peak / MIB:.1f}", seconds, ratio, processor])
     head = ["encoders", "way", "peak, MiB", "seconds", "ours / this: wall (lowest to highest)"]
     return markdown([*head, "processor"], rows)
+
+
+def contrastive_orders(results: Results) -> str:
+    """A line for each order of encoders: seconds of a loop by hand, as a share of the first's."""
+    if "orders" not in results:
+        return f"*No results yet: run `{RUN} orders`.*"
+    found = results["orders"]
+    rows = [[order, *(f"{one[order]:.3f}" for one in found.values())] for order in ORDERS]
+    return markdown(["a loop by hand: its encoders", *found], rows)
 
 
 def contrastive_large(results: Results) -> str:
