@@ -20,8 +20,8 @@ Step = Callable[[], None]
 def _gradients(z: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     z.requires_grad_()
     w.requires_grad_()
-    found: tuple[Tensor, Tensor] = torch.autograd.grad(matrix(z, w), (z, w))
-    return found
+    of_z, of_w = torch.autograd.grad(matrix(z, w), (z, w))
+    return of_z, of_w
 
 
 def one_after_the_other(f: nn.Module, g: nn.Module, x: Tensor, y: Tensor, n: int) -> Step:
@@ -29,9 +29,11 @@ def one_after_the_other(f: nn.Module, g: nn.Module, x: Tensor, y: Tensor, n: int
 
     def step() -> None:
         with torch.no_grad():
-            z, w = (torch.cat([net(part) for part in t.split(n)]) for net, t in ((f, x), (g, y)))
+            z, w = (
+                torch.cat([net(part) for part in torch.split(t, n)]) for net, t in ((f, x), (g, y))
+            )
         for net, t, gradient in zip((f, g), (x, y), _gradients(z, w), strict=True):
-            for part, rows in zip(t.split(n), gradient.split(n), strict=True):
+            for part, rows in zip(torch.split(t, n), torch.split(gradient, n), strict=True):
                 net(part).backward(rows)
 
     return step
@@ -41,11 +43,17 @@ def _in_turn(pull: Callable[..., None]) -> Callable[..., Step]:
     def make(f: nn.Module, g: nn.Module, x: Tensor, y: Tensor, n: int) -> Step:
         def step() -> None:
             with torch.no_grad():
-                pairs = [(f(a), g(b)) for a, b in zip(x.split(n), y.split(n), strict=True)]
+                pairs = [
+                    (f(a), g(b)) for a, b in zip(torch.split(x, n), torch.split(y, n), strict=True)
+                ]
             z, w = (torch.cat(part) for part in zip(*pairs, strict=True))
             of_z, of_w = _gradients(z, w)
             for a, b, c, d in zip(
-                x.split(n), y.split(n), of_z.split(n), of_w.split(n), strict=True
+                torch.split(x, n),
+                torch.split(y, n),
+                torch.split(of_z, n),
+                torch.split(of_w, n),
+                strict=True,
             ):
                 pull(f, g, a, b, c, d)
 
@@ -55,8 +63,8 @@ def _in_turn(pull: Callable[..., None]) -> Callable[..., Step]:
 
 
 def _each(f: nn.Module, g: nn.Module, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
-    f(a).backward(c)  # type: ignore[no-untyped-call]
-    g(b).backward(d)  # type: ignore[no-untyped-call]
+    f(a).backward(c)
+    g(b).backward(d)
 
 
 def _both(f: nn.Module, g: nn.Module, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> None:
