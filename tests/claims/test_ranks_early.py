@@ -11,6 +11,8 @@ import torch
 from tests.oracle import assert_exact, same, snapshot, state_after, state_of
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -285,28 +287,45 @@ class Switching(Net):
         return self.last(h if self.kind == "one" else self.middle(h).tanh())
 
 
-def switched(shard: Callable[[Tensor], Tensor], run: Callable[..., Any]) -> list[dict[str, Tensor]]:
+def switched(
+    shard: Callable[[Tensor], Tensor], run: Callable[..., Any], uses_of: tuple[str, ...] = USES
+) -> list[dict[str, Tensor]]:
     """Return loss and gradients of each step; they are added to what every second one has left."""
     torch.manual_seed(4)
     model, y = Switching("both").double(), torch.randint(3, (N,))
     step, found = run(model), []
-    for at, uses in enumerate(USES):
+    for at, uses in enumerate(uses_of):
         model.kind, x = uses, torch.randn(N, 5).double()
         if at % 2 == 0:
             model.zero_grad()
         loss = step(shard(x), shard(y))
-        found.append({n: g.to_dense() for n, g in state_of(model, loss).items()})
+        found.append({n: whole(g) for n, g in state_of(model, loss).items()})
     return found
 
 
-def switching(rank: int, _size: int) -> list[dict[str, Tensor]]:
+def whole(tensor: Any) -> Tensor:
+    """Return a tensor dense, and gathered where it is spread."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.to_dense()
+
+
+SPREAD = tuple(uses for uses in USES if uses != "table")
+"""Without a table: a sparse gradient of what is spread is refused."""
+
+
+def switching(rank: int, _size: int, spread: bool) -> list[dict[str, Tensor]]:
     def run(model: nn.Module) -> Callable[..., Tensor]:
+        if spread:
+            fully_shard(model)
         return Engine(model, loss_of("plain"), micro_batch=MICRO).backward
 
-    return switched(partial(sliced, rank), run)
+    return switched(partial(sliced, rank), run, SPREAD if spread else USES)
 
 
-def test_a_layer_that_takes_part_in_some_steps_only_has_a_gradient_in_those(workers: Pool) -> None:
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_layer_that_takes_part_in_some_steps_only_has_a_gradient_in_those(
+    workers: Pool, spread: bool
+) -> None:
     def run(model: nn.Module) -> Callable[..., Tensor]:
         def step(x: Tensor, y: Tensor) -> Tensor:
             loss: Tensor = loss_of("plain")(model(x), y)
@@ -315,8 +334,8 @@ def test_a_layer_that_takes_part_in_some_steps_only_has_a_gradient_in_those(work
 
         return step
 
-    want = switched(lambda tensor: tensor, run)
-    for found in workers.run(switching):
+    want = switched(lambda tensor: tensor, run, SPREAD if spread else USES)
+    for found in workers.run(switching, spread):
         for got, true in zip(found, want, strict=True):
             assert_exact(got, true)
 
