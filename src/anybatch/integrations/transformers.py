@@ -161,8 +161,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         prediction_loss_only: bool,  # noqa: FBT001 it is the Trainer's own method
         ignore_keys: list[str] | None = None,
     ) -> Outcome:
-        """Return loss, outputs and labels of a batch, in parts that fit where a budget is named."""
-        if may_divide(self, model, inputs) and any(v is not None for v in self._asked.values()):
+        """Return loss, outputs and labels of a batch, in parts that fit where a budget is named.
+
+        A class that evaluates in its own way, such as one that generates, does so.
+        """
+        step = super().prediction_step
+        plain = getattr(step, "__func__", None) is transformers.Trainer.prediction_step
+        asked = any(value is not None for value in self._asked.values())
+        if plain and asked and may_divide(self, model, inputs):
             with (
                 plain_forward(model),
                 self.accelerator.autocast(),
@@ -173,7 +179,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 )
             if found is not None:
                 return found
-        own: Outcome = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        own: Outcome = step(model, inputs, prediction_loss_only, ignore_keys)
         return own
 
     def _evaluation_of(self, model: nn.Module) -> Evaluation:
