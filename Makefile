@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
-# Test processes with one thread each are faster than one process with several; 3 of them keep two
-# processors busy while one waits for a child. Children start faster where bytecode is kept.
+# Test processes with one thread each are faster than one process with several; 4 of them keep two
+# processors busy while some wait for a child. Children start faster where bytecode is kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test soak bench gpu-check docs site matrix clean
@@ -26,7 +26,7 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder  # a file's fixtures are made once
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder  # a file's fixtures are made once
 
 soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak
