@@ -273,3 +273,23 @@ def test_what_is_used_on_its_way_out_waits_until_it_has_been_copied() -> None:
     hold.settle()
     assert (hold.here, hold.touched, hold.waiting) == (1024, 1024, 0)
     hold.close()
+
+
+def test_what_dies_when_its_copy_has_ended_is_forgotten_at_once() -> None:
+    store = Slow()
+    hold, gone = Hold(store, CPU, []), torch.zeros(KIB)
+    key = int(gone.untyped_storage()._cdata)
+    hold.add(key, gone.untyped_storage(), gone.nbytes, 0, 1, 1)
+    held = hold.all[key]
+    hold.send_away(key, held)
+    hold.bring_back(key, held)  # it is used after all, and then dropped: only its copy holds it
+    job = held.job
+    assert job is not None
+    del gone
+    hold.settle()
+    assert key in hold.movable
+    store.go.set()
+    hold._copier.wait(job)
+    hold.settle()
+    assert (hold.stirred(), hold.here, hold.all, hold.movable) == (False, 0, {}, {})
+    hold.close()

@@ -106,26 +106,32 @@ class Hold:
 
     def settle(self) -> None:
         """Forget what has died, and give back the memory of what has been copied out."""
-        while self._dead:  # the garbage collector may come in the middle of anything
-            key = self._dead.popleft()
-            held = self.all.pop(key, None)
-            if held is not None:
-                self._numbered.pop((held.lane, held.number), None)
-                self._discount(key, held)
-                self.forget_copy(key, held)
-        while self._moving and self._moving[0][2].done:
-            key, held, job = self._moving.popleft()
-            job.work = None  # with what it holds: here, where the bytes are counted
-            if held.job is job:
-                held.job = None
-                self._free(key, held)
-                if job.error is not None:
-                    self._failed(key, held)
-                self._copier.wait(job)
-                if held.state == LEAVING:
-                    self._empty(key, held)
-                elif held.state == COMING:
-                    held.state = HERE
+        while self.stirred():  # what a copy has held may die with it
+            while self._dead:  # the garbage collector may come in the middle of anything
+                self._bury(self._dead.popleft())
+            while self._moving and self._moving[0][2].done:
+                self._moved(*self._moving.popleft())
+
+    def _bury(self, key: int) -> None:
+        held = self.all.pop(key, None)
+        if held is not None:
+            self._numbered.pop((held.lane, held.number), None)
+            self._discount(key, held)
+            self.forget_copy(key, held)
+
+    def _moved(self, key: int, held: Held, job: Job) -> None:
+        """Take in that a copy has ended."""
+        job.work = None  # with what it holds: here, where the bytes are counted
+        if held.job is job:
+            held.job = None
+            self._free(key, held)
+            if job.error is not None:
+                self._failed(key, held)
+            self._copier.wait(job)
+            if held.state == LEAVING:
+                self._empty(key, held)
+            elif held.state == COMING:
+                held.state = HERE
 
     def stirred(self) -> bool:
         """Say whether there is something to settle."""

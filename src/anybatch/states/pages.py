@@ -160,6 +160,8 @@ class Pages:
     def _evict(self, beyond: int) -> bool:
         """Let what is used again last leave, if that is beyond a place; say whether there was."""
         hold, order = self._hold, self._order
+        if hold.stirred():  # what has died cannot leave
+            hold.settle()
         best, last = None, (beyond, 0)
         for key, held in hold.movable.items():
             if held.used < self._clock and held.state in (HERE, COMING):

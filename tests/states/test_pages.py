@@ -1,0 +1,40 @@
+"""Pages that come and go, and what dies in the middle of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from anybatch.hold import Hold
+from anybatch.states.pages import Pages
+from anybatch.stores import HostStore
+
+ROWS = 256
+BYTES = 4 * ROWS
+
+
+def test_what_dies_while_room_is_made_is_not_asked_to_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hold = Hold(HostStore(), torch.device("cpu"), [])
+    pages, alive = Pages(hold, 3 * BYTES, 1), {n: torch.full((ROWS,), float(n)) for n in range(4)}
+    keys = {}
+    for number, tensor in alive.items():
+        keys[number] = int(tensor.untyped_storage()._cdata)
+        pages.add(keys[number], tensor.untyped_storage(), 0, number)
+    assert hold.all[keys[0]].storage().nbytes() == 0  # it made room for the last one
+    asked, orders = 0, pages._order.next
+
+    def collected(item: tuple[int, int]) -> int:
+        """Answer as ever; the garbage collector comes at the first question."""
+        nonlocal asked
+        asked += 1
+        assert asked < 20, "nobody leaves, and it is asked for ever"
+        alive.pop(1, None)
+        return orders(item)
+
+    monkeypatch.setattr(pages._order, "next", collected)
+    pages.use([(keys[0], False)], "a kernel")
+    assert torch.equal(alive[0], torch.zeros(ROWS))
+    hold.close()
+    assert all(torch.equal(t, torch.full((ROWS,), float(n))) for n, t in alive.items())
