@@ -19,6 +19,8 @@ $(PEERS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $@
 
+HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+
 demo: $(READY)  ## train digits at batch 1024 in micro-batches of 64 and show the table
 	$(BIN)/python -m benchmarks.mbs.demo.run
 
@@ -26,7 +28,7 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder  # a file's fixtures are made once
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(HANGS)  # a file's fixtures are made once
 
 soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak
