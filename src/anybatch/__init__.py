@@ -8,6 +8,7 @@ from anybatch._profile import profile
 from anybatch._states import OffloadedStates, StatesReport, offload_states
 from anybatch.batch import LazyBatch
 from anybatch.conv.chooser import Convolutions
+from anybatch.encoders import Encoders
 from anybatch.engine import Engine
 from anybatch.errors import (
     AnybatchError,
@@ -40,6 +41,7 @@ __all__ = [
     "BatchError",
     "BudgetError",
     "Convolutions",
+    "Encoders",
     "Engine",
     "LaneMismatchError",
     "LazyBatch",

@@ -51,6 +51,23 @@ class ForwardBuffers:
         for state, _ in self._left or ():
             state.put_back()
 
+    def leave(self) -> None:
+        """Leave the buffers that forward moves as a whole forward did."""
+        for state, values in self._left or ():
+            if values is not None:
+                _give(state, values)
+
+    def told(self) -> dict[str, Tensor]:
+        """Return what forward has moved, by path, on the host."""
+        left = self._left or ()
+        return {state.path: values.cpu() for state, values in left if values is not None}
+
+    def hear(self, told: Mapping[str, Tensor]) -> None:
+        """Take what forward has moved elsewhere: here it has not run."""
+        for state in self._kept:
+            if state.path in told:
+                _give(state, told[state.path])
+
     def after(self) -> None:
         """Check that forward moved what it moved before, to the same values.
 
@@ -138,6 +155,15 @@ def put_back_moved(states: list[BufferState]) -> None:
     for state in states:
         if state.moved():
             state.put_back()
+
+
+def _give(state: BufferState, values: Tensor) -> None:
+    now = state.now()
+    if now is None or now.shape != values.shape:
+        device = values.device if now is None else now.device
+        state.module._buffers[state.name] = values.to(device, copy=True)
+    else:
+        now.copy_(values)
 
 
 def _copy(state: BufferState) -> Tensor | None:

@@ -10,11 +10,15 @@ but the last, whose graph is still there when the loss has been taken.
              loss(all outputs), backward        d loss / d outputs;  backward of mu_2
     pass 2:  forward mu_0, backward(its rows);  mu_1                 the same samples and dice
 
+Encoders that do not meet before the loss are run in parts (`anybatch.parts`): the graph of the last
+micro-batch is that of its last part, and pass 2 runs the others.
+
 Source: the chain rule; as gradient caching, Gao et al. 2021, section 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, islice
 from typing import Any
 
@@ -25,6 +29,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
 from anybatch.coupled import Taken, loss_of_all, value_of_all
 from anybatch.errors import NotReproducibleError
+from anybatch.parts import Parts
 from anybatch.ranks.everyone import Rows
 from anybatch.retry import StartOverError, attempt, in_pieces
 from anybatch.rng import Dice
@@ -61,11 +66,12 @@ def gather(step: Step) -> Tensor:
         loss, end, statistics = taken.loss, Dice.now(), step.buffers.statistics()
         backwards = Backwards(step, first, taken, end)
         del taken
-        stop = backwards.last()
+        backwards.last()
         step.buffers.restart()
-        if stop:
+        if backwards.stop:
             step.put_back(start)
-            backwards.second_pass(stop)
+            backwards.second_pass()
+        step.buffers.leave()  # the last forward may have been in pass 1, or of some parts only
         check_trains(backwards.trained)
         if step.draws is None:
             step.put_back(end)
@@ -83,7 +89,9 @@ class FirstPass:
         targets: of the whole batch.
         sizes: for each micro-batch that was loaded, the sizes it was computed in.
         prints: a fingerprint of each micro-batch of samples that are loaded again.
-        graph: the outputs of the last with their graph, until its backward takes them.
+        parts: into how many parts a forward falls.
+        graph: the outputs of the last part of the last micro-batch with their graph, until its
+            backward takes them.
     """
 
     def __init__(self, step: Step) -> None:
@@ -91,6 +99,7 @@ class FirstPass:
         self.targets: Any = []
         self.sizes: list[list[int]] = []
         self.prints: list[int | None] = []
+        self.parts = 1
         self.graph: list[Any] = []
         self._step = step
         self._done = 0
@@ -125,13 +134,14 @@ class FirstPass:
         step = self._step
         last = self._done + micro.size == step.batch.size
         ends = last and step.away is None  # else its graph would wait on the device for the loss
-        with torch.set_grad_enabled(step.gradients is not None and ends):
-            step.forget_casts()
-            out = step.forward(micro)
+        parts = Parts(step, micro.inputs)
+        found = parts.outputs(micro, graph=step.gradients is not None and ends)
+        out = parts.joined(found)
         if not self.outputs:
             step.check_structure(out)
         if ends:
-            self.graph.append(out)
+            self.graph.append(found[-1])
+        self.parts = len(parts)
         self.outputs.append(tree.map_tensors(Tensor.detach, out))
         self.targets.append(micro.targets)
         self.sizes[-1].append(micro.size)
@@ -143,6 +153,7 @@ class Backwards:
 
     Attributes:
         trained: how many outputs had a gradient to take.
+        stop: the row where pass 2 ends.
     """
 
     def __init__(
@@ -153,31 +164,33 @@ class Backwards:
         dice: Dice,
     ) -> None:
         self.trained = 0
+        self.stop = self._whole = step.batch.size
         self._dice = dice
         self._step, self._first, self._gradients = step, first, taken.gradients
         self._before = taken.begin  # rows of ranks before this one
         self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
         self._begin = 0
 
-    def last(self) -> int:
-        """Run the backward of the graph, if one is there; return the row where pass 2 ends.
+    def last(self) -> None:
+        """Run the backward of the graph, if one is there and memory does not run out for it.
 
-        That is the last row where there is none, or where memory runs out for it.
+        The rows of its micro-batch are done then, or lack all parts but the last.
         """
-        step = self._step
-        if not self._first.graph:
-            return step.batch.size
+        step, first = self._step, self._first
+        if not first.graph:
+            return
         moment = step.moment()
         failure = attempt(step, self._pull_last)
-        if failure is None:
-            return step.batch.size - self._first.flat[-1]
-        step.go_back(moment, failure)
-        return step.batch.size
+        if failure is not None:
+            step.go_back(moment, failure)
+            return
+        self._whole = step.batch.size - first.flat[-1]
+        self.stop = step.batch.size if first.parts > 1 else self._whole
 
-    def second_pass(self, stop: int) -> None:
+    def second_pass(self) -> None:
         """Run the micro-batches up to row `stop` again."""
         step, first = self._step, self._first
-        loaded = islice(step.feed(), count_micro_batches(stop, step.micro_batch))
+        loaded = islice(step.feed(), count_micro_batches(self.stop, step.micro_batch))
         for micro, sizes, fingerprint in zip(loaded, first.sizes, first.prints, strict=False):
             if fingerprint is not None and micro.fingerprint() != fingerprint:
                 raise NotReproducibleError(
@@ -186,41 +199,93 @@ class Backwards:
                     "generator, or declare the loss by Loss.per_sample or Loss.ratio, which needs "
                     "one pass"
                 )
-            whole = self._begin + micro.size <= stop
+            whole = self._begin + micro.size <= self.stop
             in_pieces(step, micro, step.under(self._again), sizes if whole else sizes[:-1])
 
     def _pull_last(self) -> None:
         first, step = self._first, self._step
-        begin = step.batch.size - first.flat[-1]
-        roots = shares(step, first.graph.pop(), self._gradients, self._before + begin)
-        self.trained += step.pull(*roots)
+        begin = self._before + step.batch.size - first.flat[-1]
+        graph = first.graph.pop()
+        place = len(self._gradients) - sum(1 for _ in tree.tensors(graph))
+        self.trained += step.pull(*shares(step, graph, self._gradients, begin, place))
 
     def _again(self, micro: MicroBatch) -> None:
         step, begin = self._step, self._begin
-        smaller = self._sizes.get(begin) != micro.size
-        out = step.forward(micro)
-        path = _difference(out, step.rows(self._first.outputs, begin, micro.size, step.batch.size))
+        before = step.rows(self._first.outputs, begin, micro.size, step.batch.size)
+        kept = [tensor for _, tensor in tree.tensors(before)]
+
+        def check(out: Any, place: int) -> None:
+            self._compare(out, kept[place:], micro)
+            if step.draws is not None:  # a backward of the whole batch comes after its loss
+                step.put_back(self._dice)
+
+        early = begin >= self._whole
+        self.trained += pull(
+            step, micro, self._gradients, self._before + begin, check=check, early=early
+        )
+        self._begin += micro.size
+
+    def _compare(self, out: Any, before: list[Tensor], micro: MicroBatch) -> None:
+        """Require that the outputs of a part are those of the first pass."""
+        step = self._step
+        smaller = self._sizes.get(self._begin) != micro.size
+        path = _difference(out, before)
         if smaller and (path is not None or (step.draws is None and step.drew())):
             raise StartOverError  # these draws, or these statistics, are not those of pass 1
         if path is not None:
             raise _not_reproducible(path)
-        if step.draws is not None:  # a backward of the whole batch comes after its loss
-            step.put_back(self._dice)
-        trained = step.pull(*shares(step, out, self._gradients, self._before + begin))
-        self.trained += trained
-        self._begin += micro.size
+
+
+def pull(
+    step: Step,
+    micro: MicroBatch,
+    gradients: list[Tensor | None],
+    begin: int,
+    *,
+    check: Callable[[Any, int], None] = lambda _out, _place: None,
+    early: bool = False,
+) -> int:
+    """Run a micro-batch of the second pass, part by part; return how many outputs had a gradient.
+
+    Args:
+        step: the step.
+        micro: its rows.
+        gradients: of all outputs of all samples.
+        begin: the first row.
+        check: told the outputs of a part, and the place of the first tensor, before its backward.
+        early: the last part is done already. Default False.
+    """
+    parts, trained, place = Parts(step, micro.inputs), 0, 0
+    for at in range(len(parts) - early):
+        out = parts.forward(micro, at)
+        check(out, place)
+        trained += step.flow(*shares(step, out, gradients, begin, place))
+        place += sum(1 for _ in tree.tensors(out))
+        del out
+    if trained:
+        step.collect()
+    return trained
 
 
 def shares(
-    step: Step, outputs: Any, gradients: list[Tensor | None], begin: int
+    step: Step, outputs: Any, gradients: list[Tensor | None], begin: int, place: int = 0
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the output tensors that the loss depends on, and their rows of its gradient.
 
     An output without samples is the same for all micro-batches: the first one hands it back.
+
+    Args:
+        step: the step.
+        outputs: of a micro-batch, or a part of them.
+        gradients: of all outputs of all samples.
+        begin: the first row.
+        place: of the first tensor of `outputs` among all. Default 0.
     """
     roots, shares = [], []
-    for (_, tensor), gradient, axis in zip(
-        tree.tensors(outputs), gradients, step.layout or (), strict=True
+    tensors = [tensor for _, tensor in tree.tensors(outputs)]
+    here = slice(place, place + len(tensors))
+    for tensor, gradient, axis in zip(
+        tensors, gradients[here], (step.layout or ())[here], strict=True
     ):
         if gradient is None or (axis is None and begin > 0):
             continue
@@ -239,10 +304,10 @@ def _show_all(step: Step, first: FirstPass) -> None:
         begin += size
 
 
-def _difference(outputs: Any, before: Any) -> str | None:
+def _difference(outputs: Any, before: list[Tensor]) -> str | None:
     """Return the path of an output that differs between the passes, if one does."""
-    pairs = zip(tree.tensors(outputs, "outputs"), tree.tensors(before), strict=True)
-    return next((path for (path, now), (_, then) in pairs if not _same(now, then)), None)
+    pairs = zip(tree.tensors(outputs, "outputs"), before, strict=False)  # more are of later parts
+    return next((path for (path, now), then in pairs if not _same(now, then)), None)
 
 
 def _same(now: Tensor, before: Tensor) -> bool:

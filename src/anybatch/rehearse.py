@@ -32,7 +32,7 @@ from anybatch.coupled import loss_of_all, value_of_all
 from anybatch.device import Link
 from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
-from anybatch.gather import COUPLED, shares
+from anybatch.gather import COUPLED, pull, shares
 from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.kinds import bytes_of
@@ -41,6 +41,7 @@ from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.paged import TAKES, uncounted
+from anybatch.parts import Parts
 from anybatch.ranks.everyone import Rows
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
@@ -220,7 +221,8 @@ def _gathered(step: Step, case: Case) -> None:
         outputs = step.forward(first)
     size = max(step.batch.size, first.size)
     kept = _rows_of_all(step, outputs, size)
-    last = [step.forward(first)] if step.away is None else []
+    parts, trains = Parts(step, first.inputs), step.gradients is not None
+    last = parts.outputs(first, graph=trains)[-1:] if step.away is None else []
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
     every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
     del kept
@@ -236,12 +238,13 @@ def _gathered(step: Step, case: Case) -> None:
         return
     taken = loss_of_all(step, whole)
     for graph in last:
-        step.pull(*shares(step, graph, taken.gradients, 0))
+        place = len(taken.gradients) - sum(1 for _ in tree.tensors(graph))
+        step.pull(*shares(step, graph, taken.gradients, 0, place))
         del graph
     last.clear()
 
     def again(micro: MicroBatch) -> None:
-        step.pull(*shares(step, step.forward(micro), taken.gradients, 0))
+        pull(step, micro, taken.gradients, 0)
 
     for micro in chain([first], micro_batches):
         step.under(again)(micro)

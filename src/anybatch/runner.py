@@ -216,6 +216,7 @@ class Runner:
         """Run the step and deliver it, or raise: until then the others may have it run again."""
         loss = self._once(step, modules, before)
         step.agree()
+        step.everyone.moves(step.buffers)
         step.deliver()
         return loss
 

@@ -233,15 +233,23 @@ class Step:
         if self.layout and len(self.layout) != sum(1 for _ in tree.tensors(outputs)):
             raise OutputsChangedError
 
-    def forward(self, micro: MicroBatch) -> Any:
-        """Run the model on a micro-batch, its buffers as the undivided batch would find them."""
+    def forward(self, micro: MicroBatch, *, begins: bool = True, ends: bool = True) -> Any:
+        """Run the model on a micro-batch, its buffers as the undivided batch would find them.
+
+        Args:
+            micro: the rows.
+            begins: nothing of their forward has been run.
+            ends: nothing of it is left to run.
+        """
         if not self.divided:
             return call_model(self.model, micro.inputs)
         if self.copies:
             micro = copied(micro)
-        self.buffers.before()
+        if begins:
+            self.buffers.before()
         outputs = self.call(micro, self.draws)
-        self.buffers.after()
+        if ends:
+            self.buffers.after()
         return outputs
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
@@ -282,6 +290,15 @@ class Step:
 
         Roots without a graph are left out. Where `into` is given, no other leaf gets anything.
         """
+        flowed = self.flow(roots, gradients, into)
+        if flowed:
+            self.collect()
+        return flowed
+
+    def flow(
+        self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
+    ) -> int:
+        """Do the same for a part of a micro-batch, which is in no sum before `collect`."""
         pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
         if self.gradients is None or not pairs:
             return 0
@@ -290,9 +307,13 @@ class Step:
         with _outside_autocast(pairs[0][0].device.type):
             self.phase = "backward"
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
+        return len(pairs)
+
+    def collect(self) -> None:
+        """Take what has flowed back from a micro-batch into the sum."""
+        assert self.gradients is not None
         self.phase = "summed"
         self.gradients.collect()
-        return len(pairs)
 
     def offer(self) -> None:
         """Offer other ranks to send gradients before the last backward has ended.

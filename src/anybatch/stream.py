@@ -22,8 +22,10 @@ from anybatch.fakes import is_fake
 from anybatch.gradients import HALF
 from anybatch.loss.declared import Number, Part, Total
 from anybatch.loss.watched import NotAPartError
+from anybatch.parts import Parts
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.retry import in_pieces
+from anybatch.rng import Dice
 from anybatch.step import Step, check_trains
 
 
@@ -41,6 +43,8 @@ def stream(step: Step) -> Tensor | None:
     streaming = Streaming(step)
     step.offer()
     try:
+        if step.loss.couples and step.batch.size:
+            normalization(step, None)
         for micro in step.feed():  # 8
             in_pieces(step, micro, step.under(streaming.train))
         normalize = streaming.normalize or normalization(step, [])
@@ -69,6 +73,8 @@ class Streaming:
             NotAPartError: the loss couples samples.
         """
         step = self.step
+        if self.normalize is None and step.discover is not None:
+            self._refuse_coupled(micro)
         outputs = step.forward(micro)  # 9
         normalize = self.normalize or self._first(outputs, micro)
         parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
@@ -78,6 +84,19 @@ class Streaming:
         normalize.count()
         self.trained += trained
         step.show(outputs, micro)
+
+    def _refuse_coupled(self, micro: MicroBatch) -> None:
+        """Find out without a graph where only one part of it fits, if the loss couples samples."""
+        step = self.step
+        if len(Parts(step, micro.inputs)) == 1:
+            return
+        dice = Dice.now()
+        with torch.no_grad():
+            coupled = step.loss.totals(step.scope(step.forward(micro), micro)) is None
+        step.forget_casts()
+        dice.put_back()
+        if coupled:
+            normalization(step, None)
 
     def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
         """Find what the loss of the whole batch is divided by, from its first outputs."""

@@ -59,9 +59,9 @@ def contrastive(
         LossError: at the first step, where the model returns something else, or there are targets.
 
     Example:
-        >>> model = anybatch.joint(lambda f, g, s, x, y: (f(x), g(y), s()), image, text, scale)
+        >>> model = anybatch.Encoders({"image": vision, "text": language}, scale=1 / 0.07)
         >>> engine = anybatch.Engine(model, anybatch.contrastive(symmetric=True), memory="8GiB")
-        >>> engine.backward((images, texts))
+        >>> engine.backward({"image": images, "text": texts})
     """
     if isinstance(temperature, Tensor):
         raise ValueError(
@@ -83,6 +83,8 @@ class Contrastive(Loss):
         symmetric: as there.
         within: as there.
     """
+
+    couples = True
 
     def __init__(self, temperature: float | None, *, symmetric: bool, within: bool) -> None:
         self.name = "contrastive: NT-Xent" if symmetric and within else "contrastive"

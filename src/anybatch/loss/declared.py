@@ -90,6 +90,8 @@ class Loss(ABC):
     name: str
     takes_outputs = True
     """Whether the loss is computed from the outputs; else the outputs hold it."""
+    couples = False
+    """Whether samples meet in it, whatever the outputs are."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:

@@ -7,7 +7,7 @@ are all outputs, what do gradients add up to. `Alone` answers them for one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +37,16 @@ class Rows(NamedTuple):
     size: int
     begin: int
     leads: bool
+
+
+class Moved(Protocol):
+    """Buffers that forward moves, alike on every rank that has samples."""
+
+    def told(self) -> dict[str, Tensor]:
+        """Return them by path, on the host."""
+
+    def hear(self, told: Mapping[str, Tensor]) -> None:
+        """Take those of another rank."""
 
 
 class Everyone(Protocol):
@@ -127,6 +137,9 @@ class Everyone(Protocol):
     def anew(self) -> None:
         """Forget what was told: all ranks run the step again."""
 
+    def moves(self, buffers: Moved) -> None:
+        """Have ranks without samples take, at the end, what forward has moved on the others."""
+
     def end(self) -> Amended:
         """Wait until all have come to the end of the step; return what sums are others."""
 
@@ -199,6 +212,9 @@ class Alone:
 
     def anew(self) -> None:
         """Forget nothing."""
+
+    def moves(self, buffers: Moved) -> None:
+        """Tell nobody."""
 
     def end(self) -> Amended:
         """Wait for nobody."""

@@ -30,7 +30,7 @@ from anybatch.ranks.alike import Alike
 from anybatch.ranks.beginning import Beginning, Habit, Here, UnexpectedError
 from anybatch.ranks.denominators import counted, packed
 from anybatch.ranks.dice import drawn_apart
-from anybatch.ranks.everyone import Amended, Layout, Rows, Take
+from anybatch.ranks.everyone import Amended, Layout, Moved, Rows, Take
 from anybatch.ranks.gradients import AddedTwiceError, Sums
 from anybatch.ranks.pieces import Pieces
 from anybatch.ranks.rows import joined_rows, rows_of_all
@@ -103,6 +103,7 @@ class Ranks:
         self._shared = self._ending = self._begun = False
         self._sums: Sums | None = None
         self._loss: tuple[Tensor, Tensor] | None = None
+        self._moves: Moved | None = None
         self._expected = self._habit.expected(self._facts, unison.group.rank)
         if self._expected is None:
             with unison.met():
@@ -287,6 +288,10 @@ class Ranks:
         self._counted, self._offered, self._sums, self._loss = [], None, None, None
         self._shared = self._ending = False
 
+    def moves(self, buffers: Moved) -> None:
+        """Have ranks without samples take, at the end, what forward has moved on the others."""
+        self._moves = buffers
+
     @meets
     def end(self) -> Amended:
         """Wait until all have come to the end of the step; return the sums that are others.
@@ -294,6 +299,14 @@ class Ranks:
         Raises:
             RanksAgainError: the step has to be run again.
         """
+        amended = self._end()
+        if self._moves is not None and not all(self._sizes):
+            told = self._unison.told(self._moves.told(), self._first)
+            if not self._here.size:
+                self._moves.hear(told)
+        return amended
+
+    def _end(self) -> Amended:
         sums, loss = self._sums, self._loss
         numbers = [] if sums is None else sums.kinds
         numbers = numbers if loss is None else [*numbers, float(loss[0])]

@@ -1,0 +1,76 @@
+"""The forward of a micro-batch in parts that do not meet, so that one graph is there at a time.
+
+A loss of all outputs has been taken when the second pass begins (`anybatch.gather`), so backward
+asks for no output but its own. Where a model is `Encoders`, what one of them has saved is free
+before the next one runs; any other model is one part.
+
+    whole:  image ─ text ─ backward of both      parts:  image ─ backward │ text ─ backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from anybatch.batch import MicroBatch
+from anybatch.encoders import SCALE, Encoders
+from anybatch.step import Step
+
+
+class Parts:
+    """Into what the forward of a micro-batch falls, in order; `len` is how many parts there are.
+
+    Args:
+        step: its model is asked.
+        inputs: of any micro-batch.
+    """
+
+    def __init__(self, step: Step, inputs: Any) -> None:
+        self._step, self._names = step, _names(step, inputs)
+
+    def __len__(self) -> int:
+        return max(len(self._names), 1)
+
+    def forward(self, micro: MicroBatch, at: int) -> Any:
+        """Run part `at`, the parts before it having been run; return its outputs."""
+        if not self._names:
+            return self._step.forward(micro)
+        name = self._names[at]
+        micro = replace(micro, inputs={name: micro.inputs[name]})
+        outputs = self._step.forward(micro, begins=at == 0, ends=at == len(self) - 1)
+        if at:  # a scale comes with the first one
+            outputs.pop(SCALE, None)
+        return outputs
+
+    def outputs(self, micro: MicroBatch, *, graph: bool) -> list[Any]:
+        """Run all parts without graphs, but for the last where `graph` is asked for."""
+        found = []
+        for at in range(len(self)):
+            with torch.set_grad_enabled(graph and at + 1 == len(self)):
+                self._step.forget_casts()
+                found.append(self.forward(micro, at))
+        return found
+
+    def joined(self, outputs: list[Any]) -> Any:
+        """Return what the model returns, of the outputs of all parts."""
+        if not self._names:
+            return outputs[0]
+        return {name: found for part in outputs for name, found in part.items()}
+
+
+def _names(step: Step, inputs: Any) -> list[str]:
+    """Return the names of the encoders that are run, in order; none where the model is one part.
+
+    It is one part where somebody may want all outputs at once, and where draws of the whole batch
+    are made in the order of its forward.
+    """
+    model = step.model
+    if not isinstance(model, Encoders) or not isinstance(inputs, Mapping):
+        return []
+    hooks = model._forward_hooks or model._forward_pre_hooks or model._backward_hooks
+    if step.draws is not None or hooks or type(model).forward is not Encoders.forward:
+        return []
+    return [name for name in model.encoders if name in inputs]
