@@ -13,12 +13,14 @@ from time import perf_counter
 
 import torch
 
+from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.case import Case, few
 from anybatch.device import link_to
 from anybatch.discover import discoverer
 from anybatch.gradients import Gradients
 from anybatch.memory_errors import out_of_memory
+from anybatch.parts import Parts
 from anybatch.rehearse import Look, make_step, put_back, unharmed
 from anybatch.step import Away, Step
 
@@ -68,7 +70,7 @@ def seconds(
             step = make_step(case, link_to(case.device), n, gradients, 1)
             step.layout, step.copies = seen.layout, seen.copies
             step.discover = discoverer(step, before)
-            step.away = away
+            step.away, step.coupled = away, seen.coupled and not alone
             (micro,) = step.feed()
 
             def once() -> float:
@@ -122,12 +124,24 @@ def _timed(step: Step, micro: MicroBatch) -> float:
     start = perf_counter()
 
     def train(micro: MicroBatch) -> None:
+        parts = Parts(step, micro.inputs)
+        if step.coupled and len(parts) > 1:
+            _train_in_parts(step, parts, micro)
+            return
         loss = step.loss.whole(step.forward(micro), micro)
         step.backward([loss], [torch.ones_like(loss)])
 
     step.under(train)(micro)
     finish(step.device)
     return perf_counter() - start
+
+
+def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:
+    """Run each part, and backward from it: where a loss of all outputs begins is another matter."""
+    for at in range(len(parts)):
+        roots = [t for _, t in tree.tensors(parts.forward(micro, at)) if t.requires_grad]
+        step.pull(roots, [torch.ones_like(root) for root in roots])
+        del roots
 
 
 def finish(device: torch.device) -> None:

@@ -19,11 +19,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import anybatch
-from anybatch import BatchError, Encoders, Engine, LazyBatch, NotReproducibleError, Plan
+from anybatch import BatchError, Encoders, Engine, LazyBatch, NotReproducibleError, Plan, probe
 from anybatch._memory import Memory
 from anybatch._plan import Away
+from anybatch.given import Given
 from anybatch.loss import tiles
+from anybatch.meter import Meter
+from anybatch.norm.adaptive import Fixed
 from anybatch.outofcore import execute
+from anybatch.rehearse import Look
 
 N, D, WIDTH = 22, 4, 6
 SIZES = (13, 0, 9)
@@ -464,3 +468,17 @@ def test_what_cannot_be_is_said() -> None:
         engine.backward({"pixels": rows["image"], "text": rows["text"]})
     with pytest.raises(anybatch.LossError, match="two or more embeddings"):
         engine.backward({"text": rows["text"]})
+
+
+def test_timing_a_micro_batch_holds_one_graph() -> None:
+    """What a plan times must not hold more than what it plans."""
+    parts = {
+        name: nn.Sequential(nn.Linear(8, 64), *(nn.Tanh() for _ in range(16))) for name in "ab"
+    }
+    model, rows = Encoders(parts), {name: torch.randn(256, 8) for name in "ab"}
+    given = Given(model, contrastive(), None, Fixed("exact"))
+    case = given.case(given.batch(rows, None), given.modules(), trains=True)
+    graph, seen = 16 * 64 * 64 * 4, Look((0, 0), copies=False, coupled=True)
+    with Meter(torch.device("cpu"), {"parameters": list(model.parameters())}) as meter:
+        assert probe.seconds(case, seen, 64) is not None
+    assert graph < meter.peak < 2 * graph
