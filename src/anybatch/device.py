@@ -68,7 +68,7 @@ class HostLink:
     def send(self, micro_batch: MicroBatch) -> Shipment:
         """Return the micro-batch; leaves that lie elsewhere are moved."""
         pair = (micro_batch.inputs, micro_batch.targets)
-        if all(tensor.device == self.device for _, tensor in tree.tensors(pair)):
+        if all(tensor.device == self.device for tensor in tree.flat(pair)):
             return Shipment(micro_batch)
         return Shipment(micro_batch.map(lambda tensor: tensor.to(self.device)))
 

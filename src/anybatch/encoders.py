@@ -72,14 +72,19 @@ class Encoders(nn.Module):
         Args:
             inputs: name -> what its encoder takes.
         """
+        encoders, scale = self.encoders, self.logit_scale
+        given = [name for name in encoders if name in inputs]
+        if not given or len(given) < len(inputs):
+            raise self._unknown(inputs)
+        found = {} if scale is None else {SCALE: scale.exp()}
+        for name in given:
+            found[name] = call_model(encoders[name], inputs[name])
+        return found
+
+    def _unknown(self, inputs: Mapping[str, Any]) -> BatchError:
         names = list(self.encoders)
-        unknown = [name for name in inputs if name not in self.encoders]
-        if unknown or not inputs:
-            came = ", ".join(map(repr, inputs)) or "nothing"
-            raise BatchError(
-                f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and "
-                f"{came} came: engine.backward({{{names[0]!r}: ...}})"
-            )
-        scale = {} if self.logit_scale is None else {SCALE: self.logit_scale.exp()}
-        given = [name for name in names if name in inputs]
-        return {**scale, **{n: call_model(self.encoders[n], inputs[n]) for n in given}}
+        came = ", ".join(map(repr, inputs)) or "nothing"
+        return BatchError(
+            f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and "
+            f"{came} came: engine.backward({{{names[0]!r}: ...}})"
+        )

@@ -169,6 +169,7 @@ class Backwards:
         self._step, self._first, self._gradients = step, first, taken.gradients
         self._before = taken.begin  # rows of ranks before this one
         self._sizes = dict(zip(accumulate(first.flat, initial=0), first.flat, strict=False))
+        self._kept = list(zip(tree.flat(first.outputs), step.layout or (), strict=True))
         self._begin = 0
 
     def last(self) -> None:
@@ -205,17 +206,15 @@ class Backwards:
     def _pull_last(self) -> None:
         first, step = self._first, self._step
         begin = self._before + step.batch.size - first.flat[-1]
-        graph = first.graph.pop()
-        place = len(self._gradients) - sum(1 for _ in tree.tensors(graph))
+        graph = tree.flat(first.graph.pop())
+        place = len(self._gradients) - len(graph)
         self.trained += step.pull(*shares(step, graph, self._gradients, begin, place))
 
     def _again(self, micro: MicroBatch) -> None:
         step, begin = self._step, self._begin
-        before = step.rows(self._first.outputs, begin, micro.size, step.batch.size)
-        kept = [tensor for _, tensor in tree.tensors(before)]
 
-        def check(out: Any, place: int) -> None:
-            self._compare(out, kept[place:], micro)
+        def check(found: list[Tensor], place: int) -> None:
+            self._compare(found, place, micro)
             if step.draws is not None:  # a backward of the whole batch comes after its loss
                 step.put_back(self._dice)
 
@@ -225,15 +224,20 @@ class Backwards:
         )
         self._begin += micro.size
 
-    def _compare(self, out: Any, before: list[Tensor], micro: MicroBatch) -> None:
+    def _compare(self, found: list[Tensor], place: int, micro: MicroBatch) -> None:
         """Require that the outputs of a part are those of the first pass."""
-        step = self._step
-        smaller = self._sizes.get(self._begin) != micro.size
-        path = _difference(out, before)
-        if smaller and (path is not None or (step.draws is None and step.drew())):
+        step, begin = self._step, self._begin
+        before = [
+            then if axis is None else then.narrow(axis, begin, micro.size)
+            for then, axis in self._kept[place : place + len(found)]
+        ]
+        smaller = self._sizes.get(begin) != micro.size
+        other = [at for at, pair in enumerate(zip(found, before, strict=True)) if not _same(*pair)]
+        if smaller and (other or (step.draws is None and step.drew())):
             raise StartOverError  # these draws, or these statistics, are not those of pass 1
-        if path is not None:
-            raise _not_reproducible(path)
+        if other:
+            paths = [path for path, _ in tree.tensors(self._first.outputs, "outputs")]
+            raise _not_reproducible(paths[place + other[0]])
 
 
 def pull(
@@ -242,7 +246,7 @@ def pull(
     gradients: list[Tensor | None],
     begin: int,
     *,
-    check: Callable[[Any, int], None] = lambda _out, _place: None,
+    check: Callable[[list[Tensor], int], None] = lambda _out, _place: None,
     early: bool = False,
 ) -> int:
     """Run a micro-batch of the second pass, part by part; return how many outputs had a gradient.
@@ -252,23 +256,27 @@ def pull(
         micro: its rows.
         gradients: of all outputs of all samples.
         begin: the first row.
-        check: told the outputs of a part, and the place of the first tensor, before its backward.
+        check: told the outputs of a part, and the place of the first, before its backward.
         early: the last part is done already. Default False.
     """
     parts, trained, place = Parts(step, micro.inputs), 0, 0
     for at in range(len(parts) - early):
-        out = parts.forward(micro, at)
-        check(out, place)
-        trained += step.flow(*shares(step, out, gradients, begin, place))
-        place += sum(1 for _ in tree.tensors(out))
-        del out
+        tensors = tree.flat(parts.forward(micro, at))
+        check(tensors, place)
+        trained += step.flow(*shares(step, tensors, gradients, begin, place))
+        place += len(tensors)
+        del tensors
     if trained:
         step.collect()
     return trained
 
 
 def shares(
-    step: Step, outputs: Any, gradients: list[Tensor | None], begin: int, place: int = 0
+    step: Step,
+    tensors: list[Tensor],
+    gradients: list[Tensor | None],
+    begin: int,
+    place: int = 0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the output tensors that the loss depends on, and their rows of its gradient.
 
@@ -276,13 +284,12 @@ def shares(
 
     Args:
         step: the step.
-        outputs: of a micro-batch, or a part of them.
+        tensors: the outputs of a micro-batch, or a part of them.
         gradients: of all outputs of all samples.
         begin: the first row.
-        place: of the first tensor of `outputs` among all. Default 0.
+        place: of the first of them among all. Default 0.
     """
     roots, shares = [], []
-    tensors = [tensor for _, tensor in tree.tensors(outputs)]
     here = slice(place, place + len(tensors))
     for tensor, gradient, axis in zip(
         tensors, gradients[here], (step.layout or ())[here], strict=True
@@ -296,18 +303,15 @@ def shares(
 
 
 def _show_all(step: Step, first: FirstPass) -> None:
+    if step.observe is None:
+        step.done += len(first.flat)
+        return
     begin = 0
     for size in first.flat:
         targets = tree.rows(first.targets, begin, begin + size, step.batch.size)
         outputs = step.rows(first.outputs, begin, size, step.batch.size)
         step.show(outputs, MicroBatch(None, targets, size))
         begin += size
-
-
-def _difference(outputs: Any, before: list[Tensor]) -> str | None:
-    """Return the path of an output that differs between the passes, if one does."""
-    pairs = zip(tree.tensors(outputs, "outputs"), before, strict=False)  # more are of later parts
-    return next((path for (path, now), then in pairs if not _same(now, then)), None)
 
 
 def _same(now: Tensor, before: Tensor) -> bool:

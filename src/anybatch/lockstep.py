@@ -172,7 +172,9 @@ class Together:
         )
         if step.draws is not None:
             step.draws.settle()
-        return shares(step, outputs, gradients, begin) if step.gradients is not None else ([], [])
+        if step.gradients is None:
+            return [], []
+        return shares(step, tree.flat(outputs), gradients, begin)
 
     def lose_nothing(self, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
         """Do what a rank without samples does: hear of the loss, and send zeros back."""

@@ -10,7 +10,6 @@ before the next one runs; any other model is one part.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Parts:
         if not self._names:
             return self._step.forward(micro)
         name = self._names[at]
-        micro = replace(micro, inputs={name: micro.inputs[name]})
+        micro = MicroBatch({name: micro.inputs[name]}, None, micro.size, micro.begin)
         outputs = self._step.forward(micro, begins=at == 0, ends=at == len(self) - 1)
         if at:  # a scale comes with the first one
             outputs.pop(SCALE, None)

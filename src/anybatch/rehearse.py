@@ -237,8 +237,8 @@ def _gathered(step: Step, case: Case) -> None:
         value_of_all(step, whole)
         return
     taken = loss_of_all(step, whole)
-    for graph in last:
-        place = len(taken.gradients) - sum(1 for _ in tree.tensors(graph))
+    for graph in map(tree.flat, last):
+        place = len(taken.gradients) - len(graph)
         step.pull(*shares(step, graph, taken.gradients, 0, place))
         del graph
     last.clear()

@@ -50,7 +50,8 @@ def in_pieces(
         Exception: `work` failed, and it is not for memory, or cannot be undone here, or a single
             sample was too much.
     """
-    todo = [micro] if sizes is None else [*cut(micro, sizes)][::-1]
+    whole = sizes is None or list(sizes) == [micro.size]
+    todo = [micro] if whole or sizes is None else [*cut(micro, sizes)][::-1]
     while todo:
         piece = todo.pop()
         if piece.size > step.limit:

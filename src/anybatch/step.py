@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -191,6 +191,11 @@ class Step:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
+    @cached_property
+    def where(self) -> str:
+        """The type of that device, which is asked for at every micro-batch."""
+        return self.device.type
+
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""
         known = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
@@ -230,7 +235,7 @@ class Step:
 
     def check_structure(self, outputs: Any) -> None:
         """Raise `OutputsChangedError` where the outputs are not those that were looked at."""
-        if self.layout and len(self.layout) != sum(1 for _ in tree.tensors(outputs)):
+        if self.layout and len(self.layout) != len(tree.flat(outputs)):
             raise OutputsChangedError
 
     def forward(self, micro: MicroBatch, *, begins: bool = True, ends: bool = True) -> Any:
@@ -384,8 +389,7 @@ class Step:
 
     def forget_casts(self) -> None:
         """Drop the casts of the weights that autocast keeps: some were made without a graph."""
-        parameter = next(self.model.parameters(), None)
-        if parameter is not None and torch.is_autocast_enabled(parameter.device.type):
+        if torch.is_autocast_enabled(self.where):
             torch.clear_autocast_cache()
 
     def moment(self) -> Moment:
