@@ -160,6 +160,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "contrastive": ("integrations/contrastive", of_contrastive.contrastive),
     "contrastive_summary": ("integrations/contrastive", of_contrastive.contrastive_summary),
     "contrastive_steps": ("integrations/contrastive", of_contrastive.contrastive_steps),
+    "contrastive_rest": ("integrations/contrastive", of_contrastive.contrastive_rest),
     "contrastive_orders": ("integrations/contrastive", of_contrastive.contrastive_orders),
     "contrastive_large": ("integrations/contrastive", of_contrastive.contrastive_large),
     **{name: (f"mbs/{name}", training) for name in TRAINED},
@@ -239,7 +240,12 @@ MORE = {
     "transformers": ("transformers_overhead",),
     "accelerate": ("accelerate_overhead",),
     "lightning": ("lightning_overhead",),
-    "contrastive": ("contrastive_steps", "contrastive_orders", "contrastive_large"),
+    "contrastive": (
+        "contrastive_steps",
+        "contrastive_rest",
+        "contrastive_orders",
+        "contrastive_large",
+    ),
 }
 """Tables that stand below the first one on its page."""
 PICTURES = {

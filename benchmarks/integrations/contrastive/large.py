@@ -45,13 +45,14 @@ def alone(subject: Subject) -> int:
 def step(subject: Subject, batch: int, budget: int) -> Found:
     """One step of ours within a budget; and what the loss with its matrix would need."""
     rows = subject.rows(batch)
-    model = pair(*subject.encoders())
+    images, texts = subject.encoders()
+    model = anybatch.Encoders({"image": images, "text": texts})
     loss = anybatch.contrastive(temperature=TEMPERATURE)
     engine = anybatch.Engine(model, loss, memory=budget, micro_batch=MICRO_BATCH)
-    engine.backward(rows)
+    engine.backward({"image": rows[0], "text": rows[1]})
     last = engine.last
     assert last is not None
-    d = model(*(t[:1] for t in rows))[0].shape[1]
+    d = texts(rows[1][:1]).shape[1]
     return {
         "batch": batch,
         "micro_batch": last.micro_batch,

@@ -8,7 +8,10 @@ from benchmarks.mbs.rows import figure, markdown
 
 Results = dict[str, Any]
 RUN = "python -m benchmarks.integrations.contrastive.run --only"
-WAYS = ("naive", "gradcache", "sentence-transformers", "anybatch, matrix", "anybatch")
+WAYS = (
+    *("naive", "gradcache", "sentence-transformers"),
+    *("anybatch, matrix", "anybatch, joint", "anybatch"),
+)
 MIB = 2**20
 
 
@@ -62,6 +65,18 @@ def contrastive_orders(results: Results) -> str:
     found = results["orders"]
     rows = [[order, *(f"{one[order]:.3f}" for one in found.values())] for order in ORDERS]
     return markdown(["a loop by hand: its encoders", *found], rows)
+
+
+def contrastive_rest(results: Results) -> str:
+    """A line for each way: milliseconds of a step's forwards, backwards, and of all else."""
+    if "rest" not in results:
+        return f"*No results yet: run `{RUN} rest`.*"
+    rows = [
+        [name, way, *(f"{one[part]:.1f}" for part in ("forward", "backward", "rest"))]
+        for name, found in results["rest"].items()
+        for way, one in found.items()
+    ]
+    return markdown(["encoders", "way", "forward, ms", "backward", "rest"], rows)
 
 
 def contrastive_large(results: Results) -> str:

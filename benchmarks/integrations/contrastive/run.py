@@ -3,13 +3,15 @@
 All compute one loss, InfoNCE at one temperature, and take its gradient in the same micro-batches:
 torch alone *undivided*; *naive* accumulation, whose negatives are those of the micro-batch;
 GradCache by its authors; sentence-transformers' CachedMultipleNegativesRankingLoss, which has one
-encoder for both sides; and the engine, with the loss as it is written by hand (*matrix*) and with
-`anybatch.contrastive`. The error is that of Law 1 in float64, against torch undivided; the last
+encoder for both sides; and the engine: with one module that returns both embeddings and the loss as
+it is written by hand (*matrix*), with `anybatch.contrastive` (*joint*), and with `Encoders`. The
+error is that of Law 1 in float64, against torch undivided; the last
 micro-batch is smaller. With dropout each way draws its own, which is as good; only `rng="batch"`
 draws what the undivided batch would. Peaks are of live tensor bytes; what a kernel takes and gives
-back inside is not seen. A micro-batch of the engine holds the graphs of both encoders at once,
-where GradCache runs one after the other. Seconds are ratios of steps taken in turn. What the order
-alone costs, three loops written by hand tell.
+back inside is not seen. A module that returns both embeddings holds the graphs of both encoders at
+once; `Encoders` and GradCache run one after the other. Seconds are ratios of steps taken in turn.
+Where they go is told by the time in the encoders' forwards, in backward and in all else, in which a
+way's own work is. What the order alone costs, three loops written by hand tell.
 
 The largest batch has a budget: what torch alone holds for 64 pairs of images of 32x32 (ResNet-20
 with GroupNorm) and texts of 32 tokens (four layers of a transformer of width 128), embeddings of
@@ -33,6 +35,7 @@ from benchmarks.integrations.contrastive.encoders import SUBJECTS
 from benchmarks.integrations.contrastive.large import large
 from benchmarks.integrations.contrastive.learns import ARMS, Recipe, train
 from benchmarks.integrations.contrastive.orders import orders
+from benchmarks.integrations.contrastive.rest import rest
 from benchmarks.integrations.contrastive.steps import errors, peaks, speed
 from benchmarks.results import console, read, write
 
@@ -40,7 +43,7 @@ HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 MEASURED = ("sentences", "images and texts")
 BATCH, MICRO_BATCH = 512, 32
-PARTS = ("errors", "peaks", "speed", "orders", "large", "learns")
+PARTS = ("errors", "peaks", "speed", "rest", "orders", "large", "learns")
 QUICK = Recipe(batch=32, micro_batch=8, steps=4, every=2, tests=20)
 
 
@@ -53,6 +56,8 @@ def part(name: str, count: int, *, quick: bool) -> Any:
         return {subject: peaks(subject, batch, MICRO_BATCH) for subject in MEASURED}
     if name == "speed":
         return {subject: speed(subject, batch, MICRO_BATCH, count) for subject in MEASURED}
+    if name == "rest":
+        return {subject: rest(subject, batch, MICRO_BATCH, count) for subject in MEASURED}
     if name == "orders":
         return {subject: orders(subject, batch, MICRO_BATCH, count) for subject in MEASURED}
     if name == "large":

@@ -100,6 +100,13 @@ def pair(f: nn.Module, g: nn.Module) -> nn.Module:
     return anybatch.joint(lambda f, g, x, y: (f(x), g(y)), f, g)
 
 
+def encoders(f: nn.Module, g: nn.Module, n: int) -> Step:
+    """Ours, which knows that they do not meet."""
+    loss = anybatch.contrastive(temperature=TEMPERATURE)
+    engine = anybatch.Engine(anybatch.Encoders({"a": f, "b": g}), loss, micro_batch=n)
+    return lambda x, y: engine.backward({"a": x, "b": y})
+
+
 def of_engine(loss: Any) -> Callable[[nn.Module, nn.Module, int], Step]:
     def make(f: nn.Module, g: nn.Module, n: int) -> Step:
         engine = anybatch.Engine(pair(f, g), loss, micro_batch=n)
@@ -114,7 +121,8 @@ WAYS: dict[str, Callable[[nn.Module, nn.Module, int], Step]] = {
     "gradcache": gradcache,
     "sentence-transformers": sentence_transformers,
     "anybatch, matrix": of_engine(lambda out: matrix(*out)),
-    "anybatch": of_engine(anybatch.contrastive(temperature=TEMPERATURE)),
+    "anybatch, joint": of_engine(anybatch.contrastive(temperature=TEMPERATURE)),
+    "anybatch": encoders,
 }
 MODULES = {"gradcache": "gradcache", "sentence-transformers": "sentence_transformers"}
 """Peers, and the module that must be there."""
