@@ -12,6 +12,7 @@ from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import rehearse, updates
 from anybatch.case import Case, as_fakes
 from anybatch.given import Given
@@ -120,3 +121,34 @@ def test_a_rehearsal_holds_nothing_when_it_is_over() -> None:
         assert meter.live == 0
     finally:
         gc.enable()
+
+
+class Captures(nn.Module):
+    """Installs a hook at its first forward, as models of transformers do to collect outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 7)
+        self.installed = False
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 8] -> [n, 7]."""
+        if not self.installed:
+            self.inner.register_forward_hook(lambda *given: self.seen.append(len(given[2])))
+            self.installed = True
+        self.seen.clear()
+        out: Tensor = self.inner(x)
+        assert self.seen == [len(x)]  # one hook, and not one for each rehearsal
+        return out * float(x[0, 0] * 0 + 1)  # a value is read, so rows are real
+
+
+def test_hooks_that_forward_installs_go_with_the_rehearsal() -> None:
+    model, rows = Captures(), (torch.randn(24, 8), torch.randint(7, (24,)))
+    anybatch.plan(model, nn.CrossEntropyLoss(), rows, memory="1MiB", timed=False)
+    assert not model.inner._forward_hooks
+    assert not model.installed
+    engine = anybatch.Engine(model, nn.CrossEntropyLoss(), memory="1MiB", micro_batch=5)
+    for _ in range(2):
+        engine.backward(*rows)
+    assert len(model.inner._forward_hooks) == 1

@@ -2,6 +2,7 @@
 
 from anybatch._check import Report, check
 from anybatch._convolutions import convolutions
+from anybatch._coupled import coupled
 from anybatch._offload import Offload, OffloadReport, offload
 from anybatch._plan import Plan
 from anybatch._profile import profile
@@ -66,6 +67,7 @@ __all__ = [
     "check",
     "contrastive",
     "convolutions",
+    "coupled",
     "global_batchnorm",
     "joint",
     "offload",

@@ -26,12 +26,18 @@ class BatchStatisticsError(NotExactError):
 
 
 class GatherError(BatchStatisticsError):
-    """Forward gathers the rows of the whole batch."""
+    """Forward gathers the rows of the whole batch.
 
-    def __init__(self, name: str) -> None:
+    Attributes:
+        call: what it calls for that, in words.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.call = f"a call of {what} in forward"
         super().__init__(
             "samples must not meet inside the model when the batch is split, and they meet in "
-            f'{name}. Use batchnorm="exact", or give micro_batch >= the batch size'
+            f'{what} called in forward. Use batchnorm="exact", or give micro_batch >= the batch '
+            "size"
         )
 
 

@@ -24,6 +24,9 @@ ASIDE = "gradients set aside"
 DRAW = "a draw of the whole batch"
 """The owner of what is there while every micro-batch draws as the whole batch would."""
 
+GATHERED = "gathered of all samples"
+"""The owner of rows that a model gathers, and that no micro-batch may send away."""
+
 SHARDS = "shards"
 """The owner of what stays of parameters that were gathered, and of this rank's gradients."""
 
@@ -262,7 +265,8 @@ class Forecast:
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
         shared = any(found) and divided
         draw = largest_draw(found, counts, max(size, self.everyone)) if shared else 0
-        beside = {"buffers": copies, DRAW: draw}
+        gathered = self.look.gathers * max(size, self.everyone) if divided else 0
+        beside = {"buffers": copies, DRAW: draw, GATHERED: gathered}
         return merged(self.constant, {owner: count for owner, count in beside.items() if count})
 
 

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
-from anybatch.coupled import Taken, loss_of_all, value_of_all
 from anybatch.errors import NotReproducibleError
 from anybatch.parts import Parts
 from anybatch.ranks.everyone import Rows
 from anybatch.retry import StartOverError, attempt, in_pieces
 from anybatch.rng import Dice
 from anybatch.step import Step, check_trains
+from anybatch.taken import Taken, loss_of_all, value_of_all
 
 COUPLED = "coupled"
 """What such a loss is called in a plan."""

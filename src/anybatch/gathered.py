@@ -13,7 +13,7 @@ Source: the chain rule; design of this project, section 5.3.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.batchnorm import GatherError
 from anybatch.guard import Guard
-from anybatch.meeting import Meeting, here, meeting_in, reduce
+from anybatch.kinds import bytes_of
+from anybatch.meeting import Meeting, here, meeting_in, reduce, samples_here
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.norm.batchnorm import MeetingNorms, Place
+
+M = TypeVar("M")
 
 
 def all_gather(rows: Tensor) -> tuple[Tensor, int]:
@@ -50,42 +53,90 @@ def all_gather(rows: Tensor) -> tuple[Tensor, int]:
         ...         own = torch.arange(len(z), device=z.device) + begin
         ...         return F.cross_entropy(z @ others.T, own)
     """
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    alone = [mode for mode in modes if isinstance(mode, AloneNorms)]
-    looked_at = any(isinstance(m, Guard) for m in _get_current_dispatch_mode_stack())
-    if not alone and (looked_at or any(isinstance(mode, HeardNorms) for mode in modes)):
-        raise GatherError("all_gather called in forward")
-    meeting = here()
-    if alone and alone[0].rows and meeting is None:
-        return _stand_in(rows, alone[0].rows), 0
-    if meeting is None:
+    place = around("all_gather")
+    if place.meeting is None and not place.rows:
         return rows, 0
-    empty = any(isinstance(mode, MeetingNorms) and mode.empty for mode in modes)
-    found: tuple[Tensor, int] = _Gather.apply(rows, meeting, empty)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, int] = _Gather.apply(rows, place, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return found
 
 
-def _stand_in(rows: Tensor, size: int) -> Tensor:
-    """Return as many rows as the whole batch has, which do not depend on how many these are."""
-    if not torch.is_grad_enabled():
-        return rows.new_zeros((size, *rows.shape[1:]))
-    more = rows.new_zeros((max(0, size - len(rows)), *rows.shape[1:]))
-    return torch.cat([rows, more])
+class Around(NamedTuple):
+    """Where rows of the whole batch are asked for.
+
+    Attributes:
+        modes: function modes that are on.
+        meeting: brings the parts together; None where there are no others.
+        rows: of the whole batch, in a rehearsal that meets nobody; else 0.
+        part: samples that the model was called with.
+        empty: the rows are there for the form only, and count nothing.
+    """
+
+    modes: list[Any]
+    meeting: Meeting | None
+    rows: int
+    part: int
+    empty: bool
+
+    def mode(self, kind: type[M]) -> M | None:
+        """Return the mode of a kind that is on."""
+        return next((mode for mode in self.modes if isinstance(mode, kind)), None)
+
+    def stand_in(self, rows: Tensor, *, grad: bool) -> tuple[Tensor, Tensor]:
+        """Return as many rows as the whole batch has, and those that other parts would have.
+
+        Args:
+            rows: of a part.
+            grad: without, what comes does not depend on how many these are, nor on what is in them.
+        """
+        if not rows.dim():
+            return rows.detach(), rows.new_zeros(())
+        size = -(-self.rows * len(rows) // max(self.part, 1))
+        more = rows.new_zeros((max(0, size - len(rows)), *rows.shape[1:]))
+        whole = torch.cat([rows.detach() if grad else torch.zeros_like(rows), more])
+        alone = self.mode(AloneNorms)
+        assert alone is not None
+        alone.gathered += bytes_of(whole)
+        return whole, more
+
+
+def around(what: str) -> Around:
+    """Return where rows of the whole batch are asked for.
+
+    Raises:
+        GatherError: at the first look at a model, which finds out so that samples meet in `what`.
+    """
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    alone = next((mode for mode in modes if isinstance(mode, AloneNorms)), None)
+    looked_at = any(isinstance(m, Guard) for m in _get_current_dispatch_mode_stack())
+    if alone is None and (looked_at or any(isinstance(mode, HeardNorms) for mode in modes)):
+        raise GatherError(what)
+    meeting = here()
+    rows = 0 if alone is None or meeting is not None else alone.rows
+    empty = any(isinstance(mode, MeetingNorms) and mode.empty for mode in modes)
+    return Around(modes, meeting, rows, samples_here(), empty)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, meeting: Meeting, empty: bool) -> tuple[Tensor, int]:  # noqa: FBT001
+    def forward(ctx: Any, rows: Tensor, place: Around, grad: bool) -> tuple[Tensor, int]:  # noqa: FBT001
+        ctx.meeting, ctx.begin, ctx.size, ctx.empty = place.meeting, 0, len(rows), place.empty
+        if place.meeting is None:
+            ctx.kept = whole, _ = place.stand_in(rows, grad=grad)  # as long as any lane needs them
+            return whole.view_as(whole), 0
         shape = ", ".join(map(str, rows.shape[1:]))
         ctx.place = Place(f"all_gather of [n, {shape}] of {rows.dtype}", "gather")
-        own = rows.detach()[:0] if empty else rows.detach()
-        whole, begin = meeting.gather(ctx.place, own)
-        ctx.meeting, ctx.begin, ctx.size, ctx.empty = meeting, begin, len(rows), empty
-        return whole.view_as(whole), begin
+        own = rows.detach()[:0] if place.empty else rows.detach()
+        whole, ctx.begin = place.meeting.gather(ctx.place, own)
+        return whole.view_as(whole), ctx.begin
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        if ctx.meeting is None:
+            first, before = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            total = before + gradient  # while the first of all, which began the sum, is there
+            del first, before
+            return total[: ctx.size].clone(), None, None
         place = Place(f"the backward of {ctx.place}", "gather")
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(gradient) if ctx.empty else gradient

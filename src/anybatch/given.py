@@ -43,7 +43,7 @@ class Given:
         norms: chooses whether BatchNorm is "exact" or "local".
         closure: leaves that the loss closes over, found on the way.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
-        gathers: calls of `anybatch.all_gather`, found on the way.
+        gathers: calls of `anybatch.all_gather` and of what is `anybatch.coupled`, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
         rng: "lane" or "batch": whose random draws a micro-batch makes.
         sharded: has made the model whole for the step; None where it is.
@@ -122,7 +122,7 @@ class Given:
         except GatherError as error:
             if self.gathers or self.batchnorm != "exact":
                 raise
-            self.gathers.append("a call of all_gather in forward")
+            self.gathers.append(error.call)
             raise AgainError from error
         except BatchStatisticsError as error:
             if self.bare or self.batchnorm != "exact":

@@ -10,7 +10,7 @@ other objects, cells of closures, global names, and what lists, dicts and sets h
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-CONTAINERS = (list, dict, set, deque)
+CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
 PLAIN = (*CONTAINERS, int, float, bool, str, tuple, type(None), Tensor)
 
 HOOKS = (

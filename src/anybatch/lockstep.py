@@ -25,7 +25,6 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, made_up
-from anybatch.coupled import loss_of_all, value_of_all
 from anybatch.gather import shares
 from anybatch.lanes import Lanes
 from anybatch.loss.declared import Total
@@ -39,6 +38,7 @@ from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
 from anybatch.stream import Normalization, normalization
 from anybatch.surroundings import Surroundings
+from anybatch.taken import loss_of_all, value_of_all
 from anybatch.turns import LaneTurns
 from anybatch.undo import HeldBack, uninterrupted
 

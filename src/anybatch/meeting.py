@@ -41,6 +41,7 @@ class Meeting(Protocol):
 
 class _Here(threading.local):
     meeting: Meeting | None = None
+    samples: int = 0
 
 
 _HERE = _Here()
@@ -49,6 +50,16 @@ _HERE = _Here()
 def here() -> Meeting | None:
     """Return what this thread meets in."""
     return _HERE.meeting
+
+
+def begin_forward(samples: int) -> None:
+    """Take in that this thread calls the model with so many samples."""
+    _HERE.samples = samples
+
+
+def samples_here() -> int:
+    """Return how many samples the model was called with last in this thread."""
+    return _HERE.samples
 
 
 def in_a_meeting() -> bool:

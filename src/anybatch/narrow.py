@@ -221,9 +221,15 @@ class Narrow:
             assert fakes is not None
             found = widths(self._foreseen, fakes, n, self._size)
             lane = lane_of(self._foreseen, n, self._size)
-            shared = self._shared(lane, n)
-            self._widths[n] = replace(found, there=merged(found.there, {SHARED: max(shared)}))
+            shared = max(self._shared(lane, n)) + self._backwards()
+            self._widths[n] = replace(found, there=merged(found.there, {SHARED: shared}))
         return self._widths[n]
+
+    def _backwards(self) -> int:
+        """Return the bytes of gradients of rows that were gathered, which all lanes share, too."""
+        case, foreseen = self._foreseen.case, self._foreseen
+        trains = case is not None and case.trains
+        return foreseen.look.gathers * max(self._size, foreseen.everyone) if trains else 0
 
     def _shared(self, lane: Lane | None, n: int) -> list[int]:
         """Return what has come in each turn of a lane and may not leave, with that of others."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
@@ -28,7 +29,6 @@ from anybatch.batchnorm import counters
 from anybatch.buffers import ForwardBuffers
 from anybatch.case import MICRO_BATCHES, Case, Claiming, first_rows
 from anybatch.conv.heard import Hearing
-from anybatch.coupled import loss_of_all, value_of_all
 from anybatch.device import Link
 from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
@@ -45,6 +45,7 @@ from anybatch.parts import Parts
 from anybatch.ranks.everyone import Rows
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
+from anybatch.taken import loss_of_all, value_of_all
 from anybatch.timeline import Timeline
 from anybatch.undivided import undivided
 from anybatch.undo import Before, no_optimizer_step, uninterrupted
@@ -64,6 +65,7 @@ class Look:
         loss: the loss in words.
         lanes: micro-batches wait for each other.
         shows: bytes of the outputs of a sample.
+        gathers: bytes that forward gathers of all samples, for each of them.
     """
 
     layout: Layout
@@ -72,6 +74,7 @@ class Look:
     loss: str = ""
     lanes: bool = False
     shows: int = 0
+    gathers: int = 0
 
 
 def look(case: Case, n: int) -> tuple[Timeline, Look]:
@@ -88,7 +91,8 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
     with _metered(case) as (meter, _), torch.no_grad(), HeardNorms([]) if heard else nullcontext():
         step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
         whole, part = two_sizes(step)
-        outputs, fewer = step.forward(whole), step.forward(part)
+        outputs, gathered = step.forward(whole), _gathered_so_far()
+        fewer = step.forward(part)
         layout = layout_of(outputs, fewer, whole.size, part.size) if step.loss.takes_outputs else ()
         compared = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
         del compared
@@ -98,7 +102,15 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
             del kept
     copies = written(whole) or written(part)
     shows = -(-sum(bytes_of(t) for _, t in tree.tensors(outputs)) // whole.size)
-    return meter.timeline(), Look(layout, copies, lanes=case.lanes, shows=shows)
+    gathers = -(-gathered // max(case.size, case.everyone))
+    found = Look(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
+    return meter.timeline(), found
+
+
+def _gathered_so_far() -> int:
+    """Return the bytes of the rows of all samples that forward has gathered."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return max((mode.gathered for mode in modes if isinstance(mode, AloneNorms)), default=0)
 
 
 Sends = Callable[[Meter], Away]
@@ -199,7 +211,7 @@ def whole(
 ) -> Timeline:
     """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
     case = case if seen is None else unharmed(case, size, seen)
-    with _metered(case) as (meter, before):
+    with _metered(replace(case, size=0)) as (meter, before):  # nothing but these is gathered
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)

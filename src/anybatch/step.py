@@ -24,6 +24,7 @@ from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
+from anybatch.meeting import begin_forward
 from anybatch.memory_errors import forget
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
@@ -247,7 +248,7 @@ class Step:
             ends: nothing of it is left to run.
         """
         if not self.divided:
-            return call_model(self.model, micro.inputs)
+            return self.call(micro, None)
         if self.copies:
             micro = copied(micro)
         if begins:
@@ -259,6 +260,7 @@ class Step:
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
         """Call the model, with the dice of the whole batch where it has some."""
+        begin_forward(micro.size)
         if draws is None:
             return call_model(self.model, micro.inputs)
         return draws.forward(micro, partial(call_model, self.model, micro.inputs))

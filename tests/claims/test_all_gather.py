@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +116,25 @@ def test_a_budget_counts_what_is_gathered() -> None:
     x, y = batch()
     assert torch.allclose(found[0], loss(model(x, y)), rtol=1e-12)
     assert torch.allclose(found[1], loss(model(x, y)), rtol=1e-12)
+
+
+@pytest.mark.large(few=8)
+@pytest.mark.parametrize("seed", range(60))
+def test_any_budget_is_kept(seed: int) -> None:
+    """Also one in which the rows of the whole batch are a large part."""
+    draw = random.Random(seed)
+    model, loss = make(draw.choice(KINDS))
+    rows = torch.randn((size := draw.choice([30, 64, 150])), 6), torch.randn(size, 5)
+    model, share = model.float(), draw.random() * draw.choice([1, 0.1])
+    memory = anybatch.plan(model, loss, (rows, None), memory="1GiB", timed=False).memory
+    assert memory is not None
+    budget = memory.floor + int((memory.whole - memory.floor) * share)
+    engine = Engine(model, loss, memory=budget)
+    engine.backward(rows)
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.predicted_bytes is not None
+    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
 
 
 def test_without_an_engine_it_is_what_is_given() -> None:

@@ -33,7 +33,7 @@ TIERS = {
     "scale": "scale",
     "scaled": "scaled",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
-    "graph step coupled guard look records refusals memory_errors retry "
+    "graph step taken _coupled encoders parts guard look records refusals memory_errors retry "
     "hidden meter tracing fakes case given discover memory kinds kept reach updates measure "
     "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "
     "slots turns lanes notes surroundings ranks dice gathered segments states.optimizers "

@@ -15,6 +15,7 @@ from tests.oracle import assert_exact, state_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import anybatch
 from anybatch import BudgetError, LossError, NotYetError
 
 pl = pytest.importorskip(
@@ -216,6 +217,55 @@ class Coupled(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch[0]).softmax(1)
         return 1 - (out * out).sum() / out.sum()
+
+
+def evenness(out: Tensor) -> Tensor:
+    return 1 - (out * out).sum() / out.sum()
+
+
+class Marked(Net):
+    """Says of the same that samples meet in it, beside another term; it logs both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, out = self.lose(*batch)
+        meets = anybatch.coupled(evenness)(out.softmax(1))
+        self.log("meets", meets)
+        return {"loss": 0.5 * loss + meets, "meets": meets.detach()}
+
+
+class MarkedByHand(Marked):
+    """The same in manual optimisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def both(self, batch: Any) -> Any:
+        return super().training_step(batch, 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = whole_loss(self, self.both, batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", [Marked, MarkedByHand])
+@pytest.mark.parametrize("micro_batch", [1, 4, 14])
+def test_a_loss_that_is_marked_means_the_whole_batch(kind: type[Net], micro_batch: int) -> None:
+    seen = fit(made(kind), WholeBatch(micro_batch=micro_batch))
+    assert len(seen.after) == 4
+    for i, (module, batch) in enumerate(zip(seen.before, seen.batches, strict=True)):
+        module.zero_grad()
+        loss, out = module.lose(*batch)
+        meets = evenness(out.softmax(1))
+        loss = 0.5 * loss + meets
+        loss.backward()
+        assert_exact(seen.after[i], state_of(module, torch.zeros(())))
+        shown = {"loss": seen.outputs[i]["loss"], "meets": seen.logged[i]["meets"]}
+        assert_exact(shown, {"loss": loss.detach(), "meets": meets.detach()})
 
 
 class Nothing(Net):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import assert_exact
 from torch import Tensor, nn
 
 from anybatch import BudgetError, LossError, NotExactError, NotYetError
@@ -18,10 +19,7 @@ transformers = pytest.importorskip(
 )
 
 from benchmarks.integrations.transformers.families import (  # noqa: E402
-    SIZE,
-    VOCABULARY,
     Family,
-    made,
 )
 from tests.integrations.trainings import Seen, arguments, train  # noqa: E402
 from tests.integrations.truth import (  # noqa: E402
@@ -91,6 +89,33 @@ def test_memory_is_a_ceiling_and_the_plan_is_said(
     said = [record.getMessage() for record in caplog.records]
     assert any(text == str(trainer.engine.plan) for text in said)
     assert any("the logits of a micro-batch take" in text for text in said)
+
+
+def test_experts_are_used_evenly_over_the_batch_in_training_and_evaluation(
+    tmp_path: Path,
+) -> None:
+    """Within a budget; outside of a step transformers' function is its own again."""
+    modeling = sys.modules[transformers.MixtralForCausalLM.__module__]
+    own = modeling.load_balancing_loss_func
+    family, found = BY_NAME["Mixtral, experts"], []
+    for kind, how in ((transformers.Trainer, {}), (Trainer, {"memory": "900KiB"})):
+        rows = {"eval_dataset": family.rows(60, 1)}
+        trainer, seen = train(
+            *(kind, double(family), family.rows(N, 0), tmp_path, how | rows),
+            per_device_train_batch_size=N,
+            per_device_eval_batch_size=60,
+            learning_rate=0.0,
+        )
+        found.append(trainer.evaluate()["eval_loss"])
+        assert modeling.load_balancing_loss_func is own
+    assert_whole(seen)
+    last = trainer.engine.last
+    assert trainer.engine.plan.mechanism == "lanes"
+    assert 1 <= last.micro_batch < N
+    assert last.predicted_bytes <= 900 << 10
+    assert trainer._evaluates.engine.last.micro_batches > 1
+    own_loss, our_loss = ({"loss": torch.tensor(loss)} for loss in found)
+    assert_exact(our_loss, own_loss, {"loss": torch.finfo(torch.float32).eps})  # it is a float32
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -181,18 +206,23 @@ def test_what_decides_the_batch_or_the_loss_is_refused(tmp_path: Path) -> None:
         Trainer(model, arguments(tmp_path, torch_compile=True))
 
 
-def mixture() -> nn.Module:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY, **SIZE, num_key_value_heads=2, output_router_logits=True
-    )
-    return made(transformers.MixtralForCausalLM, config)
+class Uneven(nn.Module):
+    """A model whose own loss is a product of means over rows, which nobody has marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BY_NAME["Llama"].model()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        found = self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        return {"loss": found.loss * found.logits.square().mean(), "logits": found.logits}
 
 
 def test_a_loss_in_which_samples_meet_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(LossError, match=r"something else \(.*compute_loss_func="):
         train(
             Trainer,
-            mixture(),
+            Uneven(),
             BY_NAME["Llama"].rows(N, 0),
             tmp_path,
             {"micro_batch": 3},
@@ -201,7 +231,7 @@ def test_a_loss_in_which_samples_meet_is_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.large(few=1)
-@pytest.mark.parametrize("name", ["GPT-2", "ResNet, BatchNorm"])
+@pytest.mark.parametrize("name", ["GPT-2", "ResNet, BatchNorm", "Mixtral, experts"])
 def test_two_ranks(tmp_path: Path, name: str) -> None:
     """Real processes on gloo: loss and gradients are those of the batch of both, on both."""
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]

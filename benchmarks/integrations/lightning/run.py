@@ -3,8 +3,8 @@
 The same module and Trainer, in micro-batches of four, on one process and on two that gloo connects.
 *Accumulated* is `accumulate_grad_batches`, with micro-batches in the loader; with `WholeBatch` the
 loader has the whole batch. The truth is one forward of all rows of all processes in float64, and
-the worst of three seeds is shown. A loss inside of `training_step` that is no weighted sum of
-torch's own is refused there; an engine in a loop of one's own takes it.
+the worst of three seeds is shown. Dice and InfoNCE are marked with `anybatch.coupled`: a loss
+inside of `training_step` that is no weighted sum of torch's own is refused without it.
 """
 
 from pathlib import Path

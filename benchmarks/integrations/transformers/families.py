@@ -143,6 +143,16 @@ def llama() -> nn.Module:
     return made(LlamaForCausalLM, LlamaConfig(vocab_size=VOCABULARY, **SIZE))
 
 
+def mixtral() -> nn.Module:
+    """A mixture of experts, which are to be used evenly: that part of its loss is no small one."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    config = MixtralConfig(vocab_size=VOCABULARY, **SIZE, **experts, num_key_value_heads=2)
+    config._experts_implementation = "eager"  # the other kernels know no float64
+    return made(MixtralForCausalLM, config)
+
+
 def bert(head: str, **more: Any) -> Callable[[], nn.Module]:
     def model() -> nn.Module:
         import transformers
@@ -189,6 +199,7 @@ CLASSES = bert("BertForSequenceClassification", num_labels=3)
 FAMILIES = [
     Family("GPT-2", gpt2, language),
     Family("Llama", llama, language),
+    Family("Mixtral, experts", mixtral, language),
     Family("BERT, masked tokens", bert("BertForMaskedLM"), masked),
     Family("BERT, classes", CLASSES, with_labels(one_class)),
     Family(

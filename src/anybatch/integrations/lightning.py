@@ -51,8 +51,8 @@ from anybatch.integrations.lightning_step import (  # noqa: E402
 )
 
 WAY_OUT = (
-    "make it such a sum, or train this module with an Engine in a loop of your own, which is exact "
-    "for every loss"
+    "make it such a sum, and mark the part of it in which samples meet: "
+    "anybatch.coupled(fn)(outputs, targets)"
 )
 
 
@@ -74,12 +74,12 @@ class WholeBatch(Callback):  # type: ignore[misc]
     ``training_step`` is called with rows of the batch, and means the whole of it: the loss that
     Lightning shows, and each ``.grad``, are those of one call with all rows, over all ranks with
     ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as `anybatch.loss.heard`
-    hears it. What it logs is logged once for a step: the loss exactly, any other value as the mean
-    over samples of what micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that).
-    What it returns beside the loss reaches ``on_train_batch_end`` put together in the same way,
-    and tensors with rows one after another. A torchmetrics metric of the module is updated once,
-    with all rows; what its call returns inside ``training_step`` is that of some rows. Validation
-    is Lightning's own.
+    hears it, and of what is marked with `anybatch.coupled`, such as Dice or InfoNCE. What it logs
+    is logged once for a step: the loss exactly, any other value as the mean over samples of what
+    micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that). What it returns beside
+    the loss reaches ``on_train_batch_end`` put together in the same way, and tensors with rows one
+    after another. A torchmetrics metric of the module is updated once, with all rows; what its call
+    returns inside ``training_step`` is that of some rows. Validation is Lightning's own.
 
     Where nothing looks at gradients between two steps, those of the last one are dropped before the
     next, not in its middle; they are not there again after a step that failed.

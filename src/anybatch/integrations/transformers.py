@@ -28,6 +28,7 @@ from anybatch._plan import Plan
 from anybatch.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
 from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, may_divide
+from anybatch.integrations.transformers_experts import evenly_over_all
 from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
 from anybatch.integrations.transformers_padding import Trimmed
 from anybatch.integrations.transformers_refused import (
@@ -142,7 +143,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if self._given is not None:
             self._given.items = self._items(num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
-        with plain_forward(inner), self.accelerator.autocast(), self.compute_loss_context_manager():
+        with self._around(inner), self.compute_loss_context_manager():
             self._history.replay(engine)
             if self._heard is not None:
                 self._heard.training = inner.training
@@ -169,11 +170,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         plain = getattr(step, "__func__", None) is transformers.Trainer.prediction_step
         asked = any(value is not None for value in self._asked.values())
         if plain and asked and may_divide(self, model, inputs):
-            with (
-                plain_forward(model),
-                self.accelerator.autocast(),
-                self.compute_loss_context_manager(),
-            ):
+            with self._around(model), self.compute_loss_context_manager():
                 found = self._evaluation_of(model).step(
                     self, dict(inputs), ignore_keys, loss_only=prediction_loss_only
                 )
@@ -181,6 +178,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 return found
         own: Outcome = step(model, inputs, prediction_loss_only, ignore_keys)
         return own
+
+    @contextmanager
+    def _around(self, model: nn.Module) -> Iterator[None]:
+        """Let the engine run a model as the Trainer would, and its experts mean the whole batch."""
+        with plain_forward(model), evenly_over_all(model), self.accelerator.autocast():
+            yield
 
     def _evaluation_of(self, model: nn.Module) -> Evaluation:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

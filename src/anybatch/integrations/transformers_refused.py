@@ -7,7 +7,8 @@ from typing import Any
 from anybatch.errors import NotExactError, NotYetError
 
 WAY_OUT = (
-    "leave the labels out of the batch and pass compute_loss_func=, which is exact for every loss"
+    "mark the part of it in which samples meet with anybatch.coupled, or leave the labels out of "
+    "the batch and pass compute_loss_func=, which is exact for every loss"
 )
 """What helps where a model's own loss is not known."""
 

@@ -26,7 +26,7 @@ from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
-from anybatch.loss.hearing import HeardTerm, Hearing, rows_of
+from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
 from anybatch.loss.quiet import Quiet
 
 Weighted = list[tuple[float, HeardTerm]]
@@ -108,7 +108,7 @@ class Overheard(nn.Module):
         heard.terms, heard.odd = hearing.combination(loss), tuple(hearing.odd)
         if heard.terms is None:
             self.quiet.forget()
-        heard.rows = rows_of(inputs)
+        heard.rows = hearing.rows
         self.logits = max((term.bytes for term in hearing.terms), default=0)
         self.sizes.note(heard, inputs)
         if not torch.is_grad_enabled():  # else the logits would stay until their backward is done
@@ -191,6 +191,8 @@ class OfModel(Loss):
 
     def _count(self, term: HeardTerm, scope: Scope) -> known.Count | None:
         """Return the denominator of the whole batch; None where its labels do not tell."""
+        if isinstance(term, TermOfAll):
+            return scope.size
         batch = scope.batch
         if batch is None:
             return None

@@ -13,7 +13,8 @@ What else is done to a term makes the loss one that is not known; nothing is con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,6 +59,25 @@ class HeardTerm(Term):
         return self.name, tuple(sorted(options.items(), key=lambda pair: pair[0]))
 
 
+@dataclass(frozen=True)
+class TermOfAll(HeardTerm):
+    """A value that all parts of the batch share: its mean over samples is the value."""
+
+    @property
+    def name(self) -> str:
+        """What was called."""
+        return f"coupled {getattr(self.function, '__name__', type(self.function).__name__)}"
+
+    @property
+    def divides(self) -> bool:
+        """Always: by the samples."""
+        return True
+
+    def options(self) -> dict[str, Any]:
+        """It has none."""
+        return {}
+
+
 PLAIN, TOUCHES, LOSS = 1, 2, 3
 
 
@@ -77,10 +97,13 @@ class Hearing(TorchFunctionMode):
         terms: the known functionals that were called, in order.
         scores: their first arguments, which hold the logits.
         odd: names of functions that did something to a term that is not followed.
+        rows: samples that the model is called with.
     """
 
     def __init__(self, inputs: Any) -> None:
         super().__init__()
+        self.rows = rows_of(inputs)
+        self._aside = False
         self.terms: list[HeardTerm] = []
         self.scores: list[Tensor] = []
         self.odd: list[str] = []
@@ -101,8 +124,10 @@ class Hearing(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer a known functional, follow its result and the labels, and let all else be."""
-        kind = _kind(func)
         kwargs = kwargs or {}
+        if self._aside:
+            return func(*args, **kwargs)
+        kind = _kind(func)
         if kind == PLAIN and not self._sums:
             return func(*args, **kwargs)
         if kind == LOSS:
@@ -116,6 +141,43 @@ class Hearing(TorchFunctionMode):
             self._recipes.follow(func, args, kwargs, result)
         return result
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Hear nothing in the body."""
+        before, self._aside = self._aside, True
+        try:
+            yield
+        finally:
+            self._aside = before
+
+    def of_all(self, value: Tensor, fn: Callable[..., Tensor]) -> Tensor:
+        """Return a value that is one of the whole batch, and take it in as a term."""
+        if self._aside:
+            return value
+        with self.aside():
+            value = value.clone()  # it is one's own, whatever else returns the same
+            sums = value * self.rows
+        self._add(
+            value,
+            TermOfAll(
+                index=len(self.terms),
+                function=fn,
+                arguments={},
+                constants=(),
+                numerator=sums,
+                count=self.rows,
+                recipes={},
+                shapes={},
+                bytes=0,
+            ),
+        )
+        return value
+
+    def _add(self, value: Tensor, term: HeardTerm) -> None:
+        self._sums[id(value)] = {len(self.terms): 1.0}
+        self._alive.append(value)
+        self.terms.append(term)
+
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
         """Return the value of a known functional, from its numerator; None where it is not one."""
         entry, divides = known.TABLE[func], known.divides(func, arguments)
@@ -126,10 +188,9 @@ class Hearing(TorchFunctionMode):
         count = entry.count(arguments) if divides else 1
         value = sums / count if divides else sums.clone()
         first = next(iter(with_rows.values()))
-        self._sums[id(value)] = {len(self.terms): 1.0}
-        self._alive.append(value)
         self.scores.append(first)
-        self.terms.append(
+        self._add(
+            value,
             HeardTerm(
                 index=len(self.terms),
                 function=func,
@@ -140,7 +201,7 @@ class Hearing(TorchFunctionMode):
                 recipes={n: self._recipes.of(t) for n, t in with_rows.items()},
                 shapes={n: t.shape for n, t in with_rows.items()},
                 bytes=first.numel() * first.element_size(),
-            )
+            ),
         )
         return value
 

@@ -48,6 +48,9 @@ class AloneNorms(Norms):
         counters: the ``num_batches_tracked`` of all modules.
         heard: told of what is normalised. Default nobody.
         rows: of the whole batch, where what is gathered shall be as large. Default 0: it is not.
+
+    Attributes:
+        gathered: bytes of what was gathered so far.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class AloneNorms(Norms):
         rows: int = 0,
     ) -> None:
         super().__init__(counters)
-        self._heard, self.rows = heard, rows
+        self._heard, self.rows, self.gathered = heard, rows, 0
 
     def normalise(
         self,
