@@ -26,11 +26,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch import graph, tree
+from anybatch.alike import meets_alike, memory_of, refuse_constants, told
 from anybatch.errors import LossError
+from anybatch.fakes import is_fake
 from anybatch.gathered import Around, around
 from anybatch.loss.declared import scalar
 from anybatch.loss.hearing import Hearing
-from anybatch.meeting import Meeting, meeting_in, reduce
+from anybatch.meeting import as_it_is, in_forward, meeting_in, reduce
+from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Place
 
 
@@ -73,10 +76,11 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Shared(NamedTuple):
-    """What all get: the value, and its gradient for the rows of all and for what has none."""
+    """What all get: the value, its gradients for the rows of all, and what these are scaled by."""
 
     value: Tensor
     gradients: list[Tensor | None]
+    scale: float
 
 
 def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> Tensor:
@@ -84,38 +88,87 @@ def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> T
     args, named = given
     if place.meeting is None and not place.rows:
         return fn(*args, **named)
+    grad = torch.is_grad_enabled()
 
     def take(every: list[Tensor], trains: list[bool]) -> Shared:
-        return _taken(fn, name, given, every, trains)
+        return _taken(fn, name, given, every, trains if grad else None)
 
-    own = tree.flat(given)
-    found: Tensor = _Coupled.apply(take, name, place, torch.is_grad_enabled(), *own)  # type: ignore[no-untyped-call]
+    own, alone = tree.flat(given), place.mode(AloneNorms)
+    if alone is not None and place.meeting is None and not any(map(is_fake, own)):
+        alone.called.append(told(name, given, place.part, sums=True))
+    spark = graph.spark(grad=grad)  # all come to backward, whatever they train
+    found: Tensor = _Coupled.apply(spark, take, name, place, given, *own)  # type: ignore[no-untyped-call]
     return found
 
 
 def _taken(
-    fn: Callable[..., Tensor], name: str, given: Any, every: list[Tensor], trains: list[bool]
+    fn: Callable[..., Tensor],
+    name: str,
+    given: Any,
+    every: list[Tensor],
+    trains: list[bool] | None,
 ) -> Shared:
     """Return the value for the rows of all, and its gradients."""
-    leaves = [one.detach().requires_grad_(train) for one, train in zip(every, trains, strict=True)]
-    left = iter(leaves)
+    needed = trains or [False] * len(every)
+    leaves = [one.detach().requires_grad_(need) for one, need in zip(every, needed, strict=True)]
+    versions, left = [leaf._version for leaf in leaves], iter(leaves)
     args, named = tree.map_tensors(lambda _: next(left), given)
-    needs = [leaf for leaf in leaves if leaf.requires_grad]
-    with torch.set_grad_enabled(bool(needs)), saved_tensors_hooks(_packed, _unpacked):
-        value = scalar(fn(*args, **named), name)  # a checkpoint around it would save nothing
-    known = set(map(id, needs))
+    with as_it_is(), torch.set_grad_enabled(trains is not None):
+        with saved_tensors_hooks(_packed, _unpacked):  # a checkpoint around it would save nothing
+            value = scalar(fn(*args, **named), name)
+        _refuse_moved(name, leaves, versions)
+        _refuse_hidden(name, leaves, value)
+        needs = [leaf for leaf in leaves if leaf.requires_grad]
+        found, scale = _gradients(value, needs)
+    gradients = iter(found)
+    return Shared(
+        value.detach(), [next(gradients) if leaf.requires_grad else None for leaf in leaves], scale
+    )
+
+
+SCALES = (2.0**15, 2.0**8, 1.0)
+"""What gradients in float16 are multiplied by until backward: the first that leaves all finite."""
+
+
+def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None], float]:
+    """Return the gradients of a value, times a number, and that number."""
+    if not (value.requires_grad and needs):
+        return [None] * len(needs), 1.0
+    half = any(leaf.dtype == torch.float16 for leaf in needs)
+    for scale in SCALES if half else (1.0,):
+        start = torch.full_like(value, scale)
+        found = torch.autograd.grad(value, needs, start, retain_graph=half, allow_unused=True)
+        if scale == 1.0 or all(bool(g.isfinite().all()) for g in found if g is not None):
+            break
+    return list(found), scale
+
+
+def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
+    """Refuse a function that writes to its arguments: nobody else would see that.
+
+    Raises:
+        LossError: it does.
+    """
+    if any(leaf._version != before for leaf, before in zip(leaves, versions, strict=True)):
+        raise LossError(
+            f"a coupled function must leave its arguments as they are, and {name} writes to one of "
+            "them: clone it first"
+        )
+
+
+def _refuse_hidden(name: str, leaves: list[Tensor], value: Tensor) -> None:
+    """Refuse a function that trains something else than its arguments.
+
+    Raises:
+        LossError: it does.
+    """
+    known = set(map(id, leaves))
     if any(id(leaf) not in known for leaf in graph.leaves([value])):
         raise LossError(
             f"a coupled function must be given what it trains, and {name} uses a parameter, or a "
-            "tensor with a gradient, that is none of its arguments: pass it as an argument, a "
-            "scale as a 0-dim tensor"
+            "tensor with a gradient, that is none of its arguments: compute with it before the "
+            "call, or pass it as an argument, a scale as a 0-dim tensor"
         )
-    found = iter(
-        torch.autograd.grad(value, needs, allow_unused=True) if value.requires_grad else ()
-    )
-    return Shared(
-        value.detach(), [next(found, None) if leaf.requires_grad else None for leaf in leaves]
-    )
 
 
 def _packed(tensor: Tensor) -> tuple[Tensor, int]:
@@ -136,66 +189,85 @@ class _Coupled(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        spark: Tensor,
         take: Callable[[list[Tensor], list[bool]], Shared],
         name: str,
         place: Around,
-        grad: bool,  # noqa: FBT001
+        given: Any,
         *own: Tensor,
     ) -> Tensor:
-        trains = [grad and need for need in ctx.needs_input_grad[4:]]
+        trains = list(ctx.needs_input_grad[5:])
         ctx.words = f"coupled {name}"
         ctx.meeting, ctx.empty = place.meeting, place.empty
         if place.meeting is None:
-            pairs = [place.stand_in(one, grad=grad) for one in own]
+            pairs = [place.stand_in(one, grad=spark.requires_grad) for one in own]
             ctx.begins, ctx.kept = [0] * len(own), [others for _, others in pairs]
             shared = take([every for every, _ in pairs], trains)
         else:
-            every, ctx.begins = _of_all(ctx.words, own, place.meeting, empty=place.empty)
-            shared = place.meeting.exchange(
-                Place(ctx.words, "take"), None, lambda parts: [take(every, trains)] * len(parts)
-            )
+            real = not any(map(is_fake, own))  # else there is nothing to compare
+            if real:
+                meets_alike(name, given, place)
+            every, ctx.begins = _of_all(ctx.words, own, place)
+
+            def combine(parts: list[tuple[list[bool], list[Any]]]) -> list[Shared]:
+                train, places = zip(*parts, strict=True)
+                if real:
+                    refuse_constants(name, own, every, place, list(places))
+                return [take(every, [any(some) for some in zip(*train, strict=True)])] * len(parts)
+
+            part = trains, [memory_of(one) for one in own]
+            shared = place.meeting.exchange(Place(ctx.words, "take"), part, combine)
         ctx.sizes = [len(one) if one.dim() else None for one in own]
-        ctx.gradients = shared.gradients
+        ctx.gradients, ctx.scale, ctx.trains = shared.gradients, shared.scale, trains
         return shared.value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        if in_forward():
+            raise LossError(
+                f"what is {ctx.words} must be differentiated after forward, with the loss, and "
+                "forward has asked for its gradient: micro-batches have parts of that only"
+            )
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(u) if ctx.empty else u
             total = reduce(Place(f"the backward of {ctx.words}", "take"), part, torch.add, _same)
+        columns = zip(ctx.gradients, ctx.begins, ctx.sizes, ctx.trains, strict=True)
         found = [
-            None if g is None else _own(g, begin, size, part, total, empty=ctx.empty)
-            for g, begin, size in zip(ctx.gradients, ctx.begins, ctx.sizes, strict=True)
+            _own(g, begin, size, (part if size is None else total), ctx) if train else None
+            for g, begin, size, train in columns
         ]
-        return None, None, None, None, *found
+        return None, None, None, None, None, *found
 
 
-def _of_all(
-    words: str, own: tuple[Tensor, ...], meeting: Meeting, *, empty: bool
-) -> tuple[list[Tensor], list[int]]:
+def _of_all(words: str, own: tuple[Tensor, ...], place: Around) -> tuple[list[Tensor], list[int]]:
     """Return the rows of all for each tensor, and where one's own begin among them."""
+    assert place.meeting is not None
     found = []
     for index, one in enumerate(own):
         if not one.dim():
             found.append((one.detach(), 0))
             continue
         shape = ", ".join(map(str, one.shape[1:]))
-        place = Place(f"{words}, with [n, {shape}] of {one.dtype}", index)
+        where = Place(f"{words}, with [n, {shape}] of {one.dtype}", index)
         rows = one.detach()
-        found.append(meeting.gather(place, rows[:0] if empty else rows))
+        found.append(place.meeting.gather(where, rows[:0] if place.empty else rows))
     return [every for every, _ in found], [begin for _, begin in found]
 
 
 def _own(
-    gradient: Tensor, begin: int, size: int | None, part: Tensor, total: Tensor, *, empty: bool
-) -> Tensor:
+    gradient: Tensor | None, begin: int, size: int | None, factor: Tensor, ctx: Any
+) -> Tensor | None:
     """Return the gradient of what was given, where that of the value is known."""
-    if size is None:
-        return gradient * part
-    if empty:
+    if gradient is None:
+        return None
+    if size is not None and ctx.empty:
         return gradient.new_zeros((size, *gradient.shape[1:]))
-    return gradient[begin : begin + size] * total
+    own = gradient if size is None else gradient[begin : begin + size]
+    if ctx.scale == 1.0:
+        return own * factor
+    wide: Tensor = own.float() * (factor.float() / float(ctx.scale))
+    return wide.to(gradient.dtype)
 
 
 def _same(tensor: Tensor) -> Tensor:

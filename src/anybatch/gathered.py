@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from anybatch.batchnorm import GatherError
 from anybatch.guard import Guard
 from anybatch.kinds import bytes_of
-from anybatch.meeting import Meeting, here, meeting_in, reduce, samples_here
+from anybatch.meeting import Meeting, alone_here, here, meeting_in, reduce, samples_here
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.norm.batchnorm import MeetingNorms, Place
 
@@ -90,28 +90,58 @@ class Around(NamedTuple):
         """
         if not rows.dim():
             return rows.detach(), rows.new_zeros(())
-        size = -(-self.rows * len(rows) // max(self.part, 1))
-        more = rows.new_zeros((max(0, size - len(rows)), *rows.shape[1:]))
-        whole = torch.cat([rows.detach() if grad else torch.zeros_like(rows), more])
+        size, own = -(-self.rows * len(rows) // max(self.part, 1)), rows.detach()
+        more = _like(own, max(0, size - len(own)))
+        whole = torch.cat([own, more]) if grad else _pattern(torch.cat([own, more]))
         alone = self.mode(AloneNorms)
         assert alone is not None
         alone.gathered += bytes_of(whole)
         return whole, more
 
 
+WAVE = 509
+"""Numbers after which a pattern of rows begins again; a prime, or rows would be alike."""
+
+
+def _pattern(rows: Tensor) -> Tensor:
+    """Return rows whose values depend on their places alone, and whose columns are independent."""
+    if not rows.is_floating_point():
+        return torch.zeros_like(rows)
+    wave = torch.arange(WAVE, device=rows.device).square().cos().to(rows.dtype)
+    return _repeated(wave, rows.numel()).view(rows.shape)
+
+
+def _like(rows: Tensor, count: int) -> Tensor:
+    """Return so many rows of the same kind: those that are given, each time a little nearer to 0.
+
+    The same ones again would be a matrix of few independent rows, which some functions refuse.
+    """
+    more = _repeated(rows, count)
+    return more.mul_(_pattern(more).mul_(0.125).add_(0.875)) if more.is_floating_point() else more
+
+
+def _repeated(rows: Tensor, count: int) -> Tensor:
+    """Return so many rows, those that are given over and over."""
+    if not len(rows):
+        return rows.new_zeros((count, *rows.shape[1:]))
+    return torch.cat([*[rows] * (count // len(rows)), rows[: count % len(rows)]])
+
+
 def around(what: str) -> Around:
     """Return where rows of the whole batch are asked for.
 
     Raises:
-        GatherError: at the first look at a model, which finds out so that samples meet in `what`.
+        GatherError: micro-batches do not wait for each other yet; they do when the step that has
+            found out so that samples meet in `what` begins again.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     alone = next((mode for mode in modes if isinstance(mode, AloneNorms)), None)
     looked_at = any(isinstance(m, Guard) for m in _get_current_dispatch_mode_stack())
-    if alone is None and (looked_at or any(isinstance(mode, HeardNorms) for mode in modes)):
-        raise GatherError(what)
+    looked_at = looked_at or any(isinstance(mode, HeardNorms) for mode in modes)
     meeting = here()
-    rows = 0 if alone is None or meeting is not None else alone.rows
+    if alone is None and (looked_at or (meeting is None and alone_here())):
+        raise GatherError(what)
+    rows = 0 if alone is None or meeting is not None or samples_here() < 0 else alone.rows
     empty = any(isinstance(mode, MeetingNorms) and mode.empty for mode in modes)
     return Around(modes, meeting, rows, samples_here(), empty)
 

@@ -27,10 +27,22 @@ def nodes(roots: list[Tensor]) -> Iterator[Any]:
         ahead.extend(before for before, _ in node.next_functions)
 
 
+SPARK = "_anybatch_spark"
+"""The attribute of a leaf that is nobody's, and is there for the graph behind it alone."""
+
+
+def spark(*, grad: bool) -> Tensor:
+    """Return such a leaf: what is made of it has a backward, if `grad`, and it gets no gradient."""
+    found = torch.zeros((), requires_grad=grad)
+    setattr(found, SPARK, True)
+    return found
+
+
 def leaves(roots: list[Tensor]) -> list[Tensor]:
     """Return the leaf tensors whose gradient `roots` have."""
     found = [node.variable for node in nodes(roots) if _ends(node)]
-    return [*found, *(root for root in roots if root.is_leaf and root.requires_grad)]
+    found += [root for root in roots if root.is_leaf and root.requires_grad]
+    return [leaf for leaf in found if not hasattr(leaf, SPARK)]
 
 
 def now() -> int:

@@ -42,6 +42,8 @@ class Meeting(Protocol):
 class _Here(threading.local):
     meeting: Meeting | None = None
     samples: int = 0
+    alone: bool = False
+    forward: bool = False
 
 
 _HERE = _Here()
@@ -52,14 +54,46 @@ def here() -> Meeting | None:
     return _HERE.meeting
 
 
-def begin_forward(samples: int) -> None:
-    """Take in that this thread calls the model with so many samples."""
-    _HERE.samples = samples
+@contextmanager
+def forward_of(samples: int, *, alone: bool) -> Iterator[None]:
+    """Call the model in the body.
+
+    Args:
+        samples: that it is called with.
+        alone: these are a part of the batch, and meet no other.
+    """
+    before = _HERE.samples, _HERE.alone, _HERE.forward
+    _HERE.samples, _HERE.alone, _HERE.forward = samples, alone and _HERE.meeting is None, True
+    try:
+        yield
+    finally:
+        _HERE.samples, _HERE.alone, _HERE.forward = before
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    """Take what the body is given for the whole batch."""
+    before = _HERE.meeting, _HERE.alone, _HERE.samples
+    _HERE.meeting, _HERE.alone, _HERE.samples = None, False, -1
+    try:
+        yield
+    finally:
+        _HERE.meeting, _HERE.alone, _HERE.samples = before
 
 
 def samples_here() -> int:
-    """Return how many samples the model was called with last in this thread."""
+    """Return with how many samples this thread calls the model; -1 where it is all of them."""
     return _HERE.samples
+
+
+def alone_here() -> bool:
+    """Say whether this thread has a part of the batch, and meets no other."""
+    return _HERE.alone
+
+
+def in_forward() -> bool:
+    """Say whether this thread is inside the model's forward."""
+    return _HERE.forward
 
 
 def in_a_meeting() -> bool:

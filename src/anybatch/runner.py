@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anybatch._memory import Inside, Room
 from anybatch._plan import Away
+from anybatch.alike import refuse_looks
 from anybatch.batch import Batch
 from anybatch.batchnorm import (
     counters,
@@ -275,8 +276,9 @@ class Runner:
         if seen is None:
             with attributes_of(step):
                 watch = LaneLook(modules)
-                with AloneNorms(tracked.counters, watch.heard, rows=step.everyone.size):
+                with AloneNorms(tracked.counters, watch.heard, rows=step.everyone.size) as alone:
                     look(step)
+                refuse_looks(alone.called)
                 step.slots = watch.slots()
             step.buffers.refuse_moved({})
             step.discover = discoverer(step, before, self._given.closure)
@@ -313,7 +315,8 @@ class Runner:
                 look(step)
             step.discover = discoverer(step, before, self._given.closure)
         try:
-            return self._streamed_or_gathered(step, seen)
+            with self._given.hearing():  # what the first look has not come to
+                return self._streamed_or_gathered(step, seen)
         except OutputsChangedError:
             if seen is None:
                 raise

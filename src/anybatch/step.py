@@ -24,7 +24,7 @@ from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
-from anybatch.meeting import begin_forward
+from anybatch.meeting import forward_of
 from anybatch.memory_errors import forget
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
@@ -260,10 +260,10 @@ class Step:
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
         """Call the model, with the dice of the whole batch where it has some."""
-        begin_forward(micro.size)
-        if draws is None:
-            return call_model(self.model, micro.inputs)
-        return draws.forward(micro, partial(call_model, self.model, micro.inputs))
+        with forward_of(micro.size, alone=self.divided):
+            if draws is None:
+                return call_model(self.model, micro.inputs)
+            return draws.forward(micro, partial(call_model, self.model, micro.inputs))
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch with its saved tensors away, if they go."""

@@ -250,6 +250,20 @@ class Vector(Dice):
         return anybatch.coupled(F.cross_entropy)(self.body(x), y, reduction="none").mean()
 
 
+class Weighs(Dice):
+    """Hands over what belongs to no sample: class weights of the model."""
+
+    def __init__(self, *, trained: bool = False) -> None:
+        super().__init__()
+        weight = torch.ones(CLASSES)
+        self.weight = nn.Parameter(weight) if trained else weight.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[n, 6], [n] -> the loss."""
+        out = self.head(self.body(x))
+        return anybatch.coupled(lambda a, b, w: dice(a * w.mean(), b))(out, y, self.weight)
+
+
 class Squared(Dice):
     """Its loss is no sum of what it marks."""
 
@@ -273,6 +287,8 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace() -> None:
     wrong = [
         (Hidden, LossError, "must be given what it trains, and <lambda> uses a parameter"),
         (InPlace, RuntimeError, r"changed a tensor of shape \(22, 8\) in place: write"),
+        (Weighs, LossError, "one of <lambda>, with 4 rows for any number of samples, belongs to"),
+        (partial(Weighs, trained=True), LossError, "with 4 rows for any .* belongs to no sample"),
         (Vector, LossError, r"cross_entropy must return one number .* shape \(\d+,\)"),
         (Chooses, LaneMismatchError, r"coupled dice, with \[n, 8\] of torch.float64"),
     ]

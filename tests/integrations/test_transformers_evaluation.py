@@ -10,7 +10,7 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor
 
-from anybatch import BudgetError
+from anybatch import BudgetError, tree
 from anybatch.meter import Meter
 
 transformers = pytest.importorskip(
@@ -42,7 +42,7 @@ def shown(trainer: Any) -> dict[str, Tensor]:
     found = trainer.predict(trainer.eval_dataset)
     tensors = {"loss": torch.as_tensor(found.metrics["test_loss"])}
     for name, some in (("output", found.predictions), ("labels", found.label_ids)):
-        every = some if isinstance(some, tuple) else (some,)
+        every = (one for _, one in tree.leaves(some))
         tensors |= {f"{name} {at}": torch.as_tensor(one) for at, one in enumerate(every)}
     return tensors
 

@@ -27,6 +27,7 @@ from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 from anybatch.loss.terms import Term
+from anybatch.meeting import forward_of
 
 Number = float | int | Tensor
 
@@ -191,7 +192,9 @@ class Ratio(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's sum and count."""
         del totals
-        return [Part(self._numerator(outputs, micro), lambda: self._den(micro.targets))]
+        with forward_of(micro.size, alone=True):
+            numerator = self._numerator(outputs, micro)
+        return [Part(numerator, lambda: self._den(micro.targets))]
 
     def functions(self) -> tuple[Any, ...]:
         """Return num and den."""
@@ -219,7 +222,9 @@ class PerSample(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the sum over the micro-batch."""
         del totals
-        return [Part(self._losses(outputs, micro).sum(), lambda: micro.size)]
+        with forward_of(micro.size, alone=True):
+            losses = self._losses(outputs, micro)
+        return [Part(losses.sum(), lambda: micro.size)]
 
     def functions(self) -> tuple[Any, ...]:
         """Return fn."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ class TermOfAll(HeardTerm):
     @property
     def name(self) -> str:
         """What was called."""
-        return f"coupled {getattr(self.function, '__name__', type(self.function).__name__)}"
+        names = (getattr(self.function, name, None) for name in ("co_name", "__name__"))
+        return f"coupled {next(filter(None, names), type(self.function).__name__)}"
 
     @property
     def divides(self) -> bool:
@@ -114,7 +115,17 @@ class Hearing(TorchFunctionMode):
     def combination(self, loss: Any) -> list[tuple[float, HeardTerm]] | None:
         """Return ``[(c_k, term_k)]`` of the model's loss, or None where it is not one."""
         found = self._sums.get(id(loss))
+        if any(self._lost_its_graph(value) for value in self._alive):
+            self.odd.append("checkpoint, with use_reentrant=True")
+            return None
         return None if not found else [(c, self.terms[index]) for index, c in sorted(found.items())]
+
+    def _lost_its_graph(self, value: Tensor) -> bool:
+        """Say whether a value has got a graph that its terms have not: they were made without."""
+        terms = self._sums.get(id(value), {})
+        return value.requires_grad and not any(
+            self.terms[index].numerator.requires_grad for index in terms
+        )
 
     def __torch_function__(
         self,
@@ -161,7 +172,7 @@ class Hearing(TorchFunctionMode):
             value,
             TermOfAll(
                 index=len(self.terms),
-                function=fn,
+                function=source_of(fn),
                 arguments={},
                 constants=(),
                 numerator=sums,
@@ -237,6 +248,13 @@ class Hearing(TorchFunctionMode):
             return
         self._sums[id(result)] = combined
         self._alive.append(result)
+
+
+def source_of(fn: Any) -> Any:
+    """Return what is the same of a function that is made anew in each forward."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return getattr(fn, "__code__", fn)
 
 
 def rows_of(inputs: Any) -> int:

@@ -8,6 +8,7 @@ So the layer normalises with mean 0 and variance 1, by the kernel that is used b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,6 +52,7 @@ class AloneNorms(Norms):
 
     Attributes:
         gathered: bytes of what was gathered so far.
+        called: what functions of the whole batch were called with, in order.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class AloneNorms(Norms):
     ) -> None:
         super().__init__(counters)
         self._heard, self.rows, self.gathered = heard, rows, 0
+        self.called: list[Any] = []
 
     def normalise(
         self,

@@ -1,0 +1,189 @@
+"""What a coupled function is called with must be rows, or the same for all micro-batches and ranks.
+
+The function is called once, with the rows of all in place of one's own. All else that it is given
+comes from the micro-batch that happens to call it: a number that differs (``len(rows)``) would be
+that of one of them, and a tensor that holds no rows (class weights, prototypes) would be gathered
+as if it did, and come several times. Neither shows in the result: both are looked for before.
+
+    numbers, names, 0-dim tensors    the same for all, or refused
+    tensors [m, ...]                 blocks that are one and the same for all are no rows: refused
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.errors import LossError
+from anybatch.gathered import Around
+from anybatch.norm.batchnorm import Place
+
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
+"""Types whose values can be written down, and compared with those of other processes."""
+
+
+class Told(NamedTuple):
+    """What a coupled function was called with, but for its rows.
+
+    Attributes:
+        name: of the function.
+        samples: that the model was called with.
+        words: paths of all arguments, and what can be written down.
+        numbers: the 0-dim tensors.
+        objects: all else.
+        rows: of each tensor with rows how many there are, and two sums of its values.
+    """
+
+    name: str
+    samples: int
+    words: str
+    numbers: list[complex]
+    objects: list[Any]
+    rows: list[tuple[int, float, float]]
+
+
+def told(name: str, given: Any, samples: int, *, sums: bool = False) -> Told:
+    """Return what a function is called with; `sums` asks for those of its rows."""
+    words, numbers, objects, rows = [], [], [], []
+    for path, leaf in tree.leaves(given):
+        words.append(path)
+        if not isinstance(leaf, Tensor):
+            words.append(repr(leaf) if isinstance(leaf, PLAIN) else "")
+            objects += [] if isinstance(leaf, PLAIN) else [leaf]
+        elif not leaf.dim():
+            numbers.append(complex(leaf.detach()))
+        elif sums and not leaf.is_complex():
+            wide = leaf.detach().double()
+            rows.append((len(leaf), float(wide.sum()), float(wide.square().sum())))
+    return Told(name, samples, " ".join(words), numbers, objects, rows)
+
+
+def refuse_looks(calls: list[Told]) -> None:
+    """Compare what functions were called with in two forwards of different numbers of samples.
+
+    Raises:
+        LossError: something differs that has no rows, or rows are the same ones.
+    """
+    half, odd = divmod(len(calls), 2)
+    for whole, part in zip(calls[:half], calls[half:], strict=False):
+        if odd or whole.name != part.name or whole.samples == part.samples:
+            return
+        if whole.words != part.words:
+            raise _differs(whole.name)
+        for one, other in zip(whole.rows, part.rows, strict=False):
+            if one == other and one[0]:
+                raise _no_rows(whole.name, f"with {one[0]} rows for any number of samples,")
+
+
+def meets_alike(name: str, given: Any, place: Around) -> None:
+    """Compare what has no rows with that of all other micro-batches.
+
+    Args:
+        name: of the function.
+        given: its arguments.
+        place: where it is called.
+
+    Raises:
+        LossError: it differs.
+    """
+    assert place.meeting is not None
+    own = told(name, given, place.part)
+    values: list[float] = [zlib.crc32(own.words.encode())]
+    for number in own.numbers:
+        values += [number.real, number.imag]
+    device = next((tensor.device for tensor in tree.flat(given)), torch.device("cpu"))
+    row = torch.tensor([values], dtype=torch.float64, device=device)
+    where = Place(f"coupled {name}, with {len(own.numbers)} numbers", "alike")
+    every, _ = place.meeting.gather(where, row[:0] if place.empty else row)
+
+    def compare(parts: list[list[Any]]) -> list[bool]:
+        first = parts[0]
+        same = all(all(map(_is, one, first)) and len(one) == len(first) for one in parts)
+        return [same] * len(parts)
+
+    same = place.meeting.exchange(Place(f"coupled {name}", "objects"), own.objects, compare)
+    if not (same and bool(((every == every[:1]) | every.isnan()).all())):
+        raise _differs(name)
+
+
+def _differs(name: str) -> LossError:
+    return LossError(
+        "what a coupled function is given beside rows must be the same in all micro-batches, "
+        f"and {name} was called with other numbers, names or objects: compute len(rows), "
+        "means and the like inside of it, where the rows are those of the whole batch"
+    )
+
+
+def _no_rows(name: str, what: str) -> LossError:
+    return LossError(
+        "arguments of a coupled function that have a dimension must hold rows, and one of "
+        f"{name}, {what} belongs to no sample: let the function reach it without an argument where "
+        "it is not trained (functools.partial), or compute with it before the call (similarities "
+        "to prototypes, not prototypes)"
+    )
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and _equal(one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def memory_of(tensor: Tensor) -> Any:
+    """Return where a tensor begins in memory; None for what has no rows of its own there."""
+    dense = tensor.dim() and tensor.numel() and tensor.layout is torch.strided
+    if not dense or tensor.stride(0) == 0:  # one row, shown as several
+        return None
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def refuse_constants(
+    name: str,
+    own: tuple[Tensor, ...],
+    every: list[Tensor],
+    place: Around,
+    places: list[list[Any]],
+) -> None:
+    """Refuse tensors that belong to no sample: parameters, and what all hand over alike.
+
+    Rows of one kind may all be alike (a mask of ones), if there are as many as samples, or twice.
+
+    Args:
+        name: of the function.
+        own: its tensors, in order.
+        every: the rows of all for each of them.
+        place: where it is called.
+        places: of each micro-batch, `memory_of` its tensors.
+
+    Raises:
+        LossError: there is one.
+    """
+    for one, whole, where in zip(own, every, zip(*places, strict=True), strict=True):
+        if not one.dim() or place.empty:
+            continue
+        there = [begin for begin in where if begin is not None]
+        shared = len(set(there)) < len(there) and max(len(one), place.part) > 1
+        shared = shared or (one.is_leaf and one.requires_grad)
+        if shared or _constant(one.detach(), whole, place.part):
+            raise _no_rows(name, f"of shape {tuple(one.shape)},")
+
+
+def _constant(own: Tensor, every: Tensor, samples: int) -> bool:
+    count = len(own)
+    if not own.numel() or len(every) == count or len(every) % count:
+        return False
+    blocks = every.reshape(-1, *own.shape)
+    if not bool((blocks == own).all()):
+        return False
+    in_proportion = samples > 0 and count % samples == 0
+    alike = not own.is_floating_point() or bool((own == own[:1]).all())
+    return not (in_proportion and alike)
