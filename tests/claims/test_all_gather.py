@@ -118,7 +118,7 @@ def test_a_budget_counts_what_is_gathered() -> None:
     assert torch.allclose(found[1], loss(model(x, y)), rtol=1e-12)
 
 
-@pytest.mark.large(few=8)
+@pytest.mark.large(few=6)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
     """Also one in which the rows of the whole batch are a large part."""

@@ -176,7 +176,7 @@ def test_the_weights_of_micro_batches_may_be_any(kind: str) -> None:
     assert_exact(state_after(model, run), want)
 
 
-@pytest.mark.large(few=8)
+@pytest.mark.large(few=6)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
     """Also one in which the rows of the whole batch are a large part."""

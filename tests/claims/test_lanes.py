@@ -270,7 +270,7 @@ def metered(engine: Engine, x: Tensor, y: Tensor) -> int:
     return int(meter.peak)
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("row", ["2d", "shared", "checkpoint", "dice"])
 def test_lanes_keep_to_the_budget_and_are_exact_in_it(row: str) -> None:
     make, _, loss = ROWS[row]

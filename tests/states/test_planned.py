@@ -127,6 +127,7 @@ TIMES = {"transformer": 5.2, "LSTM": 1.85, "BatchNorm": 1.0}
 """Of the bytes of the parameters: about the least that a step fits in."""
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(("name", "times"), TIMES.items())
 def test_a_plan_lets_parameters_leave_where_a_step_does_not_fit_without(
     name: str, times: float
