@@ -54,7 +54,8 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         it can be scaled and added to others.
 
     Raises:
-        LossError: `fn` trains something that it was not given, or returns no single number.
+        LossError: `fn` is no function, trains what it was not given, is given what is neither rows
+            nor the same for all, writes to it, or returns no single number.
         LaneMismatchError: other micro-batches call something else, or with other shapes of a row.
 
     Example:
@@ -62,6 +63,11 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ... def dice(probabilities, masks):
         ...     return 1 - 2 * (probabilities * masks).sum() / (probabilities + masks).sum()
     """
+    if not callable(fn):
+        raise LossError(
+            f"what is coupled must be a function of rows, and {type(fn).__name__} came: "
+            "anybatch.coupled(fn)(outputs, targets)"
+        )
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @wraps(fn, updated=())

@@ -213,6 +213,11 @@ def test_without_an_engine_it_is_the_function() -> None:
     assert anybatch.coupled(dice).__doc__ == dice.__doc__
 
 
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(LossError, match="must be a function of rows, and int came"):
+        anybatch.coupled(3)  # type: ignore[arg-type]
+
+
 def test_a_module_can_be_coupled() -> None:
     class Module(nn.Module):
         def forward(self, found: Tensor, wanted: Tensor) -> Tensor:
