@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch import graph, tree
-from anybatch.alike import meets_alike, memory_of, refuse_constants, told
+from anybatch.alike import meets_alike, refuse_constants, rows_and_memory, told
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 from anybatch.gathered import Around, around
@@ -101,7 +101,7 @@ def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> T
 
     own, alone = tree.flat(given), place.mode(AloneNorms)
     if alone is not None and place.meeting is None and not any(map(is_fake, own)):
-        alone.called.append(told(name, given, place.part, sums=True))
+        alone.called.append(told(name, given, place.part, rows=True))
     spark = graph.spark(grad=grad)  # all come to backward, whatever they train
     found: Tensor = _Coupled.apply(spark, take, name, place, given, *own)  # type: ignore[no-untyped-call]
     return found
@@ -216,12 +216,12 @@ class _Coupled(torch.autograd.Function):
             every, ctx.begins = _of_all(ctx.words, own, place)
 
             def combine(parts: list[tuple[list[bool], list[Any]]]) -> list[Shared]:
-                train, places = zip(*parts, strict=True)
+                train, rows = zip(*parts, strict=True)
                 if real:
-                    refuse_constants(name, own, every, place, list(places))
+                    refuse_constants(name, own, every, place, list(rows))
                 return [take(every, [any(some) for some in zip(*train, strict=True)])] * len(parts)
 
-            part = trains, [memory_of(one) for one in own]
+            part = trains, [rows_and_memory(one) for one in own]
             shared = place.meeting.exchange(Place(ctx.words, "take"), part, combine)
         ctx.sizes = [len(one) if one.dim() else None for one in own]
         ctx.gradients, ctx.scale, ctx.trains = shared.gradients, shared.scale, trains

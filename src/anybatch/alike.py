@@ -35,7 +35,7 @@ class Told(NamedTuple):
         words: paths of all arguments, and what can be written down.
         numbers: the 0-dim tensors.
         objects: all else.
-        rows: of each tensor with rows how many there are, and two sums of its values.
+        alike: of each tensor with rows how many there are, where all are one and the same; else 0.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Told(NamedTuple):
     words: str
     numbers: list[complex]
     objects: list[Any]
-    rows: list[tuple[int, float, float]]
+    alike: list[int]
 
 
-def told(name: str, given: Any, samples: int, *, sums: bool = False) -> Told:
-    """Return what a function is called with; `sums` asks for those of its rows."""
-    words, numbers, objects, rows = [], [], [], []
+def told(name: str, given: Any, samples: int, *, rows: bool = False) -> Told:
+    """Return what a function is called with; `rows` looks at its rows, too."""
+    words, numbers, objects, alike = [], [], [], []
     for path, leaf in tree.leaves(given):
         words.append(path)
         if not isinstance(leaf, Tensor):
@@ -56,17 +56,19 @@ def told(name: str, given: Any, samples: int, *, sums: bool = False) -> Told:
             objects += [] if isinstance(leaf, PLAIN) else [leaf]
         elif not leaf.dim():
             numbers.append(complex(leaf.detach()))
-        elif sums and not leaf.is_complex():
-            wide = leaf.detach().double()
-            rows.append((len(leaf), float(wide.sum()), float(wide.square().sum())))
-    return Told(name, samples, " ".join(words), numbers, objects, rows)
+        elif rows:
+            alike.append(len(leaf) if bool((leaf == leaf[:1]).all()) else 0)
+    return Told(name, samples, " ".join(words), numbers, objects, alike)
 
 
 def refuse_looks(calls: list[Told]) -> None:
     """Compare what functions were called with in two forwards of different numbers of samples.
 
+    Rows that are one and the same may be as many as the samples (a mask) or belong to none (weights
+    of one), which micro-batches of one size cannot tell; `refuse_constants` sees to all others.
+
     Raises:
-        LossError: something differs that has no rows, or rows are the same ones.
+        LossError: something differs that has no rows, or equal rows are as many as before.
     """
     half, odd = divmod(len(calls), 2)
     for whole, part in zip(calls[:half], calls[half:], strict=False):
@@ -74,9 +76,9 @@ def refuse_looks(calls: list[Told]) -> None:
             return
         if whole.words != part.words:
             raise _differs(whole.name)
-        for one, other in zip(whole.rows, part.rows, strict=False):
-            if one == other and one[0]:
-                raise _no_rows(whole.name, f"with {one[0]} rows for any number of samples,")
+        for one, other in zip(whole.alike, part.alike, strict=False):
+            if one == other and one > 1:
+                raise _no_rows(whole.name, f"with {one} rows for any number of samples,")
 
 
 def meets_alike(name: str, given: Any, place: Around) -> None:
@@ -138,12 +140,13 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def memory_of(tensor: Tensor) -> Any:
-    """Return where a tensor begins in memory; None for what has no rows of its own there."""
-    dense = tensor.dim() and tensor.numel() and tensor.layout is torch.strided
+def rows_and_memory(tensor: Tensor) -> tuple[int, Any]:
+    """Return how many rows a tensor has, and where they begin; None for none of its own there."""
+    count = len(tensor) if tensor.dim() else 0
+    dense = count and tensor.numel() and tensor.layout is torch.strided
     if not dense or tensor.stride(0) == 0:  # one row, shown as several
-        return None
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+        return count, None
+    return count, (tensor.untyped_storage()._cdata, tensor.storage_offset())
 
 
 def refuse_constants(
@@ -151,7 +154,7 @@ def refuse_constants(
     own: tuple[Tensor, ...],
     every: list[Tensor],
     place: Around,
-    places: list[list[Any]],
+    parts: list[list[tuple[int, Any]]],
 ) -> None:
     """Refuse tensors that belong to no sample: parameters, and what all hand over alike.
 
@@ -162,18 +165,19 @@ def refuse_constants(
         own: its tensors, in order.
         every: the rows of all for each of them.
         place: where it is called.
-        places: of each micro-batch, `memory_of` its tensors.
+        parts: of each micro-batch, `rows_and_memory` of its tensors.
 
     Raises:
         LossError: there is one.
     """
-    for one, whole, where in zip(own, every, zip(*places, strict=True), strict=True):
+    for one, whole, each in zip(own, every, zip(*parts, strict=True), strict=True):
         if not one.dim() or place.empty:
             continue
-        there = [begin for begin in where if begin is not None]
+        there = [begin for _, begin in each if begin is not None]
         shared = len(set(there)) < len(there) and max(len(one), place.part) > 1
         shared = shared or (one.is_leaf and one.requires_grad)
-        if shared or _constant(one.detach(), whole, place.part):
+        as_many = len({count for count, _ in each}) == 1
+        if shared or (as_many and _constant(one.detach(), whole, place.part)):
             raise _no_rows(name, f"of shape {tuple(one.shape)},")
 
 

@@ -48,11 +48,11 @@ def boxes(model: Any, x: Tensor, y: Tensor) -> Tensor:
     """Rows that only some samples have."""
     z = model.body(x)
     some = model.head(z)[y > 1] if bool((y > 1).any()) else torch.zeros(0, CLASSES).double()
-    return anybatch.coupled(norms)(z, some)
+    return anybatch.coupled(norms)(z, some, y[y > 1])
 
 
-def norms(z: Tensor, w: Tensor) -> Tensor:
-    return z.mean(0).norm() + w.sum(0).norm()
+def norms(z: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return z.mean(0).norm() + (w * labels[:, None]).sum(0).norm()
 
 
 def late(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -100,12 +100,16 @@ EXACT: dict[str, Forward] = {
 }
 
 
+CLASS = {"first": [2] * 11 + [0] * 11, "few": [0, 0, 2, 3] * 3 + [0] * 10}
+"""Classes of the samples; of "few" the first look finds as many boxes in half of its rows."""
+
+
 @pytest.mark.parametrize("hears", [False, True])
-@pytest.mark.parametrize("micro_batch", [1, 3, 8, 21])
-@pytest.mark.parametrize("name", EXACT)
-def test_it_is_exact(name: str, micro_batch: int, hears: bool) -> None:
+@pytest.mark.parametrize("micro_batch", [1, 3, 4, 8, 21])
+@pytest.mark.parametrize(("name", "classes"), [*((n, "first") for n in EXACT), ("boxes", "few")])
+def test_it_is_exact(name: str, classes: str, micro_batch: int, hears: bool) -> None:
     x, _ = batch()
-    y = torch.tensor([2] * 11 + [0] * 11)
+    y = torch.tensor(CLASS[classes])
     model = made(EXACT[name])
 
     def run(copied: nn.Module) -> Tensor:
@@ -266,8 +270,8 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "own scale": (own_scale, "must be the same in all micro-batches"),
     "own object": (own_object, "must be the same in all micro-batches"),
     "own order": (own_order, "must be the same in all micro-batches"),
-    "prototypes": (prototypes, "with 5 rows for any number of samples, belongs to no sample"),
-    "queue": (queue, "with 5 rows for any number of samples, belongs to no sample"),
+    "prototypes": (prototypes, r"of shape \(5, 4\), belongs to no sample"),
+    "queue": (queue, r"of shape \(5, 4\), belongs to no sample"),
     "adversarial": (adversarial, "coupled dice must be differentiated after forward"),
     "writes": (writes, "must leave its arguments as they are, and fn writes to one"),
 }

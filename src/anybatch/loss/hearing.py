@@ -122,10 +122,9 @@ class Hearing(TorchFunctionMode):
 
     def _lost_its_graph(self, value: Tensor) -> bool:
         """Say whether a value has got a graph that its terms have not: they were made without."""
-        terms = self._sums.get(id(value), {})
-        return value.requires_grad and not any(
-            self.terms[index].numerator.requires_grad for index in terms
-        )
+        terms = [self.terms[index] for index in self._sums.get(id(value), {})]
+        graphs = [term.numerator.requires_grad for term in terms]
+        return bool(graphs) and value.requires_grad and not any(graphs)
 
     def __torch_function__(
         self,
