@@ -9,6 +9,7 @@ import torch
 from tests.chance import CLASSES, LOSSES, Net
 from torch import Tensor, nn
 
+import anybatch
 from anybatch import Engine
 from anybatch.meter import Meter
 
@@ -28,6 +29,26 @@ def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
         most = max(most, meter.peak)
     model.zero_grad()
     return most
+
+
+def assert_a_budget_is_kept(model: nn.Module, loss: Any, rows: Any, share: float) -> None:
+    """Assert that a step stays within what was foreseen, and that within a budget.
+
+    Args:
+        model: what is trained.
+        loss: its loss.
+        rows: inputs; the loss is inside the model, or needs no targets.
+        share: of the way from the least budget to that of an undivided batch.
+    """
+    memory = anybatch.plan(model, loss, (rows, None), memory="1GiB", timed=False).memory
+    assert memory is not None
+    budget = memory.floor + int((memory.whole - memory.floor) * share)
+    engine = Engine(model, loss, memory=budget)
+    engine.backward(rows)
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.predicted_bytes is not None
+    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
 
 
 class Drawn(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact, state_after
+from tests.peaks import assert_a_budget_is_kept
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -126,15 +127,7 @@ def test_any_budget_is_kept(seed: int) -> None:
     model, loss = make(draw.choice(KINDS))
     rows = torch.randn((size := draw.choice([30, 64, 150])), 6), torch.randn(size, 5)
     model, share = model.float(), draw.random() * draw.choice([1, 0.1])
-    memory = anybatch.plan(model, loss, (rows, None), memory="1GiB", timed=False).memory
-    assert memory is not None
-    budget = memory.floor + int((memory.whole - memory.floor) * share)
-    engine = Engine(model, loss, memory=budget)
-    engine.backward(rows)
-    assert engine.last is not None
-    assert engine.last.peak_bytes is not None
-    assert engine.last.predicted_bytes is not None
-    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
+    assert_a_budget_is_kept(model, loss, rows, share)
 
 
 def test_without_an_engine_it_is_what_is_given() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact, state_after, undivided
+from tests.peaks import assert_a_budget_is_kept
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -185,15 +186,7 @@ def test_any_budget_is_kept(seed: int) -> None:
     rows = torch.randn(size, 6), torch.randint(CLASSES, (size,))
     subject: Any = Overheard(model) if draw.random() < 0.5 else model
     loss: Any = BY_SAMPLES if subject is model else OfModel(subject)
-    memory = anybatch.plan(subject, loss, (rows, None), memory="1GiB", timed=False).memory
-    assert memory is not None
-    budget = memory.floor + int((memory.whole - memory.floor) * draw.random() * 0.9)
-    engine = Engine(subject, loss, memory=budget)
-    engine.backward(rows)
-    assert engine.last is not None
-    assert engine.last.peak_bytes is not None
-    assert engine.last.predicted_bytes is not None
-    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
+    assert_a_budget_is_kept(subject, loss, rows, draw.random() * 0.9)
 
 
 def test_evaluation_takes_it_of_the_whole_batch() -> None:
