@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from anybatch import generators
 from anybatch.rng import Dice
 
 
@@ -59,15 +60,32 @@ def draw_gauss() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_dice_of_a_later_moment_are_those_of_now(seed: int) -> None:
+    """They are not asked again where their memory is the same; here each of them is."""
     order = random.Random(seed)
+    kept = [Dice.now()]
     draws = [draw_torch, draw_numpy, draw_normal, draw_python, draw_gauss, lambda: None]
-    dice = Dice.now()
-    assert dice.memory is not None
-    for _ in range(200):
+    draws += [lambda: order.choice(kept).put_back(), lambda: kept.append(Dice.now())]
+    assert generators.KNOWN
+    for _ in range(400):
         order.choice(draws)()
-        dice = dice.later()
-        assert dice.same_as(Dice.now())
-        assert dice.numpy[3:] == np.random.get_state()[3:]
+        dice, numpy = Dice.now(), np.random.get_state()
+        assert torch.equal(dice.cpu, torch.get_rng_state())
+        assert dice.python == random.getstate()
+        assert np.array_equal(dice.numpy[1], numpy[1])
+        assert dice.numpy[2:] == numpy[2:]
+
+
+def test_a_normal_number_that_comes_back_alone_is_seen() -> None:
+    """The words of numpy's generator are the same with it and without."""
+    np.random.seed(0)
+    np.random.randn()
+    saved = np.random.get_state()
+    np.random.randn()
+    without = Dice.now()
+    np.random.set_state(saved)
+    again = Dice.now()
+    assert np.array_equal(without.numpy[1], again.numpy[1])
+    assert (without.numpy[3], again.numpy[3]) == (0, 1)
 
 
 def test_a_generator_of_another_kind_is_asked_every_time() -> None:
@@ -76,10 +94,12 @@ def test_a_generator_of_another_kind_is_asked_every_time() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dice = Dice.now()
-            assert dice.memory is None
-            later = dice.later()
-        assert later.memory is None
+            assert generators.memory() is None
+            first = Dice.now()
+            assert first.same_as(Dice.now())
+            np.random.rand()
+            assert not Dice.now().others_as(first)
+            assert Dice.now().checksum() != first.checksum()
     finally:
         np.random.set_bit_generator(before)
 

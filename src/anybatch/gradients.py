@@ -123,6 +123,8 @@ class Gradients:
 
         torch hands both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
         """
+        if self._separated == len(self.parameters):
+            return  # none is left that could get its first
         there = [p for p in self.parameters if p.grad is not None]
         if len(there) == self._separated:
             return

@@ -79,6 +79,7 @@ class Seen:
         moving: paths of the buffers that forward moves.
         layout: where the outputs hold the samples.
         copies: forward writes to its inputs.
+        still: the first step drew nothing.
         slots: attributes and containers that every lane has of its own.
     """
 
@@ -86,4 +87,5 @@ class Seen:
     moving: frozenset[str]
     layout: Layout | None
     copies: bool
+    still: bool = False
     slots: tuple[Any, ...] = ()

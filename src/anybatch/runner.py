@@ -301,7 +301,7 @@ class Runner:
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
         self._seen[step.signature] = Seen(
-            step.coupled, frozenset(), step.layout, step.copies, tuple(step.slots)
+            step.coupled, frozenset(), step.layout, step.copies, slots=tuple(step.slots)
         )
         return loss
 
@@ -335,7 +335,9 @@ class Runner:
         if not step.batch.size:  # a rank without samples has seen nothing
             return loss
         moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
-        self._seen[step.signature] = Seen(step.found == COUPLED, moving, step.layout, step.copies)
+        drew = step.draws is not None or (step.drew_any() if seen is None else not seen.still)
+        coupled = step.found == COUPLED
+        self._seen[step.signature] = Seen(coupled, moving, step.layout, step.copies, not drew)
         return loss
 
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
@@ -357,7 +359,7 @@ class Runner:
             seen.moving if seen else None,
         )
         if seen is not None:
-            step.layout, step.copies = seen.layout, seen.copies
+            step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
 

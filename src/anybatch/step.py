@@ -24,7 +24,7 @@ from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
-from anybatch.meeting import forward_of
+from anybatch.meeting import ForwardOf
 from anybatch.memory_errors import forget
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
@@ -54,9 +54,13 @@ Phase = Literal["forward", "backward", "summed", "shown"]
 
 
 class Moment(NamedTuple):
-    """What a micro-batch moves before its gradients, as it was when it began."""
+    """What a micro-batch moves before its gradients, as it was when it began.
 
-    dice: Dice
+    Attributes:
+        dice: None where steps of this kind draw nothing, so that nobody has to note them.
+    """
+
+    dice: Dice | None
     statistics: list[Tensor | None]
 
 
@@ -113,6 +117,7 @@ class Step:
         apart: gradients are summed in an accumulator, once the step is divided.
         dice: as they were noted last in this step.
         start: those that it began with, on all ranks.
+        still: the first step of its kind has drawn nothing.
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
@@ -163,6 +168,7 @@ class Step:
     _rows: int = 0
     dice: Dice | None = None
     start: Dice | None = None
+    still: bool = False
     lanes: bool = False
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
@@ -213,7 +219,7 @@ class Step:
     @property
     def divided(self) -> bool:
         """Whether the batch is more than one micro-batch, here or over all ranks."""
-        return self.count > 1 or self.everyone.several
+        return self.batch.size > self.micro_batch or self.everyone.several
 
     def feed(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device."""
@@ -260,7 +266,7 @@ class Step:
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
         """Call the model, with the dice of the whole batch where it has some."""
-        with forward_of(micro.size, alone=self.divided):
+        with ForwardOf(micro.size, alone=self.divided):
             if draws is None:
                 return call_model(self.model, micro.inputs)
             return draws.forward(micro, partial(call_model, self.model, micro.inputs))
@@ -396,12 +402,19 @@ class Step:
 
     def moment(self) -> Moment:
         """Note where a micro-batch begins."""
-        self.dice = Dice.now() if self.dice is None else self.dice.later()
-        return Moment(self.dice, self.buffers.statistics())
+        statistics = self.buffers.statistics()
+        if not self.still:
+            self.dice = Dice.now()
+        return Moment(None if self.still else self.dice, statistics)
 
     def drew(self) -> bool:
-        """Say whether something was drawn since the last `moment`."""
+        """Say whether something was drawn since the dice were noted last."""
         return self.dice is None or not Dice.now().same_as(self.dice)
+
+    def drew_any(self) -> bool:
+        """Say whether something was drawn since the step began."""
+        assert self.start is not None
+        return not Dice.now().same_as(self.start)
 
     def put_back(self, dice: Dice) -> None:
         """Make `dice` the present ones."""
@@ -425,18 +438,21 @@ class Step:
         Raises:
             Exception: `failure`, where parts are no help or the sums cannot be undone.
         """
-        if not (self.can_shrink() and self._can_go_back()):
+        if not (self.can_shrink() and self._can_go_back(moment)):
             raise failure
         self.shrink(failure)
         if self.gradients is not None and self.phase == "backward":
             self.gradients.drop()
-        self.put_back(moment.dice)
+        if moment.dice is not None:
+            self.put_back(moment.dice)
         self.buffers.go_back(moment.statistics)
         self.forget_casts()
 
-    def _can_go_back(self) -> bool:
+    def _can_go_back(self, moment: Moment) -> bool:
         if isinstance(self.loss, Algorithm1) or self.everyone.sending:
             return False  # its parts do not add up to it, or what they add up to has left
+        if moment.dice is None and self.drew():
+            return False  # for the first time, and nobody has noted where it began
         if self.phase == "backward":
             return self.gradients is not None and self.gradients.apart
         return self.phase == "forward"

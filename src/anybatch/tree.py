@@ -35,8 +35,10 @@ def flat(tree: Any) -> list[Tensor]:
     """Return every tensor of `tree`, in the order of `tensors`, at less cost: without paths."""
     if isinstance(tree, Tensor):
         return [tree]
-    if type(tree) is dict:
-        return [tensor for child in tree.values() for tensor in flat(child)]
+    kind = type(tree)
+    if kind is dict or kind is tuple or kind is list:
+        every = tree.values() if kind is dict else tree
+        return [tensor for child in every for tensor in flat(child)]
     return [tensor for _, child in children(tree) for tensor in flat(child)]
 
 
@@ -219,7 +221,11 @@ LEAVES = frozenset([int, float, str, bool, bytes, type(None), torch.dtype, torch
 
 def children(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield ``(key, child)`` of one level of a tree; nothing for a leaf."""
-    if type(tree) in LEAVES:
+    kind = type(tree)
+    if kind in LEAVES:
+        return
+    if kind is tuple or kind is list:
+        yield from ((f"[{i}]", child) for i, child in enumerate(tree))
         return
     if isinstance(tree, PackedSequence):
         raise BatchError(

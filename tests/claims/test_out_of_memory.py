@@ -409,6 +409,40 @@ def test_the_dice_are_those_of_the_micro_batches_that_count(
         assert after == (torch.rand(()), np.random.randn(), random.gauss(0, 1))
 
 
+class Late(Dropping):
+    """Draws nothing until it is told to."""
+
+    draws = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.draws else x.tanh()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("draws", [False, True])
+def test_where_nothing_was_drawn_before_dice_are_not_noted(
+    draws: bool, place: str, apart: bool
+) -> None:
+    """Where a micro-batch began is then known only if nothing is drawn in this step either."""
+    late = Late()
+    got = setting("known", apart=apart, net=Net(late))
+    got.backward()
+    got.net.zero_grad()
+    setattr(got.net, f"{place}_fault", Fault(at(1)))
+    late.draws = draws
+    twin = copy.deepcopy(got.net)
+    roll()
+    found = state_with(got.net, got.engine.backward(got.x, got.y))
+    after = torch.rand(()), np.random.randn(), random.gauss(0, 1)
+    twin.forward_fault, twin.backward_fault = Fault(), Fault()
+    one = place == "forward" or apart
+    sizes = [4, 2, 2, 2] if one and not draws else [2] * 5
+    roll()
+    assert_exact(found, state_with(twin, by_hand(twin, got.x, got.y, sizes)))
+    assert after == (torch.rand(()), np.random.randn(), random.gauss(0, 1))
+
+
 def state_with(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """What a step has left, and its loss."""
     gradients = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}

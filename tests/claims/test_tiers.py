@@ -32,6 +32,7 @@ TIERS = {
     "outofcore": "outofcore step_timeline conv",  # but for those named below
     "scale": "scale",
     "scaled": "scaled",
+    "generators": "generators",
     "ground": "tree modules rng exactness batch device undo gradients buffers batchnorm joint loss "
     "graph step taken _coupled alike encoders parts guard look records refusals memory_errors "
     "retry hidden meter tracing fakes case given discover memory kinds kept reach updates measure "

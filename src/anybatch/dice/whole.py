@@ -78,14 +78,14 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         shared, loaded = self.shared, iter(micro_batches)
         shared.begin()
         before = Dice.now() if shared.several else None
-        micro, dice = next(loaded, None), None
-        if before is not None and not before.same_as(before.later()):
+        micro = next(loaded, None)
+        if before is not None and not before.same_as(Dice.now()):
             raise _loaded()  # every rank loads other samples
         while micro is not None:
             yield micro
-            dice = Dice.now() if dice is None else dice.later()
+            dice = Dice.now()
             micro = next(loaded, None)
-            if not dice.same_as(dice.later()):
+            if not dice.same_as(Dice.now()):
                 raise _loaded()
 
     def forward(self, micro: MicroBatch, run: Callable[[], T]) -> T:
@@ -205,7 +205,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See that every micro-batch leaves the dice as the first did."""
         shared = self.shared
         assert shared.start is not None
-        now = shared.start.later()
+        now = Dice.now()
         if shared.end is not None:
             if self._count != len(shared.draws) or not now.same_as(shared.end):
                 raise NotExactError(

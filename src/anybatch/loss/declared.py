@@ -27,7 +27,7 @@ from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 from anybatch.loss.terms import Term
-from anybatch.meeting import forward_of
+from anybatch.meeting import ForwardOf
 
 Number = float | int | Tensor
 
@@ -192,7 +192,7 @@ class Ratio(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's sum and count."""
         del totals
-        with forward_of(micro.size, alone=True):
+        with ForwardOf(micro.size, alone=True):
             numerator = self._numerator(outputs, micro)
         return [Part(numerator, lambda: self._den(micro.targets))]
 
@@ -222,7 +222,7 @@ class PerSample(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the sum over the micro-batch."""
         del totals
-        with forward_of(micro.size, alone=True):
+        with ForwardOf(micro.size, alone=True):
             losses = self._losses(outputs, micro)
         return [Part(losses.sum(), lambda: micro.size)]
 

@@ -67,7 +67,8 @@ def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
 
     Half-precision arguments are summed in float32: a sum in float16 ends at 65504.
     """
-    arguments = {name: _wide(value) for name, value in arguments.items()}
+    if any(isinstance(a, Tensor) and a.dtype is torch.float16 for a in arguments.values()):
+        arguments = {name: _wide(value) for name, value in arguments.items()}
     if function is F.ctc_loss and arguments["reduction"] == "mean":
         each = function(**{**arguments, "reduction": "none"})
         lengths = arguments["target_lengths"].clamp(min=1).to(each)

@@ -155,6 +155,9 @@ def meeting_layers(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def plain(layers: list[nn.Module]) -> Iterator[None]:
     """Let layers that meet other ranks be plain BatchNorm in the body: an engine meets for them."""
+    if not layers:
+        yield
+        return
     try:
         for layer in layers:
             layer.__dict__["forward"] = MethodType(_BatchNorm.forward, layer)

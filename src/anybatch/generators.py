@@ -1,0 +1,98 @@
+"""Whether Python's or numpy's global generator has moved, in two microseconds: by its memory.
+
+Both tell their state as hundreds of numbers, which takes tens of microseconds, and a step asks at
+its beginning and for each micro-batch. What they lie in is a few kilobytes. numpy has a public
+address for its words; where Python keeps its own, and where numpy keeps a normal number that was
+drawn in advance, generators of our own show when this module is imported. Where one of them does
+not show it, nothing is known, and who asks must ask for the state.
+
+    Random        │ head │ place │ 624 words │            found by its state
+    MT19937       │ 624 words │ place │                   ctypes.state_address
+    RandomState   │ ... │ has_gauss │ gauss │ ...         found by drawing one
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import sys
+from typing import Any
+
+import numpy as np
+
+WORDS = 624
+"""The state of a Mersenne twister: so many words of 32 bits, and the place of the next draw."""
+
+TWISTER = 4 * WORDS + 4
+"""Its bytes."""
+
+GAUSS = 16
+"""Bytes of a flag, and of the normal number that was drawn in advance if it is set."""
+
+PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+"""Python's global generator."""
+
+PYTHON_LIES = id(PYTHON) + object.__basicsize__
+
+NUMPY: Any = getattr(np.random.get_state, "__self__", None)
+"""numpy's global generator, whose bits another one may make."""
+
+BITS: Any = getattr(np.random, "get_bit_generator", None)
+"""Returns that one; old versions of numpy do not tell."""
+
+
+def memory() -> tuple[bytes, bytes, bytes, Any] | None:
+    """Return what both generators lie in; None where that is not known.
+
+    A normal number that Python has drawn in advance is an attribute, and comes last.
+    """
+    bits = BITS() if KNOWN else None
+    if not isinstance(bits, np.random.MT19937):
+        return None
+    return (
+        ctypes.string_at(bits.ctypes.state_address, TWISTER),
+        ctypes.string_at(GAUSS_LIES, GAUSS),
+        ctypes.string_at(PYTHON_LIES, TWISTER),
+        PYTHON.gauss_next,
+    )
+
+
+def _python_known() -> bool:
+    """Say whether Python's generator lies where `memory` reads it."""
+    if type(PYTHON).__basicsize__ - object.__basicsize__ < TWISTER:
+        return False
+    *words, place = PYTHON.getstate()[1]
+    there = np.array([place, *words], dtype=np.uint32).tobytes()
+    return ctypes.string_at(PYTHON_LIES, TWISTER) == there
+
+
+def _gauss_at() -> int | None:
+    """Return how far into a generator of numpy's the number lies that was drawn in advance."""
+    one = np.random.RandomState(0)
+    size = type(one).__basicsize__
+
+    def there() -> bytes:
+        return ctypes.string_at(id(one), size)
+
+    none = there()
+    one.standard_normal()  # makes two
+    after, gauss = there(), one.get_state(legacy=False)["gauss"]
+    one.standard_normal()
+    taken, kept = there(), struct.pack("d", gauss)
+    for at in range(object.__basicsize__, size - GAUSS + 1, 8):
+        flags = [struct.unpack_from("i", seen, at)[0] for seen in (none, after, taken)]
+        if flags == [0, 1, 0] and after[at + 8 : at + GAUSS] == kept:
+            return at
+    return None
+
+
+def _known() -> bool:
+    there = isinstance(NUMPY, np.random.RandomState) and BITS is not None
+    return there and sys.implementation.name == "cpython" and _python_known()
+
+
+_AT = _gauss_at() if _known() else None
+KNOWN = _AT is not None
+"""Whether memory tells."""
+GAUSS_LIES = id(NUMPY) + (_AT or 0)
