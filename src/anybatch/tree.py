@@ -21,14 +21,17 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import BatchError
 
+MAPPINGS, LISTS, ARRAYS = (dict, Mapping), (tuple, list), (Tensor, np.ndarray)
+"""What is asked for at every micro-batch; ``tuple | list`` would be made anew each time."""
+
 
 def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield ``(path, tensor)`` for every tensor of `tree`, in order."""
     if isinstance(tree, Tensor):
         yield path, tree
-        return
-    for key, child in children(tree):
-        yield from tensors(child, path + key)
+    elif type(tree) not in LEAVES:
+        for key, child in children(tree):
+            yield from tensors(child, path + key)
 
 
 def flat(tree: Any) -> list[Tensor]:
@@ -36,9 +39,12 @@ def flat(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     kind = type(tree)
-    if kind is dict or kind is tuple or kind is list:
-        every = tree.values() if kind is dict else tree
-        return [tensor for child in every for tensor in flat(child)]
+    if kind in LEAVES:
+        return []
+    if kind is tuple or kind is list:
+        return [tensor for child in tree for tensor in flat(child)]
+    if isinstance(tree, dict):
+        return [tensor for child in tree.values() for tensor in flat(child)]
     return [tensor for _, child in children(tree) for tensor in flat(child)]
 
 
@@ -55,8 +61,13 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return a tree of the same types with ``fn(tensor)`` where each tensor was."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    if type(tree) is dict:
-        return {key: map_tensors(fn, child) for key, child in tree.items()}
+    kind = type(tree)
+    if kind in LEAVES:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([map_tensors(fn, child) for child in tree])
+    if isinstance(tree, dict):
+        return _like_mapping(tree, {key: map_tensors(fn, child) for key, child in tree.items()})
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
@@ -64,11 +75,11 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree of the same types with ``fn(leaf)`` for each leaf, in the order of `leaves`."""
     if isinstance(tree, Tensor) or _is_leaf(tree):
         return fn(tree)
-    if isinstance(tree, Mapping):
+    if isinstance(tree, MAPPINGS):
         return _like_mapping(tree, {key: map_leaves(fn, child) for key, child in tree.items()})
     if _is_named_tuple(tree):
         return type(tree)(*(map_leaves(fn, child) for child in tree))
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, LISTS):
         return type(tree)(map_leaves(fn, child) for child in tree)
     fields = {name: map_leaves(fn, getattr(tree, name)) for name in _fields(tree)}
     return dataclasses.replace(tree, **fields)
@@ -86,7 +97,7 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
         for path, leaf in leaves(tree, name):
             if isinstance(leaf, Tensor):
                 _check_sliceable(path, leaf)
-            if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
+            if isinstance(leaf, ARRAYS) and leaf.ndim > 0:
                 rows[path] = leaf.shape[0]
     if not rows:
         raise BatchError(
@@ -121,11 +132,14 @@ def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
 
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim > 0 else tree
-    if type(tree) is dict and whole is not None:
+    kind = type(tree)
+    if kind is dict and whole is not None:
         return {key: rows(child, start, stop, whole) for key, child in tree.items()}
+    if (kind is tuple or kind is list) and whole is not None and not _strings(tree):
+        return kind([rows(child, start, stop, whole) for child in tree])
 
     def cut(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor | np.ndarray):
+        if isinstance(leaf, ARRAYS):
             return leaf[start:stop] if leaf.ndim > 0 else leaf
         return leaf[start:stop] if _strings(leaf) == whole else leaf
 
@@ -186,7 +200,7 @@ def _check_structure(columns: list[list[tuple[str, Any]]], name: str) -> None:
 
 
 def _join_leaf(path: str, column: list[Any], dim: int | None, sizes: Sequence[int | None]) -> Any:
-    if dim is not None and all(isinstance(leaf, Tensor | np.ndarray) for leaf in column):
+    if dim is not None and all(isinstance(leaf, ARRAYS) for leaf in column):
         shapes = [tuple(leaf.shape) for leaf in column]
         if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
             raise BatchError(
@@ -232,33 +246,33 @@ def children(tree: Any) -> Iterator[tuple[str, Any]]:
             "the rows of a batch must be samples, and those of a PackedSequence are time steps: "
             "pass the padded tensor and the lengths, and pack them inside the model"
         )
-    if isinstance(tree, Mapping):
+    if isinstance(tree, MAPPINGS):  # to ask for the first alone is faster
         yield from ((f"[{key!r}]", child) for key, child in tree.items())
     elif _is_named_tuple(tree):
         yield from ((f".{name}", getattr(tree, name)) for name in tree._fields)
-    elif isinstance(tree, tuple | list):
+    elif isinstance(tree, LISTS):
         yield from ((f"[{i}]", child) for i, child in enumerate(tree))
     elif _is_dataclass(tree):
         yield from ((f".{name}", getattr(tree, name)) for name in _fields(tree))
 
 
 def _is_leaf(tree: Any) -> bool:
-    if type(tree) in LEAVES or isinstance(tree, Tensor | np.ndarray):
+    if type(tree) in LEAVES or isinstance(tree, ARRAYS):
         return True
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, LISTS):
         return _strings(tree) > 0
-    return not (isinstance(tree, Mapping) or _is_dataclass(tree))
+    return not (isinstance(tree, MAPPINGS) or _is_dataclass(tree))
 
 
 def _strings(leaf: Any) -> int:
     """Return how many strings a list or tuple of nothing else holds; 0 for anything else."""
-    if not isinstance(leaf, tuple | list) or _is_named_tuple(leaf):
+    if not isinstance(leaf, LISTS) or _is_named_tuple(leaf):
         return 0
     return len(leaf) if all(isinstance(item, str) for item in leaf) else 0
 
 
 def _rows_of(leaves: Iterable[Any]) -> int | None:
-    shaped = (leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray))
+    shaped = (leaf for leaf in leaves if isinstance(leaf, ARRAYS))
     sizes = {int(leaf.shape[0]) for leaf in shaped if leaf.ndim > 0}
     return sizes.pop() if len(sizes) == 1 else None
 
