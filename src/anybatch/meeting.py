@@ -42,11 +42,25 @@ class Meeting(Protocol):
 class _Here(threading.local):
     meeting: Meeting | None = None
     samples: int = 0
+    forwards: int = 0
     alone: bool = False
     forward: bool = False
 
 
 _HERE = _Here()
+
+
+Where = tuple[Meeting | None, int, bool, bool]
+
+
+def where() -> Where:
+    """Return where this thread is."""
+    return _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward
+
+
+def back_to(place: Where) -> None:
+    """Let this thread be where it was: an interrupt may have come before a body's end was heard."""
+    _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward = place
 
 
 def here() -> Meeting | None:
@@ -63,6 +77,7 @@ def forward_of(samples: int, *, alone: bool) -> Iterator[None]:
         alone: these are a part of the batch, and meet no other.
     """
     before = _HERE.samples, _HERE.alone, _HERE.forward
+    _HERE.forwards += 1
     _HERE.samples, _HERE.alone, _HERE.forward = samples, alone and _HERE.meeting is None, True
     try:
         yield
@@ -84,6 +99,11 @@ def as_it_is() -> Iterator[None]:
 def samples_here() -> int:
     """Return with how many samples this thread calls the model; -1 where it is all of them."""
     return _HERE.samples
+
+
+def forwards_here() -> int:
+    """Return how often this thread has called a model: forwards are told apart by that."""
+    return _HERE.forwards
 
 
 def alone_here() -> bool:
