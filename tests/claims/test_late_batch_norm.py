@@ -158,7 +158,7 @@ def test_a_model_in_lanes_that_meets_elsewhere_is_looked_at_again(
 
 @pytest.mark.parametrize("name", ["all_gather", "coupled"])
 def test_what_is_kept_over_a_gather_belongs_to_its_micro_batch(name: str) -> None:
-    model, (x, y) = made(MEETS[name], late=True), batch()
+    model, (x, y) = made(MEETS[name], late=True, norm=True), batch()
     got = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=4).backward(x, y))
     assert_exact(got, undivided(model, F.cross_entropy, x, y))
 
