@@ -12,6 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.exactness import error_of, tolerance
+from anybatch.meeting import alone_here, in_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -102,6 +103,9 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             torch.is_grad_enabled(),
             len(_get_current_function_mode_stack()),
             len(_get_current_dispatch_mode_stack()),
+            id(torch.batch_norm),
+            alone_here(),
+            in_forward(),
         ],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
     }

@@ -142,7 +142,12 @@ def around(what: str) -> Around:
     if alone is None and (looked_at or (meeting is None and alone_here())):
         raise GatherError(what)
     rows = 0 if alone is None or meeting is not None or samples_here() < 0 else alone.rows
-    empty = any(isinstance(mode, MeetingNorms) and mode.empty for mode in modes)
+    meets = next((mode for mode in modes if isinstance(mode, MeetingNorms)), None)
+    empty = meets is not None and meets.empty
+    if meeting is not None and meets is not None:
+        meets.meets((what, 0, 0))
+    elif rows and alone is not None:
+        alone.meets((what, 0, 0))
     return Around(modes, meeting, rows, samples_here(), empty)
 
 

@@ -7,7 +7,7 @@ micro-batch only, and the loss of the whole batch cannot be taken from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,17 @@ from torch import Tensor
 
 def nodes(roots: list[Tensor]) -> Iterator[Any]:
     """Yield every node behind `roots`, once."""
+    return _nodes([root.grad_fn for root in roots])
+
+
+def behind(some: Iterable[Any]) -> Iterator[Any]:
+    """Yield every node behind `some` nodes, once."""
+    return _nodes([before for node in some for before, _ in node.next_functions])
+
+
+def _nodes(ahead: list[Any]) -> Iterator[Any]:
+    """Yield those nodes and every node behind them, once."""
     seen: set[Any] = set()
-    ahead = [root.grad_fn for root in roots]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:

@@ -32,6 +32,7 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import exchange
 from anybatch.meter import Meter
 from anybatch.norm.batchnorm import MeetingNorms, Tracked
+from anybatch.norm.sites import Route
 from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging, keep
 from anybatch.step import Step, check_trains, copied
@@ -118,11 +119,13 @@ def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pa
     """Run one lane: forward, its share of the loss, backward."""
     empty = not step.batch.size
     bring = partial(keep, pager) if pager is not None else None
-    norms = MeetingNorms(tracked, bring, empty=empty)
+    route = None if step.ways is None else Route(step.ways)
+    norms = MeetingNorms(tracked, bring, empty=empty, route=route, singles=step.singles)
     draws = None if step.draws is None else step.draws.of_lane()
     with norms, nullcontext() if draws is None else draws:
         micro = together.next()
         outputs = step.call(micro, draws)
+        norms.arrives()
         lose = together.lose_nothing if empty else partial(together.lose, lane)
         roots, weights = lose(outputs, micro)
         del outputs, micro, lose

@@ -42,11 +42,25 @@ class Meeting(Protocol):
 class _Here(threading.local):
     meeting: Meeting | None = None
     samples: int = 0
+    forwards: int = 0
     alone: bool = False
     forward: bool = False
 
 
 _HERE = _Here()
+
+
+Where = tuple[Meeting | None, int, bool, bool]
+
+
+def where() -> Where:
+    """Return where this thread is."""
+    return _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward
+
+
+def back_to(place: Where) -> None:
+    """Let this thread be where it was: an interrupt may have come before a body's end was heard."""
+    _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward = place
 
 
 def here() -> Meeting | None:
@@ -69,6 +83,7 @@ class ForwardOf:
         self._before = _HERE.samples, _HERE.alone, _HERE.forward
 
     def __enter__(self) -> None:
+        _HERE.forwards += 1
         _HERE.samples, _HERE.alone = self._samples, self._alone and _HERE.meeting is None
         _HERE.forward = True
 
@@ -90,6 +105,11 @@ def as_it_is() -> Iterator[None]:
 def samples_here() -> int:
     """Return with how many samples this thread calls the model; -1 where it is all of them."""
     return _HERE.samples
+
+
+def forwards_here() -> int:
+    """Return how often this thread has called a model: forwards are told apart by that."""
+    return _HERE.forwards
 
 
 def alone_here() -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from anybatch.cards import bar, card, table
+from anybatch.norm.sites import Way
 from anybatch.step import Layout
 from anybatch.units import show_bytes
 
@@ -69,6 +71,30 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class SeenInLanes:
+    """What looks at a model have found out for lanes.
+
+    Attributes:
+        slots: attributes and containers that every lane has of its own.
+        ways: where samples meet in forward, in order, for each look.
+        singles: forward normalises some samples by themselves, each as a row of channels.
+        current: no other way has come since.
+    """
+
+    slots: tuple[Any, ...] = ()
+    ways: tuple[Way, ...] = ()
+    singles: bool = False
+    current: bool = True
+
+    def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> SeenInLanes:
+        """Return what is known after one more look."""
+        every = {id(slot): slot for slot in (*self.slots, *slots)}
+        return SeenInLanes(
+            tuple(every.values()), (*self.ways, way), singles=self.singles or singles
+        )
+
+
+@dataclass(frozen=True)
 class Seen:
     """What the first step of a signature found out, and later ones need not look for.
 
@@ -80,7 +106,7 @@ class Seen:
         layout: where the outputs hold the samples.
         copies: forward writes to its inputs.
         still: the first step drew nothing.
-        slots: attributes and containers that every lane has of its own.
+        lanes: what a look at lanes has found; None where there was none.
     """
 
     coupled: bool
@@ -88,4 +114,4 @@ class Seen:
     layout: Layout | None
     copies: bool
     still: bool = False
-    slots: tuple[Any, ...] = ()
+    lanes: SeenInLanes | None = None

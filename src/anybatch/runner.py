@@ -8,7 +8,8 @@ watched) and remembered for the kind of batch; so is a size at which memory ran 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,15 +39,18 @@ from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
 from anybatch.lockstep import lockstep
-from anybatch.look import look
+from anybatch.look import eager, look
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
+from anybatch.norm.late import Singles, listening
+from anybatch.norm.sites import OtherSitesError
 from anybatch.outofcore.keeping import Keeping
 from anybatch.ranks.everyone import Alone, Everyone
-from anybatch.records import Seen
+from anybatch.ranks.unison import OffScriptError
+from anybatch.records import Seen, SeenInLanes
 from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
@@ -72,6 +76,7 @@ class Runner:
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
         self._keeping: tuple[Any, Keeping] | None = None
+        self._singles = Singles()
 
     def step(
         self,
@@ -227,7 +232,8 @@ class Runner:
         while True:
             try:
                 if step.lanes:
-                    return self._in_lanes(step, modules, before)
+                    with eager():  # or what lanes run in would be compiled with it
+                        return self._in_lanes(step, modules, before)
                 return self._divided(step, before)
             except UnknownDrawError:
                 step.begin_again()
@@ -270,20 +276,15 @@ class Runner:
         """Let micro-batches wait for each other, where samples meet in BatchNorm."""
         names = names_of_norms(modules)
         tracked = Tracked(step.counters, names)
-        seen = self._seen.get(step.signature)
         if not step.batch.size:
-            return lockstep(step, tracked)
-        if seen is None:
-            with attributes_of(step):
-                watch = LaneLook(modules)
-                with AloneNorms(tracked.counters, watch.heard, rows=step.everyone.size) as alone:
-                    look(step)
-                refuse_looks(alone.called)
-                step.slots = watch.slots()
-            step.buffers.refuse_moved({})
-            step.discover = discoverer(step, before, self._given.closure)
+            return self._without_samples(step, tracked, names)
+        seen = self._seen.get(step.signature)
+        lanes = None if seen is None else seen.lanes
+        if lanes is None or not lanes.current:
+            lanes, step.ways = self._look_at_lanes(step, modules, before, lanes), None
         else:
-            step.slots = list(seen.slots)
+            step.ways = lanes.ways
+        step.slots, step.singles = list(lanes.slots), lanes.singles
         try:
             loss = lockstep(step, tracked)
         except NotAPartError:  # some micro-batch shows what the first one did not
@@ -299,11 +300,40 @@ class Runner:
             step.begin_again()
             step.coupled = False
             return self._in_lanes(step, modules, before)
+        except (OtherSitesError, OffScriptError):
+            if seen is not None:
+                self._seen[step.signature] = replace(seen, lanes=replace(lanes, current=False))
+            step.everyone.again(coupled=False, others=True)
+            step.begin_again()
+            return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
         self._seen[step.signature] = Seen(
-            step.coupled, frozenset(), step.layout, step.copies, slots=tuple(step.slots)
+            step.coupled, frozenset(), step.layout, step.copies, lanes=lanes
         )
         return loss
+
+    def _without_samples(self, step: Step, tracked: Tracked, names: dict[int, str]) -> Tensor:
+        """Meet the others, who may go another way than in the steps before."""
+        try:
+            return lockstep(step, tracked)
+        except OffScriptError:
+            step.everyone.again(coupled=False, others=True)
+            step.begin_again()
+        return lockstep(step, Tracked(step.counters, names))
+
+    def _look_at_lanes(
+        self, step: Step, modules: Modules, before: Before, known: SeenInLanes | None
+    ) -> SeenInLanes:
+        """Look at the model where its micro-batches will wait; return what is known then."""
+        with attributes_of(step):
+            watch = LaneLook(modules)
+            with AloneNorms(step.counters, watch, rows=step.everyone.size) as alone:
+                look(step)
+            refuse_looks(alone.called)
+            slots = watch.slots()
+        step.buffers.refuse_moved({})
+        step.discover = discoverer(step, before, self._given.closure)
+        return (known or SeenInLanes()).after(slots, watch.way(), singles=alone.singles > 0)
 
     def _divided(self, step: Step, before: Before) -> Tensor:
         """Stream, unless the loss couples the samples: that is known, or found out on the way."""
@@ -311,11 +341,12 @@ class Runner:
         if not step.batch.size:
             return self._streamed_or_gathered(step, None)
         if seen is None:
-            with self._given.hearing(), attributes_of(step):
+            with self._given.hearing(), self._listening(before), attributes_of(step):
                 look(step)
             step.discover = discoverer(step, before, self._given.closure)
         try:
-            with self._given.hearing():  # what the first look has not come to
+            # what the first look has not come to
+            with self._given.hearing(), self._listening(before):
                 return self._streamed_or_gathered(step, seen)
         except OutputsChangedError:
             if seen is None:
@@ -325,6 +356,12 @@ class Runner:
         step.begin_again()
         step.coupled = False
         return self._divided(step, before)
+
+    def _listening(self, before: Before) -> AbstractContextManager[None]:
+        """Return what hears batch normalisation that no module stands for."""
+        if self._given.batchnorm != "exact":
+            return nullcontext()
+        return listening(before, self._singles)
 
     def _streamed_or_gathered(self, step: Step, seen: Seen | None) -> Tensor:
         loss = None if step.coupled else stream(step)

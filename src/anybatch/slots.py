@@ -19,11 +19,13 @@ from torch import Tensor
 
 from anybatch.errors import NotExactError
 from anybatch.kept import Kept, fill
+from anybatch.meeting import forwards_here
 from anybatch.modules import Modules
+from anybatch.norm.sites import Site, Way
 
 
 class LaneLook:
-    """Compares, at every normalisation of the first look, what lanes would share.
+    """Compares, wherever samples meet in the first look, what lanes would share.
 
     Args:
         modules: of the step.
@@ -36,19 +38,25 @@ class LaneLook:
         self._settings = _settings()
         self._changed: dict[int, Any] = {}
         self._sizes: list[int] = []
+        self._sites: list[tuple[int, Site]] = []
+        self._first = forwards_here() + 1
 
     def heard(self, x: Tensor) -> None:
-        """Take in a normalisation of `x`.
+        """Take in a normalisation of `x`."""
+        self._sizes.append(x.numel())
+
+    def met(self, site: Site) -> None:
+        """Take in a place where samples meet.
 
         Raises:
             NotExactError: forward has changed a setting that all threads share.
         """
-        self._sizes.append(x.numel())
+        self._sites.append((forwards_here(), site))
         self._compare()
         if _settings() != self._settings:
             raise NotExactError(
                 "settings that belong to the whole process must not change where micro-batches "
-                "wait for each other, and forward changes one around BatchNorm (a flag of "
+                "wait for each other, and forward changes one where they do (a flag of "
                 "torch.backends, the default dtype): set it before the step, "
                 "or give micro_batch >= the batch size"
             )
@@ -69,6 +77,10 @@ class LaneLook:
                 "count them again. Give micro_batch >= the batch size"
             )
         return list(self._changed.values())
+
+    def way(self) -> Way:
+        """Return the places where samples meet in the first forward, in order."""
+        return tuple(site for forward, site in self._sites if forward == self._first)
 
     def _compare(self) -> None:
         for held, before in self._before:

@@ -26,6 +26,7 @@ from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss, Scope
 from anybatch.meeting import ForwardOf
 from anybatch.memory_errors import forget
+from anybatch.norm.sites import Way
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.sharded import Sharded
@@ -121,6 +122,8 @@ class Step:
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
+        ways: where samples meet in forward, as far as that was looked at; None where it just was.
+        singles: forward normalises some samples by themselves, each as a row of channels.
         coupled: in lanes, the loss is known to need all outputs at once.
         room: bytes that waiting lanes may hold on the device; None sends nothing away.
         budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
@@ -172,6 +175,8 @@ class Step:
     lanes: bool = False
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
+    ways: tuple[Way, ...] | None = None
+    singles: bool = False
     coupled: bool = False
     room: Room = None
     budgeted: bool = False

@@ -30,6 +30,7 @@ from torch.overrides import _pop_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from anybatch.errors import NotExactError
+from anybatch.meeting import back_to, where
 from anybatch.modules import Modules
 from anybatch.rng import Dice
 
@@ -164,7 +165,7 @@ class Before:
     """The state before a step: gradients, buffers, dice, and torch's modes; open until it ends.
 
     The modes are here because an interrupt may come at the first instruction of an ``__exit__``,
-    and what that was to undo is then still on.
+    and what that was to undo is then still on; `patched` holds what undoes all else of that kind.
     """
 
     def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
@@ -174,7 +175,9 @@ class Before:
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()
         self.dispatch_modes = _len_torch_dispatch_stack()
+        self._where = where()
         self.open = True
+        self.patched: list[Callable[[], None]] = []
         self._modules = modules
         self._registered = {
             id(module): (dict(module._buffers), set(module._non_persistent_buffers_set))
@@ -203,7 +206,8 @@ class Before:
         """
         self.open = False
         failures: list[Exception] = []
-        steps: list[Callable[[], None]] = [self._leave_modes, self.dice.put_back]
+        steps: list[Callable[[], None]] = [self._leave_modes, *self.patched, self.dice.put_back]
+        steps.append(partial(back_to, self._where))
         steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
         none: tuple[dict[str, Tensor | None], set[str]] = ({}, set())
         steps += [

@@ -26,8 +26,9 @@ from torch import Tensor
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
+from anybatch.loss.nothing import nothing
 from anybatch.loss.terms import Term
-from anybatch.meeting import ForwardOf
+from anybatch.meeting import ForwardOf, in_a_meeting
 
 Number = float | int | Tensor
 
@@ -265,10 +266,12 @@ class Inside(Loss):
         count = self._count(micro.inputs, micro.targets)
         loss = loss_inside(outputs)
         whole = totals[0].denominator
-        # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut.
+        # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut,
+        # or comes along with nothing where others wait for its backward.
         fake = is_fake(count) or is_fake(whole)
         if not fake and bool(count == 0) and (whole is None or bool(whole != 0)):
-            return [Part(torch.zeros_like(loss), lambda: count)]
+            zero = nothing(loss) if in_a_meeting() else torch.zeros_like(loss)
+            return [Part(zero, lambda: count)]
         return [Part(loss * count, lambda: count)]
 
 

@@ -7,8 +7,8 @@ So the layer normalises with mean 0 and variance 1, by the kernel that is used b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,6 +16,17 @@ from torch.nn import functional as F
 from anybatch.batchnorm import refuse
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import accumulated
+from anybatch.norm.sites import Site, site_of
+
+
+class Watch(Protocol):
+    """Looks on while a model is looked at."""
+
+    def heard(self, x: Tensor) -> None:
+        """Take in what is normalised."""
+
+    def met(self, site: Site) -> None:
+        """Take in a place of forward where samples meet."""
 
 
 class HeardNorms(Norms):
@@ -37,6 +48,10 @@ class HeardNorms(Norms):
         """Refuse it."""
         return refuse("batch_norm called in forward")
 
+    def by_itself(self, x: Tensor) -> bool:
+        """Take one row for each sample by itself: of the two forwards of a look one has several."""
+        return x.shape[0] == 1
+
     def counts(self, counter: Tensor) -> bool:  # noqa: ARG002
         """Everything is counted."""
         return True
@@ -47,24 +62,26 @@ class AloneNorms(Norms):
 
     Args:
         counters: the ``num_batches_tracked`` of all modules.
-        heard: told of what is normalised. Default nobody.
+        watch: told where samples meet. Default nobody.
         rows: of the whole batch, where what is gathered shall be as large. Default 0: it is not.
 
     Attributes:
         gathered: bytes of what was gathered so far.
         called: what functions of the whole batch were called with, in order.
+        singles: calls that normalise each of several samples by itself.
     """
 
     def __init__(
         self,
         counters: Iterable[Tensor],
-        heard: Callable[[Tensor], None] | None = None,
+        watch: Watch | None = None,
         *,
         rows: int = 0,
     ) -> None:
         super().__init__(counters)
-        self._heard, self.rows, self.gathered = heard, rows, 0
+        self._watch, self.rows, self.gathered = watch, rows, 0
         self.called: list[Any] = []
+        self.singles = 0
 
     def normalise(
         self,
@@ -76,12 +93,24 @@ class AloneNorms(Norms):
         eps: float,
     ) -> Tensor:
         """Return x, scaled and shifted."""
-        if self._heard is not None:
-            self._heard(x)
+        if self._watch is not None:
+            self._watch.heard(x)
+        self.meets(site_of(x))
         dtype = accumulated(x.dtype) if weight is None else weight.dtype
         mean = x.new_zeros(x.shape[1], dtype=dtype)
         var = x.new_ones(x.shape[1], dtype=dtype)
         return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+
+    def meets(self, site: Site) -> None:
+        """Take in a place of forward where samples meet."""
+        if self._watch is not None:
+            self._watch.met(site)
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say so, and count it; of a single sample, where one of several was."""
+        found = super().by_itself(x) or (self.singles > 0 and x.shape[0] == 1)
+        self.singles += found
+        return found
 
     def counts(self, counter: Tensor) -> bool:  # noqa: ARG002
         """Everything is counted: momentum may be one by the count. Who uses this puts it back."""

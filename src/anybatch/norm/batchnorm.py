@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anybatch.errors import NotExactError
 from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
+from anybatch.norm.sites import END, Route, Site, site_of
 from anybatch.paged import paged
 from anybatch.unseen import Unseen
 
@@ -94,6 +96,8 @@ class MeetingNorms(Norms):
         empty: the rows are there for the form only: they count nothing, and nothing flows back.
             Default False.
         moments: of rows; default `moments_of`. A rehearsal needs their shapes only.
+        route: follows forward along places that are known; None (default) where any place is.
+        singles: forward has normalised each of several samples by itself, too. Default False.
 
     Attributes:
         again: what is computed now was computed before, so no statistics move.
@@ -107,8 +111,11 @@ class MeetingNorms(Norms):
         *,
         empty: bool = False,
         moments: Callable[[Tensor], Moments] = moments_of,
+        route: Route | None = None,
+        singles: bool = False,
     ) -> None:
         super().__init__(tracked.counters)
+        self._route, self._singles = route, singles
         self.again, self.empty = False, empty
         self._tracked, self._keep, self._moments = tracked, keep, moments
         self._mine: dict[int, int] = {}
@@ -124,6 +131,7 @@ class MeetingNorms(Norms):
         eps: float,
     ) -> Tensor:
         """Return [n, C, ...] normalised by the moments of all parts."""
+        self.meets(site_of(x))
         own = weight is not None and weight.is_leaf  # else it is made anew by each part
         key = id(running[0]), id(weight) if own else None
         name = self._tracked.name(running[0], weight if own else None)
@@ -135,6 +143,40 @@ class MeetingNorms(Norms):
             with torch.no_grad():
                 self._tracked.move(total, *running, momentum, self._moved)
         return out
+
+    def meets(self, site: Site) -> None:
+        """Take in a place of forward where samples meet.
+
+        Raises:
+            OtherSitesError: it has not been looked at.
+        """
+        if self._route is not None:
+            self._route.comes_to(site)
+
+    def arrives(self) -> None:
+        """Take in that forward has ended, and that what comes need not be known.
+
+        Raises:
+            OtherSitesError: it has never ended there.
+        """
+        self.meets(END)
+        self._route = None
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say so; of one sample that cannot be told where some are.
+
+        Raises:
+            NotExactError: it cannot.
+        """
+        found = super().by_itself(x)
+        if self._singles and x.shape[0] == 1 and self.samples == 1:
+            raise NotExactError(
+                "a micro-batch must have two samples at least where a model with BatchNorm also "
+                "calls batch_norm on one row of n * C channels (each sample by itself), and one "
+                "has a single sample, of which that cannot be told: give another micro_batch, or "
+                "call instance_norm for it"
+            )
+        return found
 
     def escapes(self, tensor: Tensor) -> None:
         """Bring it back for good."""

@@ -18,6 +18,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import NotExactError
+from anybatch.meeting import samples_here
+
+OWN = torch.batch_norm
+"""Torch's own: while another thread listens, something else may stand in its place."""
 
 
 class Norms(TorchFunctionMode):
@@ -25,10 +29,14 @@ class Norms(TorchFunctionMode):
 
     Args:
         counters: the ``num_batches_tracked`` of all modules.
+
+    Attributes:
+        samples: that the model was called with last.
     """
 
     def __init__(self, counters: Iterable[Tensor]) -> None:
         super().__init__()
+        self.samples = 0
         self._counters = {id(counter) for counter in counters}
 
     @abstractmethod
@@ -42,6 +50,11 @@ class Norms(TorchFunctionMode):
         eps: float,
     ) -> Tensor:
         """Return [n, C, ...] normalised for training."""
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say whether `x` is no batch: one row of n * C channels is each sample by itself."""
+        self.samples = samples_here() or self.samples  # backward computes some again
+        return x.shape[0] == 1 and self.samples > 1
 
     def escapes(self, tensor: Tensor) -> None:
         """Take in that somebody reads the memory of a tensor, past all kernels."""
@@ -61,7 +74,7 @@ class Norms(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.batch_norm:
             return self._function(*args, **kwargs)
-        if func is torch.batch_norm:
+        if func is OWN:
             return self._torch(*args, **kwargs)
         if func in AGAIN:
             with self:
@@ -84,9 +97,9 @@ class Norms(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Tensor:
-        if not training:
+        if not training or self.by_itself(input):
             return F.batch_norm(
-                input, running_mean, running_var, weight, bias, False, momentum, eps
+                input, running_mean, running_var, weight, bias, training, momentum, eps
             )
         running = running_mean, running_var
         return self.normalise(input, running, weight, bias, momentum, eps)

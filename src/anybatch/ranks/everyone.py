@@ -131,8 +131,13 @@ class Everyone(Protocol):
             devices: CUDA devices of the model.
         """
 
-    def again(self, *, coupled: bool) -> None:
-        """Take in that this rank runs the step again; the others then do too, where they must."""
+    def again(self, *, coupled: bool, others: bool = False) -> None:
+        """Take in that this rank runs the step again; the others do too, where they must.
+
+        Args:
+            coupled: it has found that the loss needs all outputs at once.
+            others: all of them must: what comes is another step. Default False.
+        """
 
     def anew(self) -> None:
         """Forget what was told: all ranks run the step again."""
@@ -207,7 +212,7 @@ class Alone:
     def agree(self, devices: Sequence[torch.device]) -> None:
         """Agree with nobody."""
 
-    def again(self, *, coupled: bool) -> None:
+    def again(self, *, coupled: bool, others: bool = False) -> None:
         """Tell nobody."""
 
     def anew(self) -> None:

@@ -268,8 +268,12 @@ class Ranks:
                 dice.put_on(devices)
 
     @meets
-    def again(self, *, coupled: bool) -> None:
+    def again(self, *, coupled: bool, others: bool = False) -> None:
         """Tell the others that this rank runs the step again, where that concerns them.
+
+        Args:
+            coupled: the loss needs all outputs at once.
+            others: it concerns them. Default False: where they have heard of this run.
 
         Raises:
             RanksAgainError: they run it again, too.
@@ -280,7 +284,7 @@ class Ranks:
                 "memory must last until a step has ended on all ranks, and it ran out on this one "
                 "after the gradients had been summed: give less memory= or a smaller micro_batch"
             )
-        if self._shared or self.sending or coupled:
+        if self._shared or self.sending or coupled or others:
             self._unison.fail("coupled" if coupled else "smaller")
 
     def anew(self) -> None:

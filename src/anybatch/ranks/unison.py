@@ -86,6 +86,10 @@ class RanksAgainError(Exception):
         self.coupled = coupled
 
 
+class OffScriptError(LaneMismatchError):
+    """This rank comes to another collective than in an earlier step of this kind."""
+
+
 class Unison:
     """The collectives of one step.
 
@@ -275,7 +279,7 @@ class Unison:
         """Refuse what the others do not wait for: they do what an earlier step did."""
         known, at = self._known, len(self.script)
         if known is not None and (at >= len(known) or known[at] != coming):
-            raise LaneMismatchError(
+            raise OffScriptError(
                 "every rank must go through the same layers where samples meet, step for step, "
                 "and this one takes another path than in an earlier step of this kind of batch. "
                 'Use batchnorm="local"'
