@@ -46,6 +46,28 @@ class ForwardBuffers:
         """Paths of the buffers that forward moved in this step."""
         return frozenset(state.path for state, _ in self._left or ())
 
+    @property
+    def still(self) -> bool:
+        """Whether forward is known to move no buffer."""
+        none = self._known == frozenset() if self._left is None else not self._left
+        return none and not self._exempt
+
+    def strays(self) -> list[str]:
+        """Set back what was written to though forward moves nothing; return the paths."""
+        moved = [state for state in self._kept if state.written()]
+        for state in moved:
+            state.put_back()
+        return [state.path for state in moved]
+
+    def refuse_strays(self) -> None:
+        """Refuse those.
+
+        Raises:
+            NotExactError: forward moves some of the times it is run.
+        """
+        if strays := self.strays():
+            raise _meets(strays)
+
     def before(self) -> None:
         """Set the buffers that forward moves back to where the step found them."""
         for state, _ in self._left or ():
@@ -81,11 +103,7 @@ class ForwardBuffers:
         late = [s.path for s in self._kept if id(s) not in first and self._moves(s)]
         other = [s.path for s, value in self._left if not same_values(s.now(), value)]
         if late or other:
-            raise NotExactError(
-                "a buffer must not depend on the samples of a micro-batch, and these do: "
-                f"{', '.join(late + other)}. Call eval() on the modules that own them, or give "
-                "micro_batch >= the batch size"
-            )
+            raise _meets(late + other)
 
     def refuse_moved(self, tracked: Mapping[int, int | None]) -> None:
         """Refuse what every lane has moved again, where a single forward would move it once.
@@ -148,6 +166,14 @@ class ForwardBuffers:
         if self._known is None:
             return state.moved()
         return state.path in self._known or state.written()
+
+
+def _meets(paths: list[str]) -> NotExactError:
+    return NotExactError(
+        "a buffer must not depend on the samples of a micro-batch, and these do: "
+        f"{', '.join(paths)}. Call eval() on the modules that own them, or give micro_batch >= the "
+        "batch size"
+    )
 
 
 def put_back_moved(states: list[BufferState]) -> None:

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, made_up
-from anybatch.gather import shares
 from anybatch.lanes import Lanes
 from anybatch.loss.declared import Total
 from anybatch.loss.watched import NotAPartError
@@ -35,6 +34,7 @@ from anybatch.norm.batchnorm import MeetingNorms, Tracked
 from anybatch.norm.sites import Route
 from anybatch.pager import SMALL, Pager
 from anybatch.paging import Paging, keep
+from anybatch.second_pass import shares
 from anybatch.step import Step, check_trains, copied
 from anybatch.stores import store_on
 from anybatch.stream import Normalization, normalization

@@ -5,18 +5,25 @@ asks for no output but its own. Where a model is `Encoders`, what one of them ha
 before the next one runs; any other model is one part.
 
     whole:  image ─ text ─ backward of both      parts:  image ─ backward │ text ─ backward
+
+Where forward moves no buffer, one encoder runs on all micro-batches before the next one does: in
+laps, which is faster by what a processor keeps of its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from anybatch.batch import MicroBatch
+from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.encoders import SCALE, Encoders
 from anybatch.step import Step
+
+Lap = int | None
+"""The part that is run on all micro-batches in turn; None runs all parts on each of them."""
 
 
 class Parts:
@@ -24,11 +31,12 @@ class Parts:
 
     Args:
         step: its model is asked.
-        inputs: of any micro-batch.
+        inputs: of any micro-batch, as `feed` gives them.
+        lap: what is run of it. Default None: all.
     """
 
-    def __init__(self, step: Step, inputs: Any) -> None:
-        self._step, self._names = step, _names(step, inputs)
+    def __init__(self, step: Step, inputs: Any, lap: Lap = None) -> None:
+        self._step, self._names, self._lap = step, _names(step, inputs), lap
 
     def __len__(self) -> int:
         return max(len(self._names), 1)
@@ -37,10 +45,11 @@ class Parts:
         """Run part `at`, the parts before it having been run; return its outputs."""
         if not self._names:
             return self._step.forward(micro)
-        name = self._names[at]
+        name, whole = self._names[at], self._lap is None
         micro = MicroBatch({name: micro.inputs[name]}, None, micro.size, micro.begin)
-        outputs = self._step.forward(micro, begins=at == 0, ends=at == len(self) - 1)
-        if at:  # a scale comes with the first one
+        begins, ends = whole and at == 0, whole and at == len(self) - 1
+        outputs = self._step.forward(micro, begins=begins, ends=ends)
+        if at or self._lap:  # a scale comes with the first one
             outputs.pop(SCALE, None)
         return outputs
 
@@ -58,6 +67,30 @@ class Parts:
         if not self._names:
             return outputs[0]
         return {name: found for part in outputs for name, found in part.items()}
+
+
+def laps(step: Step, *, whole: bool = False) -> list[Lap]:
+    """Return the laps of a pass over the batch of a step.
+
+    Args:
+        step: the step.
+        whole: all parts of a micro-batch are run before the next one. Default False.
+    """
+    batch = step.batch
+    if whole or not isinstance(batch, TensorBatch) or step.away or not step.buffers.still:
+        return [None]
+    names = _names(step, batch.inputs)
+    return [*range(len(names))] if len(names) > 1 else [None]
+
+
+def feed(step: Step, lap: Lap) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a step on the device, with what a lap takes; targets come once."""
+    batch = step.batch
+    if lap is None or not isinstance(batch, TensorBatch):
+        return step.feed()
+    name = _names(step, batch.inputs)[lap]
+    targets = batch.targets if lap == 0 else None
+    return step.feed(replace(batch, inputs={name: batch.inputs[name]}, targets=targets))
 
 
 def _names(step: Step, inputs: Any) -> list[str]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from functools import partial
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from anybatch.conv.heard import Hearing
 from anybatch.device import Link
 from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
-from anybatch.gather import COUPLED, pull, shares
+from anybatch.gather import COUPLED
 from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.kinds import bytes_of
@@ -41,8 +42,9 @@ from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.paged import TAKES, uncounted
-from anybatch.parts import Parts
+from anybatch.parts import Lap, Parts, feed, laps
 from anybatch.ranks.everyone import Rows
+from anybatch.second_pass import pull, shares
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
 from anybatch.taken import loss_of_all, value_of_all
@@ -234,7 +236,10 @@ def _gathered(step: Step, case: Case) -> None:
     size = max(step.batch.size, first.size)
     kept = _rows_of_all(step, outputs, size)
     parts, trains = Parts(step, first.inputs), step.gradients is not None
-    last = parts.outputs(first, graph=trains)[-1:] if step.away is None else []
+    found = parts.outputs(first, graph=trains) if step.away is None else []
+    places = [0, *accumulate(len(tree.flat(one)) for one in found)]
+    last = found[-1:]
+    del found
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
     every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
     del kept
@@ -255,11 +260,12 @@ def _gathered(step: Step, case: Case) -> None:
         del graph
     last.clear()
 
-    def again(micro: MicroBatch) -> None:
-        pull(step, micro, taken.gradients, 0)
+    def again(micro: MicroBatch, lap: Lap) -> None:
+        pull(step, micro, taken.gradients, 0, lap=lap, place=places[lap or 0])
 
-    for micro in chain([first], micro_batches):
-        step.under(again)(micro)
+    for lap in laps(step):
+        for micro in chain([first], micro_batches) if lap is None else feed(step, lap):
+            step.under(partial(again, lap=lap))(micro)
     step.finish()
 
 
@@ -359,13 +365,14 @@ def _metered(case: Case) -> Iterator[tuple[Meter, Before]]:
 
 def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count: int) -> Step:
     """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
+    buffers = tensors_of((module for _, module in case.modules), "_buffers")
     return Step(
         model=case.model,
         loss=case.loss,
         batch=case.batch(count),
         micro_batch=n,
         link=link,
-        buffers=ForwardBuffers([], set(), None),
+        buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
         gradients=gradients,
         batchnorm=case.batchnorm,
     )

@@ -226,9 +226,9 @@ class Step:
         """Whether the batch is more than one micro-batch, here or over all ranks."""
         return self.batch.size > self.micro_batch or self.everyone.several
 
-    def feed(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches on the device."""
-        loaded = self.batch.micro_batches(self.micro_batch)
+    def feed(self, batch: Batch | None = None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough."""
+        loaded = (batch or self.batch).micro_batches(self.micro_batch)
         if self.draws is not None:
             loaded = self.draws.watch(loaded)
         return feed(self.watch(loaded), self.link)
