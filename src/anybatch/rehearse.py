@@ -42,7 +42,7 @@ from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.paged import TAKES, uncounted
 from anybatch.parts import Parts
-from anybatch.ranks.everyone import Rows
+from anybatch.ranks.everyone import Absent, Rows
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
 from anybatch.taken import loss_of_all, value_of_all
@@ -231,7 +231,7 @@ def _gathered(step: Step, case: Case) -> None:
     first = next(micro_batches)
     with torch.no_grad():
         outputs = step.forward(first)
-    size = max(step.batch.size, first.size)
+    own = size = max(step.batch.size, first.size)
     kept = _rows_of_all(step, outputs, size)
     parts, trains = Parts(step, first.inputs), step.gradients is not None
     last = parts.outputs(first, graph=trains)[-1:] if step.away is None else []
@@ -244,11 +244,12 @@ def _gathered(step: Step, case: Case) -> None:
         every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
         del here
     del outputs
-    whole = Rows(every, targets, size, 0, leads=True)
+    whole = Rows(every, targets, size, 0, leads=True, here=own)
+    alone, step.everyone = step.everyone, Absent(size) if case.everyone else step.everyone
     if step.gradients is None:
         value_of_all(step, whole)
         return
-    taken = loss_of_all(step, whole)
+    taken, step.everyone = loss_of_all(step, whole), alone
     for graph in map(tree.flat, last):
         place = len(taken.gradients) - len(graph)
         step.pull(*shares(step, graph, taken.gradients, 0, place))
