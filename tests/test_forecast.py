@@ -157,6 +157,35 @@ def test_rows_that_are_parts_of_larger_ones_are_rehearsed_as_they_lie_in_memory(
     assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 1.05 * engine.last.peak_bytes
 
 
+WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "tensor": (lambda _: torch.tensor([1.0, 2.0, 3.0]), "streaming"),
+    "of a device": (lambda out: torch.tensor([1.0, 2.0, 3.0], device=out.device), "streaming"),
+    "as_tensor": (lambda out: torch.as_tensor([1.0, 2.0, 3.0], device=out.device), "streaming"),
+    "arithmetic": (lambda _: torch.arange(1, 4).float() / 6, "streaming"),
+    "ones": (lambda _: torch.ones(3), "gathering"),
+    "drawn": (lambda _: torch.rand(3), "gathering"),  # others each time: no sum over samples
+}
+
+
+@pytest.mark.parametrize("made", WEIGHTS)
+def test_class_weights_that_a_loss_makes_are_rehearsed_without_data(made: str) -> None:
+    weights, mechanism = WEIGHTS[made]
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, weight=weights(out))
+
+    torch.manual_seed(0)
+    x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
+    engine = Engine(nn.Linear(8, 3), loss, memory="1MiB", micro_batch=4)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert (engine.plan.memory.how, engine.plan.mechanism) == (FAKE, mechanism)
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 1.05 * engine.last.peak_bytes
+
+
 def lambda_model(model: nn.Module) -> nn.Module:
     class Turned(nn.Module):
         def __init__(self) -> None:

@@ -95,6 +95,33 @@ def test_a_step_below_one_lane_is_exact_and_within_its_budget(n: int, loss: Any)
         Engine(model, loss, memory=low - 1, micro_batch=n).backward(*batch)
 
 
+def spread(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that couples all samples, and makes far more than any of its kernels needs."""
+    for _ in range(12):
+        outputs = (outputs - outputs.mean(0)).tanh()
+    return contrast(outputs.flatten(1), targets)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_what_a_loss_of_all_outputs_makes_leaves_too(share: float) -> None:
+    model, (x, _) = network()[:-2], images()
+    batch = x, torch.zeros(len(x))
+    low = floor(model, spread, batch, 1)
+    kept = plan(model, spread, batch, memory="1GiB", micro_batch=1, offload="off").memory
+    assert kept is not None
+    assert low < 0.6 * kept.predicted
+    memory = low + int(share * (kept.predicted - low))
+    found = plan(model, spread, batch, memory=memory, micro_batch=1, offload="file")
+    assert (found.mechanism, found.micro_batch) == ("lanes", 1)
+    engine = Engine(copy.deepcopy(model), spread, plan=found)
+    held = step(engine, batch)
+    assert engine.last is not None
+    assert engine.last.predicted_bytes is not None
+    assert held <= engine.last.predicted_bytes <= memory
+    got = state_after(model, lambda m: Engine(m, spread, plan=found).backward(*batch))
+    assert_exact(got, undivided(model, spread, *batch))
+
+
 def test_where_nothing_else_fits_the_engine_takes_them_by_itself_and_draws_the_step() -> None:
     model, batch = network(), images()
     memory = floor(model, F.cross_entropy, batch, 1) + 2048

@@ -124,7 +124,7 @@ class Narrow:
         found, count = self._of(n), count_micro_batches(self._size, n)
         if not self.fits(n):
             self._refuse(n)
-        every, limit = count * found.holds, self._left(n)
+        every, limit = found.every(count), self._left(n)
         sent = max(0, every - limit)
         require_room(every if sent else 0, self._spill.where(self._device))
         turns = self._turns(n)
@@ -204,7 +204,7 @@ class Narrow:
         What comes later is counted where it will be, and less by as much for lanes.
         """
         found, limit = self._of(n), self._left(n)
-        every = count_micro_batches(self._size, n) * found.holds
+        every = found.every(count_micro_batches(self._size, n))
         rows = [merged(found.there, {LANES: min(limit, every) + found.makes})] if not turns else []
         for turn in turns:
             room = limit + turn.more

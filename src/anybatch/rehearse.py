@@ -43,7 +43,7 @@ from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.paged import TAKES, uncounted
 from anybatch.parts import Lap, Parts, feed, laps
-from anybatch.ranks.everyone import Rows
+from anybatch.ranks.everyone import Absent, Rows
 from anybatch.second_pass import pull, shares
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
@@ -118,8 +118,19 @@ def _gathered_so_far() -> int:
 Sends = Callable[[Meter], Away]
 """Returns where the saved tensors of a rehearsal go."""
 
+Around = Callable[[], AbstractContextManager[Any]]
+"""Returns what something is run in."""
 
-def divided(case: Case, n: int, seen: Look, *, apart: bool, sends: Sends | None = None) -> Timeline:
+
+def divided(
+    case: Case,
+    n: int,
+    seen: Look,
+    *,
+    apart: bool,
+    sends: Sends | None = None,
+    around: Around = nullcontext,
+) -> Timeline:
     """Rehearse the first micro-batches of a divided step.
 
     Args:
@@ -128,6 +139,7 @@ def divided(case: Case, n: int, seen: Look, *, apart: bool, sends: Sends | None 
         seen: what the first look found out.
         apart: gradients are summed in an accumulator.
         sends: where saved tensors go; None (default) lets them stay.
+        around: returns what a loss of all outputs is taken in. Default nothing.
     """
     with _metered(case) as (meter, before):
         gradients = Gradients(case.leaves, apart=apart) if case.trains else None
@@ -137,7 +149,7 @@ def divided(case: Case, n: int, seen: Look, *, apart: bool, sends: Sends | None 
         step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
             if seen.coupled:
-                _gathered(step, case)
+                _gathered(step, case, around)
             else:
                 stream(step)
         _claim_gradients(meter, gradients)
@@ -224,7 +236,7 @@ def whole(
     return meter.timeline()
 
 
-def _gathered(step: Step, case: Case) -> None:
+def _gathered(step: Step, case: Case, around: Around) -> None:
     """Rehearse both passes of a coupled loss: few micro-batches, and the loss of all samples.
 
     Over ranks what is joined here is sent to where the samples of all of them are.
@@ -233,7 +245,7 @@ def _gathered(step: Step, case: Case) -> None:
     first = next(micro_batches)
     with torch.no_grad():
         outputs = step.forward(first)
-    size = max(step.batch.size, first.size)
+    own = size = max(step.batch.size, first.size)
     kept = _rows_of_all(step, outputs, size)
     parts, trains = Parts(step, first.inputs), step.gradients is not None
     found = parts.outputs(first, graph=trains) if step.away is None else []
@@ -241,19 +253,21 @@ def _gathered(step: Step, case: Case) -> None:
     last = found[-1:]
     del found
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
-    every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
-    del kept
-    if case.everyone:
-        here = every, targets
-        size = max(size, case.everyone)
+    with around():
         every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
-        del here
-    del outputs
-    whole = Rows(every, targets, size, 0, leads=True)
-    if step.gradients is None:
-        value_of_all(step, whole)
-        return
-    taken = loss_of_all(step, whole)
+        del kept
+        if case.everyone:
+            here = every, targets
+            size = max(size, case.everyone)
+            every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+            del here
+        del outputs
+        whole = Rows(every, targets, size, 0, leads=True, here=own)
+        alone, step.everyone = step.everyone, Absent(size) if case.everyone else step.everyone
+        if step.gradients is None:
+            value_of_all(step, whole)
+            return
+        taken, step.everyone = loss_of_all(step, whole), alone
     for graph in map(tree.flat, last):
         place = len(taken.gradients) - len(graph)
         step.pull(*shares(step, graph, taken.gradients, 0, place))

@@ -85,7 +85,7 @@ def _here(step: Step, rows: Rows) -> Any:
     """Return the outputs for the samples of this rank."""
     if not step.everyone.several:
         return rows.outputs
-    return step.rows(rows.outputs, rows.begin, step.batch.size, rows.size)
+    return step.rows(rows.outputs, rows.begin, rows.here, rows.size)
 
 
 def _of_rows(step: Step, loss: Contrastive, rows: Rows, own: Any) -> Tensor:

@@ -6,6 +6,8 @@ all three, and how much a lane would hold if nothing left.
 
     kernel t     needs a, b (made by this lane) ──> makes c         widest: max needs, max makes
 
+A loss of all outputs is computed by one lane, and what it makes may leave as well.
+
 Source: design of this project, sections 2 (one ledger) and 5.7 (the storage-level pager).
 """
 
@@ -19,9 +21,10 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch import rehearse
+from anybatch import rehearse, tree
 from anybatch.case import Case, first_rows
 from anybatch.forecast import Forecast, merged, total
+from anybatch.kinds import bytes_of
 from anybatch.meter import Meter, tensors_in
 from anybatch.timeline import Bytes, Timeline
 
@@ -37,6 +40,7 @@ class Widths:
         makes: the most that a kernel makes.
         events: kernels of a lane, forward and backward.
         held: what it has after each of them.
+        joined: the most that a loss of all outputs has at once, which one of the lanes computes.
     """
 
     there: dict[str, int]
@@ -45,11 +49,16 @@ class Widths:
     makes: int
     events: tuple[str, ...]
     held: tuple[int, ...]
+    joined: int
 
     @property
     def holds(self) -> int:
         """Return the most that a lane has at once."""
         return max(self.held)
+
+    def every(self, lanes: int) -> int:
+        """Return the most that so many lanes have at once."""
+        return lanes * self.holds + self.joined
 
     @property
     def floor(self) -> int:
@@ -77,7 +86,9 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
         return watched[0]
 
     case = replace(first_rows(fakes, size), everyone=foreseen.everyone)
-    line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
+    line = rehearse.divided(
+        case, n, foreseen.look, apart=False, sends=sends, around=lambda: watched[0].joins
+    )
     (seen,) = watched
     last = len(seen.spans) - 1
     full = max(range(last + 1), key=lambda i: (seen.sizes[i], i))  # the last may be smaller
@@ -92,17 +103,28 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     if len(seen.spans) == 1:  # the only one of this rank makes the gradients
         held = merged(held, {"gradients": foreseen.gradients})
     outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in seen.spans)]
-    between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(there.values())
-    # A loss of all outputs is computed by one lane: no kernel of it is wider than all of it.
-    joined = max(0, between) if foreseen.look.coupled else 0
+    between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(map(int, most))
+    # All lanes bring what a loss of all outputs is taken of, which is sent to other ranks, too.
+    brought = size * (foreseen.look.shows + _targets(case)) if foreseen.look.coupled else 0
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
         beside=max(foreseen.beside(n, size), key=total),
-        needs=max(seen.needs, joined, foreseen.pieces),  # of gradients, when lanes hold nothing
-        makes=max(seen.makes, joined),
+        needs=max(
+            seen.needs,
+            seen.joins.needs + brought,
+            foreseen.pieces,  # of gradients, when lanes hold nothing
+        ),
+        makes=max(seen.makes, seen.joins.makes),
         events=line.events[begin:end],
         held=tuple(max(0, int(count)) for count in lane),
+        joined=max(0, between) if foreseen.look.coupled else 0,
     )
+
+
+def _targets(case: Case) -> int:
+    """Return the bytes of the targets of a sample."""
+    there = (t for _, t in tree.tensors(case.rows.targets) if t.dim())
+    return sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
 
 
 def _before(line: Timeline, i: int, seen: Watched) -> Bytes:
@@ -123,10 +145,11 @@ class Watched:
         makes: the most bytes that a kernel has made.
         spans: where each micro-batch begins and ends, in kernels.
         sizes: samples of each.
+        joins: watches the kernels of a loss of all outputs.
     """
 
     def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+        self._meter, self.joins = meter, Kernels(meter)
         self.needs = self.makes = 0
         self.spans: list[tuple[int, int]] = []
         self.sizes: list[int] = []

@@ -106,7 +106,11 @@ def trained(rank: int, size: int, kind: str, loss: str, share: float) -> Any:
 @pytest.mark.large(few=4)
 @pytest.mark.parametrize(
     ("kind", "loss", "share"),
-    [*((kind, loss, 0.0) for kind, loss in HOW), ("stream", "mse", 0.6), ("lanes", "mse", 0.6)],
+    [
+        *((kind, loss, 0.0) for kind, loss in HOW),
+        ("stream", "mse", 0.6),
+        *(("lanes", loss, 0.6) for loss in ("mse", "nce")),
+    ],
 )
 def test_two_steps_within_what_no_rank_could_keep_are_those_of_the_whole_batch(
     pool: tuple[int, Pool], kind: str, loss: str, share: float

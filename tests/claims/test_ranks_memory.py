@@ -107,6 +107,47 @@ def test_what_all_ranks_hold_is_in_the_budget(pool: tuple[int, Pool], kind: str,
     assert all(isinstance(one, int) or "BudgetError" in one for one in said)
 
 
+def towers(kind: str) -> nn.Module:
+    """Return two encoders of [n, 16], whose embeddings are most of what a step holds."""
+    torch.manual_seed(0)
+
+    def one() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 128))
+
+    if kind == "encoders":
+        return anybatch.Encoders({"a": one(), "b": one()}, scale=14.0)
+    return anybatch.joint(lambda f, g, a, b: (F.normalize(f(a)), F.normalize(g(b))), one(), one())
+
+
+def compared(rank: int, size: int, kind: str, symmetric: bool, how: str) -> tuple[int, int, int]:
+    """Return the peak of a contrastive step, what was predicted, and what of it may be sent."""
+    torch.manual_seed(rank)
+    count = 30 * SHARDS[size][rank]
+    rows = {"a": torch.randn(count, 16), "b": torch.randn(count, 16)}
+    loss = anybatch.contrastive(symmetric=symmetric)
+    engine = Engine(towers(kind), loss, memory=ENOUGH, micro_batch=8)
+    getattr(engine, how)(rows if kind == "encoders" else tuple(rows.values()))
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.predicted_bytes is not None
+    sent = dict(engine.plan.memory.owners)["transfer buffers"]
+    return engine.last.peak_bytes, engine.last.predicted_bytes, sent
+
+
+@pytest.mark.large(few=4)
+@pytest.mark.parametrize("how", ["backward", "evaluate"])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["one", "both"])
+@pytest.mark.parametrize("kind", ["joint", "encoders"])
+def test_a_contrastive_step_is_foreseen_with_the_rows_of_this_rank(
+    pool: tuple[int, Pool], kind: str, symmetric: bool, how: str
+) -> None:
+    _, workers = pool
+    for peak, predicted, sent in workers.run(compared, kind, symmetric, how):
+        assert peak <= predicted <= 1.05 * peak + sent
+
+
 def counted(rank: int, size: int, totals: list[int]) -> list[tuple[int, int]]:
     """Step with five samples on rank 0, one on others and the rest on rank 1.
 

@@ -4,6 +4,9 @@ At the first micro-batch of a step the function is called on outputs that have s
 (meta tensors), with the targets of the whole batch: that gives the weight and the denominator of
 every term as the undivided batch has them. It is called once more at the size of a micro-batch, to
 see that nothing but the weights depends on the size. Then each micro-batch takes its numerators.
+
+In a rehearsal it is watched outside of it: the constants that it makes have their data then, and
+can be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
@@ -130,6 +134,12 @@ class Watched(Loss):
 
     def _watch(self, scope: Scope, size: int, targets: Any) -> tuple[Weighted, Watch] | None:
         """Return the terms for `size` samples; `targets` None takes shapes for them, too."""
+        with unset_fake_temporarily():
+            return self._watch_outside(scope, size, targets)
+
+    def _watch_outside(
+        self, scope: Scope, size: int, targets: Any
+    ) -> tuple[Weighted, Watch] | None:
         axes = iter(scope.layout)
         outputs = tree.map_tensors(lambda t: _shape_only(t, next(axes), size), scope.outputs)
         if targets is None and scope.first.targets is not None:

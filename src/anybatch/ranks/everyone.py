@@ -30,6 +30,7 @@ class Rows(NamedTuple):
         size: N_B over all ranks.
         begin: the first row of this rank.
         leads: this rank takes the gradient of what belongs to the loss itself.
+        here: samples of this rank.
     """
 
     outputs: Any
@@ -37,6 +38,7 @@ class Rows(NamedTuple):
     size: int
     begin: int
     leads: bool
+    here: int
 
 
 class Moved(Protocol):
@@ -195,7 +197,7 @@ class Alone:
 
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:  # noqa: ARG002
         """Return them."""
-        return Rows(outputs, targets, size, 0, leads=True)
+        return Rows(outputs, targets, size, 0, leads=True, here=size)
 
     def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:  # noqa: ARG002
         """Return it."""
@@ -224,3 +226,17 @@ class Alone:
     def end(self) -> Amended:
         """Wait for nobody."""
         return []
+
+
+class Absent(Alone):
+    """The ranks of a rehearsal, of which this one is the first and the others are not there.
+
+    Args:
+        size: N_B over all ranks.
+    """
+
+    several = True
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:  # noqa: ARG002
+        """Return as many rows as all ranks have, with nothing in them."""
+        return rows.new_zeros((self.size, *rows.shape[1:])), 0

@@ -214,7 +214,7 @@ class Ranks:
         self._shared = True
         found, aims = rows_of_all(self._unison, outputs, targets, layout, size)
         leads = self._unison.group.rank == self._first
-        return Rows(found, aims, self.size, self.begin, leads=leads)
+        return Rows(found, aims, self.size, self.begin, leads=leads, here=size)
 
     def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
         """Return what holds the loss of all samples once `end` has told this rank's share."""
