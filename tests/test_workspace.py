@@ -80,6 +80,7 @@ def owners(plan: Plan | None) -> dict[str, int]:
     return dict(plan.memory.owners)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("how", ["its own", "of a context", "a given size"])
 def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
     how: str, measured: Measured
@@ -270,6 +271,7 @@ def test_a_network_that_shares_its_workspace_has_all_of_it_counted() -> None:
             assert distance(mine, its) < 1e-5
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("memory", ["250KiB", "2MiB"])
 def test_lanes_compute_with_a_workspace_too(memory: str) -> None:
