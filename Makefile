@@ -4,19 +4,26 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+# What is installed is compiled where it is imported: half of it never is.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # Test processes with one thread each are faster than one process with several; 4 of them keep two
 # processors busy while some wait for a child. Children start faster where bytecode is kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test soak bench gpu-check docs site matrix clean
+# A processor each: the types, and all test files imported once, so that their bytecode is there.
+# Test processes all begin at the same time, and each would compile everything.
+FIRST := types imports
+FOUND := $(VENV)/.found
+
+.PHONY: demo test types imports soak bench gpu-check docs site matrix clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	touch $@
 
 $(PEERS): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(INSTALL) -e '.[peers]'
 	touch $@
 
 HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
@@ -27,8 +34,14 @@ demo: $(READY)  ## train digits at batch 1024 in micro-batches of 64 and show th
 test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every large count
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(MAKE) --no-print-directory --jobs=2 $(FIRST)
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(HANGS)  # a file's fixtures are made once
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	@$(PYTEST) --collect-only --quiet > $(FOUND) || { cat $(FOUND); exit 1; }
 
 soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak

@@ -185,6 +185,7 @@ def test_the_gradient_of_a_plan_that_was_chosen_so_is_that_of_the_batch(clocks: 
 INF = float("inf")
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize(
     ("lanes", "wider", "chosen", "away"),
     [

@@ -91,6 +91,7 @@ def test_every_rung_plans_and_the_gradient_is_exact(
         assert_exact(got, undivided(model, loss, x, y))
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize(
     "inputs",
     [

@@ -298,6 +298,7 @@ def normed(depth: int = 5, width: int = 8) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1)).double()
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("share", [0, 0.5])
 def test_a_batch_that_meets_in_batchnorm_leaves_whole_where_no_lane_fits(share: float) -> None:
     """At the floor too, where planning inside the first step has a copy of the buffers beside."""
@@ -373,6 +374,7 @@ def test_a_plan_that_sends_elsewhere_than_the_device_does_is_refused() -> None:
         require_place(store, torch.device("cuda"))
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("size", [2, 3], ids=["divided", "undivided"])
 def test_the_timeline_of_a_plan_is_what_leaves_and_returns(size: int) -> None:
     model, batch = mlp(), rows(3)

@@ -166,6 +166,7 @@ def test_offload_asked_for_sends_only_what_does_not_fit() -> None:
     assert engine.last.moved_bytes == 0
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("memory", [None, 24])
 def test_what_leaves_goes_to_the_folder_that_was_named(
     memory: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

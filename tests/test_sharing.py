@@ -81,6 +81,7 @@ def fourier(monkeypatch: pytest.MonkeyPatch) -> Measured:
     return found
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("faster", [True, False])
 @pytest.mark.usefixtures("fourier")
 def test_a_plan_shares_its_budget_where_that_is_faster(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -24,6 +24,8 @@ from anybatch.runner import Runner
 
 LOSS = nn.CrossEntropyLoss()
 KIB = 1 << 10
+HELD = cache(costs.held)
+"""What a rehearsal shows, which is the same each time and takes most of these tests' seconds."""
 
 
 def net() -> nn.Module:
@@ -69,6 +71,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
         finally:
             found.now = False
 
+    monkeypatch.setattr(costs, "held", HELD)
     monkeypatch.setattr(costs, "measure", found)
     monkeypatch.setattr(Runner, "run", watched)
     return found
@@ -80,6 +83,7 @@ def owners(plan: Plan | None) -> dict[str, int]:
     return dict(plan.memory.owners)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("how", ["its own", "of a context", "a given size"])
 def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
     how: str, measured: Measured
@@ -270,6 +274,7 @@ def test_a_network_that_shares_its_workspace_has_all_of_it_counted() -> None:
             assert distance(mine, its) < 1e-5
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("memory", ["250KiB", "2MiB"])
 def test_lanes_compute_with_a_workspace_too(memory: str) -> None:

@@ -37,6 +37,7 @@ def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited, "_limit", lambda device, budget: contextlib.nullcontext)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.usefixtures("unlimited")
 @pytest.mark.parametrize("loss", [None, "bce+dice-per-image"])
 def test_both_are_the_training_of_the_run(loss: str | None, tmp_path: Path, masks: Make) -> None:

@@ -163,6 +163,7 @@ def test_a_classifier_learns_bright_from_dark(classes: Make) -> None:
     assert summary.run_folder is None
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("loss", ["bce+dice", "bce+dice-per-image"])
 def test_a_unet_learns_squares(masks: Make, loss: str) -> None:
     settings = Settings(

@@ -216,7 +216,7 @@ def classifier() -> Draw:
     return Draw(model, F.cross_entropy, torch.randn(8, 3, 48, 48), torch.zeros(8).long(), optimizer)
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("make", "batches", "most", "count"),
     [
@@ -307,6 +307,7 @@ def test_a_floor_that_hides_workspace_is_found_by_following_the_error() -> None:
     assert refused > 1  # what is hidden shows when there is room to look
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("length", [5, 20, 100])
 def test_the_floor_of_an_lstm_is_right_at_once(length: int) -> None:
     it = Draw(model := LSTM(), tokenwise, *tokens(8, length), torch.optim.SGD(model.parameters()))

@@ -29,6 +29,7 @@ LOTS = 1 << 40
 CPU = torch.device("cpu")
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_configuration_keeps_to_its_workspace_and_is_right(
     dtype: str, counted: Callable[[int], int]

@@ -63,6 +63,7 @@ def child() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak"
 )

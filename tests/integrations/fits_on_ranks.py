@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ class Logs(Net):
         return loss
 
 
-def main(folder: Path, micro_batch: int) -> None:
+def main(folder: str, micro_batch: str) -> None:
     """Fit on this rank, and write what was seen."""
     torch.set_num_threads(1)
     seen = fit(
-        *(made(Logs), WholeBatch(micro_batch=micro_batch)),
+        *(made(Logs), WholeBatch(micro_batch=int(micro_batch))),
         loader=DataLoader(rows(), batch_size=7),
         max_epochs=1,
         strategy=DDPStrategy(process_group_backend="gloo"),
@@ -41,8 +40,4 @@ def main(folder: Path, micro_batch: int) -> None:
         "outputs": seen.outputs,
         "logged": seen.logged,
     }
-    torch.save(found, folder / f"rank{torch.distributed.get_rank()}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    torch.save(found, Path(folder) / f"rank{torch.distributed.get_rank()}.pt")

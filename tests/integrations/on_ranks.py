@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ from tests.integrations.trainings import train
 from anybatch.integrations.transformers import Trainer
 
 
-def main(folder: Path, name: str, micro_batch: int) -> None:
+def main(folder: str, name: str, micro_batch: str) -> None:
     """Train a family on this rank, and write what was seen."""
     torch.set_num_threads(1)
     (family,) = [family for family in FAMILIES if family.name == name]
@@ -20,15 +19,11 @@ def main(folder: Path, name: str, micro_batch: int) -> None:
         Trainer,
         family.model().double(),
         family.rows(22, 0),
-        folder / "run",
-        {"micro_batch": micro_batch},
+        Path(folder) / "run",
+        {"micro_batch": int(micro_batch)},
         per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
     )
     before = [model.state_dict() for model in seen.before]
     found = {"rows": seen.rows, "after": seen.after, "before": before}
-    torch.save(found, folder / f"rank{trainer.args.process_index}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    torch.save(found, Path(folder) / f"rank{trainer.args.process_index}.pt")

@@ -17,10 +17,9 @@ from tests.integrations.fits import Seen, assert_whole, made
 
 
 def test_ranks_share_the_batch(tmp_path: Path) -> None:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words += ["-m", "tests.integrations.fits_on_ranks", str(tmp_path), "3"]
+    words = ["tests.integrations.forked", "tests.integrations.fits_on_ranks", str(tmp_path), "3"]
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]

@@ -60,6 +60,7 @@ def final(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", ["Llama", "T5", "ResNet, BatchNorm"])
 def test_a_training_is_that_of_the_undivided_batch(tmp_path: Path, name: str) -> None:
     """Clipped, scheduled, with decay of some parameters: 20 steps beside transformers' own."""

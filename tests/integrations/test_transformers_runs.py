@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(tmp_path: Path) -> No
         train(Trainer, double(family), family.rows(N, 0), tmp_path, {"memory": "20KiB"})
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -168,6 +168,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("bf16", [False, True])
 def test_evaluation_is_that_of_transformers(tmp_path: Path, bf16: bool) -> None:
     family, found = BY_NAME["BERT, classes"], []
@@ -234,10 +235,9 @@ def test_a_loss_in_which_samples_meet_is_refused_by_name(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["GPT-2", "ResNet, BatchNorm", "Mixtral, experts"])
 def test_two_ranks(tmp_path: Path, name: str) -> None:
     """Real processes on gloo: loss and gradients are those of the batch of both, on both."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-    words += ["tests.integrations.on_ranks", str(tmp_path), name, "2"]
+    words = ["tests.integrations.forked", "tests.integrations.on_ranks", str(tmp_path), name, "2"]
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]

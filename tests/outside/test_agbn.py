@@ -147,7 +147,7 @@ def test_each_arm_counts_every_sample_once() -> None:
     assert alone(initial(0))(x, y, count).requires_grad is False
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_learns_runs_resumes_and_is_written(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +171,7 @@ def test_learns_runs_resumes_and_is_written(
     assert tables.table("learns_summary").count("\n") == 4
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_accuracy_runs_resumes_and_is_written(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,7 +197,7 @@ def test_without_images_nothing_is_done(tmp_path: Path, capsys: pytest.CaptureFi
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_adaptive_speed_is_whole_trainings_that_take_turns_and_resumes(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from tests.conv.problems import problem
 from anybatch.conv.divide import Part
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_tiny_run(tmp_path: Path) -> None:
     main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())

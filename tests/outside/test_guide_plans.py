@@ -15,7 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cells.PROBLEMS, "LSTM", lambda: cells.lstm(6))
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 @pytest.mark.usefixtures("small")
 def test_a_tiny_run(tmp_path: Path) -> None:
     run.main(quick=True, out=tmp_path)

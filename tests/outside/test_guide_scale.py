@@ -31,7 +31,7 @@ def output(*words: str) -> str:
     return result.stdout
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_tiny_run_of_processes(tmp_path: Path) -> None:
     gpus.main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())
@@ -70,7 +70,7 @@ def test_the_numbers_are_computed(tmp_path: Path) -> None:
     assert "Lemma 3.1" in numbers_table(found)
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_tiny_run_is_foreseen_and_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

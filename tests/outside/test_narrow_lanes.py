@@ -17,7 +17,7 @@ def few_layers() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_every_way_is_measured_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Net(few_layers, F.cross_entropy, 16, 4)
     monkeypatch.setitem(networks.NETWORKS, "small", small)

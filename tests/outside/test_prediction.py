@@ -137,7 +137,7 @@ def test_growth_is_judged_with_the_tensors_that_were_there() -> None:
     assert not growth.judged(cell | {"states": 15 * 10**6 + 1})["within"]
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_the_prediction_benchmark_runs_quickly_and_its_tables_are_written(tmp_path: Path) -> None:
     run.main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())

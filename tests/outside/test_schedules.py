@@ -13,7 +13,7 @@ from benchmarks.results import HERE, read
 from PIL import Image
 
 
-@pytest.mark.large(of="tiny runs of benchmarks", few=3)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_quick_run_writes_tables(tmp_path: Path) -> None:
     main(quick=True, out=tmp_path, networks="unet")
     results = read(tmp_path / "results.json")

@@ -182,6 +182,7 @@ def test_random_budgets_are_kept_or_truly_too_small(counted: Callable[[int], int
     assert refused.needed > refused.given
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", ["transformer", "BatchNorm"])
 def test_an_engine_with_a_budget_inside_offload_states(name: str) -> None:
     model, loss_fn, *batch = case(name)
