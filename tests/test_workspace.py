@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +24,6 @@ from anybatch.runner import Runner
 
 LOSS = nn.CrossEntropyLoss()
 KIB = 1 << 10
-HELD = cache(costs.held)
-"""What a rehearsal shows, which is the same each time and takes most of these tests' seconds."""
 
 
 def net() -> nn.Module:
@@ -71,7 +69,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
         finally:
             found.now = False
 
-    monkeypatch.setattr(costs, "held", HELD)
     monkeypatch.setattr(costs, "measure", found)
     monkeypatch.setattr(Runner, "run", watched)
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from anybatch.conv.warm import Warming, warm
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-HELD = cache(costs.held)
-"""What a rehearsal shows, which is the same each time and takes most of these tests' seconds."""
 
 Command = Callable[..., Result]
 MIB = 1 << 20
@@ -59,7 +56,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         asked.append((size, name))
         return (0.001 if name == "fft" else 0.01) * size**0.9, costs.held(one, size, name), 0.0
 
-    monkeypatch.setattr(costs, "held", HELD)
     monkeypatch.setattr(costs, "measure", made)
     return asked
 

@@ -15,7 +15,7 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from math import inf, prod
 from time import perf_counter
 
@@ -44,10 +44,11 @@ REVISION = 2
 """Raised whenever an algorithm takes other seconds or workspace than before."""
 
 
+@lru_cache(maxsize=1 << 14)
 def held(problem: Problem, size: int, name: str) -> int:
     """Return the bytes of workspace of one algorithm, as told without computing it.
 
-    On CUDA libraries allocate more, which only a real run shows.
+    It is asked again for every limit. On CUDA libraries allocate more, which only a real run shows.
     """
     with FakeTensorMode():
         return _run(problem, size, name)[2]
