@@ -33,8 +33,9 @@ from anybatch.ranks.alike import Named, named_parameters
 from anybatch.ranks.beginning import ANY, Here
 from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
+from anybatch.repeatable import Tries
 from anybatch.runner import Runner
-from anybatch.step import Scaler, Step, Tries
+from anybatch.step import Scaler, Step
 from anybatch.step_timeline import StepTimeline
 from anybatch.trial import seconds_of_step
 from anybatch.undo import Before

@@ -46,10 +46,11 @@ from anybatch.refusals import (
     refuse_written,
     versions_of,
 )
+from anybatch.repeatable import Observer, Tries
 from anybatch.runner import Runner
 from anybatch.spill import Spill, spill_of
 from anybatch.states.planned import away
-from anybatch.step import Observer, Scaler, Step, Tries
+from anybatch.step import Scaler, Step
 from anybatch.step_timeline import StepTimeline
 from anybatch.undo import Before, no_optimizer_step, whole_or_nothing
 from anybatch.updates import state_bytes

@@ -19,8 +19,9 @@ from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.parts import Lap, Parts, feed, laps
 from anybatch.ranks.everyone import Rows
+from anybatch.repeatable import OutputsChangedError
 from anybatch.retry import in_pieces
-from anybatch.step import OutputsChangedError, Step
+from anybatch.step import Step
 
 
 class Run:

@@ -51,11 +51,12 @@ from anybatch.outofcore.keeping import Keeping
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.unison import OffScriptError
 from anybatch.records import Seen, SeenInLanes
+from anybatch.repeatable import OutputsChangedError, SmallerPlanError, Tries
 from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
 from anybatch.spill import maker, require_place, require_room
-from anybatch.step import OutputsChangedError, SmallerPlanError, Step, Tries
+from anybatch.step import Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before

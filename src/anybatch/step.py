@@ -1,16 +1,16 @@
 """One step as the mechanisms see it: micro-batches in, forward, backward, gradients out.
 
-Streaming and gathering order these verbs differently; what a verb means stands here once.
+Streaming and gathering order these verbs differently; what a verb means stands here once. What lets
+a step be done again, and what that moves, is in `anybatch.repeatable`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,15 @@ from torch import Tensor, nn
 from anybatch import tree
 from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
-from anybatch.buffers import ForwardBuffers
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError
-from anybatch.gradients import Gradients
-from anybatch.loss.declared import Algorithm1, Loss, Scope
+from anybatch.loss.declared import Scope
 from anybatch.meeting import ForwardOf
-from anybatch.memory_errors import forget
 from anybatch.norm.sites import Way
 from anybatch.ranks.dice import devices_of
-from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.sharded import Sharded
-from anybatch.reach import AgainError
-from anybatch.rng import Dice
-
-Observer = Callable[[Any, Any], None]
+from anybatch.repeatable import OutputsChangedError, Repeatable
 
 
 class Scaler(Protocol):
@@ -50,57 +43,15 @@ class Away(Protocol):
         """Do `work`, forward and backward of `size` samples; the `first` finds no sums yet."""
 
 
-Phase = Literal["forward", "backward", "summed", "shown"]
-"""How far a micro-batch has come: "summed" when its gradients are in the sum."""
-
-
-class Moment(NamedTuple):
-    """What a micro-batch moves before its gradients, as it was when it began.
-
-    Attributes:
-        dice: None where steps of this kind draw nothing, so that nobody has to note them.
-    """
-
-    dice: Dice | None
-    statistics: list[Tensor | None]
-
-
 Layout = tuple[int | None, ...]
 """For each output tensor the dimension that holds the samples; None where none does."""
 
 
-@dataclass
-class Tries:
-    """What is kept of a step however often it begins again, under another plan perhaps.
+@dataclass(kw_only=True)
+class Step(Repeatable):
+    """A mini-batch on its way through the model; what it is made of, `Repeatable` has.
 
     Attributes:
-        rows: how many an observer has seen.
-        retries: how often memory ran out under another plan.
-        failed: samples that were computed at once then.
-        most: samples that may be from here on; 0 (default) is no limit.
-    """
-
-    rows: int = 0
-    retries: int = 0
-    failed: int = 0
-    most: int = 0
-
-
-class SmallerPlanError(AgainError):
-    """Memory ran out undivided, as was planned: another plan is needed, for fewer samples."""
-
-
-class OutputsChangedError(Exception):
-    """The model returns other outputs than in the first step of its kind: look again."""
-
-
-@dataclass
-class Step:
-    """A mini-batch on its way through the model.
-
-    Attributes:
-        micro_batch: N_mu, samples that are loaded at once.
-        gradients: where gradients come together; None runs forward only.
         layout: where the outputs hold the samples; None until somebody has looked.
         signature: the kind of the batch and the modes of the modules.
         copies: forward writes to its inputs, so it gets copies of them.
@@ -109,16 +60,7 @@ class Step:
         batchnorm: "exact" or "local".
         local: BatchNorm layers that normalise each micro-batch by itself.
         found: what the mechanism found the loss to be, in words.
-        limit: samples that are computed at once; less than `micro_batch` once memory ran out.
-        retries: how often it did.
-        failed: samples that were computed at once when it did last.
-        failure: what was raised then; it holds nothing.
-        done: micro-batches that are done.
-        phase: of the micro-batch being computed.
         apart: gradients are summed in an accumulator, once the step is divided.
-        dice: as they were noted last in this step.
-        start: those that it began with, on all ranks.
-        still: the first step of its kind has drawn nothing.
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
@@ -134,25 +76,15 @@ class Step:
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
         watch: sees each micro-batch as it comes, and may end the step.
-        tries: what is kept of it however often it begins again.
-        everyone: the batch over all ranks, as far as it is not here.
         private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
             other rank.
-        draws: draws as the whole batch would; None lets each micro-batch draw for itself.
         sharded: takes the gradients of a model that was spread; None where there is none.
         away: where saved tensors may go; None (default) lets all of them stay.
         deliver: writes what the step has made, once all ranks have made it. Default: nothing.
     """
 
-    model: nn.Module
-    loss: Loss
-    batch: Batch
-    micro_batch: int
     link: Link
-    buffers: ForwardBuffers
-    gradients: Gradients | None
     scaler: Scaler | None = None
-    observe: Observer | None = None
     signature: Any = None
     layout: Layout | None = None
     copies: bool = False
@@ -161,17 +93,7 @@ class Step:
     batchnorm: str = "exact"
     local: int = 0
     found: str = ""
-    limit: int = field(init=False)
-    retries: int = field(init=False)
-    failed: int = field(init=False)
-    failure: Exception | None = None
-    done: int = 0
-    phase: Phase = "forward"
     apart: bool = False
-    _rows: int = 0
-    dice: Dice | None = None
-    start: Dice | None = None
-    still: bool = False
     lanes: bool = False
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
@@ -185,28 +107,10 @@ class Step:
     moved: int = 0
     remade: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
-    tries: Tries = field(default_factory=Tries)
-    everyone: Everyone = field(default_factory=Alone)
     private: frozenset[int] = frozenset()
-    draws: WholeDice | None = None
     sharded: Sharded | None = None
     away: Away | None = None
     deliver: Callable[[], None] = lambda: None
-
-    def __post_init__(self) -> None:
-        self.limit = self.micro_batch
-        self.retries, self.failed = self.tries.retries, self.tries.failed
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        parameter = next(self.model.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
-
-    @cached_property
-    def where(self) -> str:
-        """The type of that device, which is asked for at every micro-batch."""
-        return self.device.type
 
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""
@@ -370,22 +274,6 @@ class Step:
         totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
-    def show(self, outputs: Any, micro: MicroBatch) -> None:
-        """Let the observer see the rows of a micro-batch, once, though the step start over."""
-        begin, self._rows = self._rows, self._rows + micro.size
-        self.done += 1
-        if self.observe is None or self._rows <= self.tries.rows:
-            return
-        seen, self.tries.rows = max(self.tries.rows - begin, 0), self._rows
-        targets = micro.targets
-        if seen:
-            outputs = self.rows(outputs, seen, micro.size - seen, micro.size)
-            targets = tree.rows(targets, seen, micro.size, micro.size)
-        before, self.phase = self.phase, "shown"
-        with nullcontext() if self.draws is None else self.draws.paused():
-            self.observe(tree.map_tensors(Tensor.detach, outputs), targets)
-        self.phase = before
-
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
         """Return `size` rows of outputs that hold `of`; what holds no samples as it is.
 
@@ -400,91 +288,10 @@ class Step:
 
         return tree.map_tensors(narrow, outputs)
 
-    def forget_casts(self) -> None:
-        """Drop the casts of the weights that autocast keeps: some were made without a graph."""
-        if torch.is_autocast_enabled(self.where):
-            torch.clear_autocast_cache()
-
-    def moment(self) -> Moment:
-        """Note where a micro-batch begins."""
-        statistics = self.buffers.statistics()
-        if not self.still:
-            self.dice = Dice.now()
-        return Moment(None if self.still else self.dice, statistics)
-
-    def drew(self) -> bool:
-        """Say whether something was drawn since the dice were noted last."""
-        return self.dice is None or not Dice.now().same_as(self.dice)
-
-    def drew_any(self) -> bool:
-        """Say whether something was drawn since the step began."""
-        assert self.start is not None
-        return not Dice.now().same_as(self.start)
-
-    def put_back(self, dice: Dice) -> None:
-        """Make `dice` the present ones."""
-        dice.put_back()
-        self.dice = dice
-
-    def begin_again(self) -> None:
-        """Put the dice back where the step began, and restart."""
-        assert self.start is not None
-        self.put_back(self.start)
-        self.restart()
-
     def agree(self) -> None:
         """See that all ranks have drawn alike, where they draw for each other."""
         if self.draws is not None and self.everyone.several:
             self.everyone.agree(devices_of(self.model))
-
-    def go_back(self, moment: Moment, failure: Exception) -> None:
-        """Undo what a micro-batch did until memory ran out, for another try in smaller parts.
-
-        Raises:
-            Exception: `failure`, where parts are no help or the sums cannot be undone.
-        """
-        if not (self.can_shrink() and self._can_go_back(moment)):
-            raise failure
-        self.shrink(failure)
-        if self.gradients is not None and self.phase == "backward":
-            self.gradients.drop()
-        if moment.dice is not None:
-            self.put_back(moment.dice)
-        self.buffers.go_back(moment.statistics)
-        self.forget_casts()
-
-    def _can_go_back(self, moment: Moment) -> bool:
-        if isinstance(self.loss, Algorithm1) or self.everyone.sending:
-            return False  # its parts do not add up to it, or what they add up to has left
-        if moment.dice is None and self.drew():
-            return False  # for the first time, and nobody has noted where it began
-        if self.phase == "backward":
-            return self.gradients is not None and self.gradients.apart
-        return self.phase == "forward"
-
-    def can_shrink(self) -> bool:
-        """Say whether the step may be tried smaller: not after the observer failed."""
-        return min(self.limit, self.batch.size) > 1 and self.phase != "shown"
-
-    def shrink(self, failure: Exception) -> None:
-        """Halve what is computed at once, because of `failure`, and free what that holds."""
-        forget(failure, outside=sys.exception())
-        self.failure = failure
-        self.retries += 1
-        self.failed = min(self.limit, self.batch.size)
-        self.limit = (self.failed + 1) // 2
-
-    def restart(self) -> None:
-        """Begin again: nothing summed, buffers as they were; at the size of the limit."""
-        self.micro_batch = self.limit
-        self.done = self._rows = 0
-        self.phase = "forward"
-        self.buffers.restart()
-        self.forget_casts()
-        if self.draws is not None:
-            self.draws.shared.begin()
-        if self.gradients is not None:
-            self.gradients.restart()
 
 
 def copied(micro: MicroBatch) -> MicroBatch:
