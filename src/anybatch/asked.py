@@ -14,7 +14,7 @@ import torch
 
 from anybatch.case import Case
 from anybatch.contest import StepTimer
-from anybatch.errors import NotExactError
+from anybatch.errors import NotExactError, NotYetError
 from anybatch.kinds import Kind
 
 
@@ -49,6 +49,18 @@ class Asked:
     def spread(self) -> bool:
         """Whether the parameters are, over ranks."""
         return self.kind.everyone > 0 and self.case().sharded is not None
+
+    def refuse_spread(self) -> None:
+        """Refuse parameters that are spread over ranks, where saved tensors are to leave.
+
+        Raises:
+            NotYetError: they are.
+        """
+        if self.spread:
+            raise NotYetError(
+                "saved tensors do not leave the device today where parameters are spread over "
+                'ranks: plan with offload="off", or let every rank keep all parameters'
+            )
 
     @cached_property
     def undivided(self) -> bool:
