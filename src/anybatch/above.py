@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from anybatch.choice import step_seconds
+from anybatch.choice import between, step_seconds
 
 GAIN = 0.05
 """Share of a step that a trial must be able to win: probes do not tell less apart."""
@@ -74,7 +74,7 @@ def try_above(
         worth = (1 - GAIN) * best
         if least_seconds(timed, n, size) > worth or moving(n) > worth:
             continue
-        if lost >= LOST and least_seconds(found, n, size) > worth:
+        if lost >= LOST and _least_away(found, n, size) > worth:
             continue
         seconds = trial(n, SLOWER * best * n / size)
         if seconds is None:
@@ -91,7 +91,7 @@ def least_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
 
     They are on the line through the largest size that was timed and the largest of half as many
     samples or fewer; where there is no such size, a micro-batch takes no less than the largest did.
-    The last one of a step takes no less than one of as many samples or fewer that was timed.
+    A smaller one, the last of the step, is on the line between its neighbours, as it is everywhere.
     """
     most = max(timed)
     half = max((k for k in timed if 2 * k <= most), default=None)
@@ -99,8 +99,24 @@ def least_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
 
     def one(count: int) -> float:
         if count <= most:
-            return max((seconds for k, seconds in timed.items() if k <= count), default=0.0)
+            return between(timed, count)
         return timed[most] + rise * (count - most)
 
     full, rest = divmod(size, n)
     return full * one(n) + (one(rest) if rest else 0.0)
+
+
+def _least_away(found: Mapping[int, float], n: int, size: int) -> float:
+    """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were tried.
+
+    They are on the line through the last two, and so is the last one of the step, outside of these.
+    """
+    (one, seconds), (other, more) = sorted(found.items())[-2:]
+    rise = max(0.0, (more - seconds) / (other - one))
+    full, rest = divmod(size, n)
+
+    def least(count: int) -> float:
+        between_them = one <= count <= other
+        return seconds if between_them else max(0.0, seconds + rise * (count - one))
+
+    return full * least(n) + (least(rest) if rest else 0.0)
