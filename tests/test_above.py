@@ -80,6 +80,20 @@ def test_sizes_are_tried_for_as_long_as_that_pays() -> None:
     assert found == {}
 
 
+def test_two_that_have_lost_do_not_end_it_where_the_line_through_them_can_win() -> None:
+    """Moving costs the same at every size here: only large micro-batches pay for it."""
+    timed = {1: 2.9}  # a step of 64: 185.6
+    away = {n: 10.0 + n for n in (2, 4, 8, 16, 32, 60, 64)}
+    found, asked = tried(timed, dict(away), 64)
+    assert [n for n, _ in asked] == [2, 4, 8, 16, 32, 64]  # 384, 224, 144 ...
+    assert found == {n: away[n] for n in (2, 4, 8, 16, 32, 64)}
+    dear = {n: 10.0 + 2.8 * n for n in away}  # no size wins a twentieth
+    found, asked = tried(timed, dict(dear), 64)
+    assert [n for n, _ in asked] == [2, 4]
+    found, asked = tried(timed, dict(dear), 60)  # nor do 16 by their last one of 12
+    assert [n for n, _ in asked] == [2, 4]
+
+
 def test_nothing_is_tried_where_nothing_is_to_be_won() -> None:
     flat = {n: float(n) for n in (4, 8, 16)}  # a sample costs the same at every size
     assert tried(flat, {}, 64) == ({}, [])

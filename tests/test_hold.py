@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -72,48 +74,105 @@ def test_what_is_used_on_its_way_out_stays_as_it_is() -> None:
     hold.close()
 
 
+class Whenever:
+    """Stands for `Copier`, and for its jobs: one ends when it is waited for, or by the dice.
+
+    Whoever asks whether the next one has ended throws them. So copies end as early or as late as
+    they can, between any two things that are done, without a thread.
+    """
+
+    def __init__(self, chance: random.Random, share: float) -> None:
+        self.chance, self.share = chance, share
+        self.jobs: deque[Ends] = deque()
+
+    def begin(self) -> None:
+        pass
+
+    def start(self, work: Callable[[], None]) -> Ends:
+        self.jobs.append(Ends(self, work))
+        return self.jobs[-1]
+
+    def wait(self, job: Ends) -> None:
+        while not job.ended:
+            self.end()
+
+    def end(self) -> None:
+        job = self.jobs.popleft()
+        assert job.work is not None
+        job.work()
+        job.ended = True
+
+    def close(self) -> None:
+        while self.jobs:
+            self.end()
+
+
+class Ends:
+    """Stands for a `Job`."""
+
+    def __init__(self, copier: Whenever, work: Callable[[], None]) -> None:
+        self.copier, self.ended, self.error = copier, False, None
+        self.work: Callable[[], None] | None = work
+
+    @property
+    def done(self) -> bool:
+        copier = self.copier
+        if not self.ended and copier.jobs[0] is self and copier.chance.random() < copier.share:
+            copier.end()
+        return self.ended
+
+
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("ends", [None, 0.0, 0.1, 0.5])
 @pytest.mark.parametrize("limited", [False, True])
-def test_lanes_find_what_they_left_and_no_more_waits_than_may(seed: int, limited: bool) -> None:
+def test_lanes_find_what_they_left_and_no_more_waits_than_may(
+    seed: int, ends: float | None, limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever copies end, and though the smallest lane shows some turns to the others."""
     chance = random.Random(seed)
+    if ends is not None:
+        monkeypatch.setattr("anybatch.hold.Copier", lambda _: Whenever(random.Random(seed), ends))
     lanes, turns, room = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
     limit = max(room, 2 * BIGGEST) if limited else None
     rooms = tuple(chance.choice([0, 3000, 20_000]) for _ in range(turns - chance.randrange(2)))
     given = chance.choice([room, rooms])
     later = chance.choice([(), rooms])
-    inside = None if limit is None else Inside(limit, later)
-    it = Pager(given, HostStore(), CPU, turns=chance.choice([0, 2]), inside=inside)
+    inside = None if limit is None else Inside(limit, later, (BIGGEST,) * turns)
+    it = Pager(given, HostStore(), CPU, small=1, turns=chance.choice([0, 2]), inside=inside)
     left: list[list[Tensor]] = [[] for _ in range(lanes)]
     want: list[list[Tensor]] = [[] for _ in range(lanes)]
+    smaller = 1 if ends is None else 10
     program = [
-        [chance.choice(("make", "read", "write", "drop")) for _ in range(5)] for _ in range(turns)
+        [chance.choice(("make", "read", "write", "drop")) for _ in range(15)] for _ in range(turns)
     ]
-    sizes = [[chance.randrange(80, BIGGEST // 4) for _ in range(5)] for _ in range(turns)]
-    places = [[chance.random() for _ in range(5)] for _ in range(turns)]
+    sizes = [[chance.randrange(80, BIGGEST // 4) for _ in range(15)] for _ in range(turns)]
+    places = [[chance.random() for _ in range(15)] for _ in range(turns)]
     order = list(range(lanes))
     for turn in range(turns):
         for at, lane in enumerate(order):
             (it.around if at == 0 and turn else it.begin)(lane)
-            ran = False
             for what, size, place in zip(program[turn], sizes[turn], places[turn], strict=True):
                 mine, true = left[lane], want[lane]
+                size = size if lane < lanes - 1 else size // smaller  # noqa: PLW2901
                 index = int(place * len(mine))
-                ran = ran or what != "drop" or not mine  # room is made before a kernel runs
+                makes = 4 * size
                 if what == "make" or not mine:
                     true.append(torch.full((size,), float(lane + size)))
                     with Paging(it):
                         mine.append(torch.full((size,), float(lane + size)))
                 elif what == "drop":
                     del mine[index], true[index]
+                    continue
                 elif what == "write":
-                    true[index] += 1
+                    makes, true[index] = 0, true[index] + 1
                     with Paging(it):
                         mine[index].add_(1)
                 else:
+                    makes = true[index].nbytes
                     with Paging(it):
                         found = mine[index] * 1
                     assert torch.equal(found, true[index])
-                assert not (limit and ran) or it._hold.here <= it._allowed(turn + 1) + BIGGEST
+                assert not limit or it._hold.here <= it._allowed(turn + 1) + makes
                 assert it._hold.waiting <= it._allowed(turn + 1) or limit is not None
             if at < lanes - 1:
                 later = order[at + 1 :]
@@ -292,4 +351,37 @@ def test_what_dies_when_its_copy_has_ended_is_forgotten_at_once() -> None:
     hold._copier.wait(job)
     hold.settle()
     assert (hold.stirred(), hold.here, hold.all, hold.movable) == (False, 0, {}, {})
+    hold.close()
+
+
+def test_what_is_chosen_while_it_leaves_and_is_away_by_then_is_left_alone() -> None:
+    """It was taken for a storage that somebody had resized to nothing, and its bytes were lost."""
+    hold, kept = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
+    key = int(kept.untyped_storage()._cdata)
+    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    held = hold.all[key]
+    hold.send_away(key, held)
+    while hold.wait():
+        pass
+    hold.send_away(key, held)
+    assert (held.state, held.size, hold.here, hold.going) == (AWAY, 1024, 0, 0)
+    hold.bring_back(key, held)
+    assert torch.equal(kept, torch.arange(float(KIB)))
+    hold.close()
+
+
+def test_what_is_to_stay_is_held_by_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts no more with what may leave, so when it dies its memory must go at once."""
+    monkeypatch.setattr("anybatch.hold.Copier", lambda _: Whenever(random.Random(0), 0.0))
+    hold, kept = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
+    key, there = int(kept.untyped_storage()._cdata), weakref.ref(kept.untyped_storage())
+    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    hold.send_away(key, hold.all[key])
+    hold.touch(key, hold.all[key], 2)
+    hold.stay(key, hold.all[key])
+    assert torch.equal(kept, torch.arange(float(KIB)))
+    del kept
+    assert there() is None
+    hold.settle()
+    assert (hold.here, hold.all) == (0, {})
     hold.close()

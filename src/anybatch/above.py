@@ -8,8 +8,9 @@ that larger ones take. And what does not fit has to go and come back.
     seconds     t(8) │  t(16) ─ ─ ─ ─ the line goes on ─ ─ ─ ─>  at least so many
     bytes            │ cap        what is too much, out and back  at least so many seconds
 
-No trial where either leaves less than a twentieth of a step to be won, and none after two in a row
-that have lost: one may lose by its last micro-batch, which is smaller.
+No trial where either leaves less than a twentieth of a step to be won. After two in a row that have
+lost there are two points of another line, that of what is away, and it says the same of what is
+larger still: where moving costs much whatever the size, large micro-batches may yet win.
 
 Source: Law 3 of this project's design, at a price.
 """
@@ -30,7 +31,7 @@ SLOWER = 1.1
 """Times the best so far, after which a trial is not repeated: it has lost."""
 
 LOST = 2
-"""Trials in a row that have lost, after which there is none."""
+"""Trials in a row that have lost, after which the line through trials must leave enough to win."""
 
 Trial = Callable[[int, float], float | None]
 """Samples, and the seconds after which it has lost -> seconds of a micro-batch with its saved
@@ -73,14 +74,14 @@ def try_above(
         worth = (1 - GAIN) * best
         if least_seconds(timed, n, size) > worth or moving(n) > worth:
             continue
+        if lost >= LOST and _least_away(found, n, size) > worth:
+            continue
         seconds = trial(n, SLOWER * best * n / size)
         if seconds is None:
             break
         found[n] = seconds
         now = step_seconds({**timed, **found}, n, size)
         lost = lost + 1 if now >= best else 0
-        if lost == LOST:
-            break
         best = min(best, now)
     return found
 
@@ -90,6 +91,7 @@ def least_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
 
     They are on the line through the largest size that was timed and the largest of half as many
     samples or fewer; where there is no such size, a micro-batch takes no less than the largest did.
+    A smaller one, the last of the step, is on the line between its neighbours, as it is everywhere.
     """
     most = max(timed)
     half = max((k for k in timed if 2 * k <= most), default=None)
@@ -102,3 +104,19 @@ def least_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
 
     full, rest = divmod(size, n)
     return full * one(n) + (one(rest) if rest else 0.0)
+
+
+def _least_away(found: Mapping[int, float], n: int, size: int) -> float:
+    """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were tried.
+
+    They are on the line through the last two, and so is the last one of the step, outside of these.
+    """
+    (one, seconds), (other, more) = sorted(found.items())[-2:]
+    rise = max(0.0, (more - seconds) / (other - one))
+    full, rest = divmod(size, n)
+
+    def least(count: int) -> float:
+        between_them = one <= count <= other
+        return seconds if between_them else max(0.0, seconds + rise * (count - one))
+
+    return full * least(n) + (least(rest) if rest else 0.0)

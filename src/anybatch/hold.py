@@ -148,9 +148,12 @@ class Hold:
             self.bring_back(key, held)
 
     def send_away(self, key: int, held: Held) -> None:
-        """Begin to move a storage out; where a copy of it is kept, its memory goes at once."""
+        """Begin to move a storage out; where a copy of it is kept, its memory goes at once.
+
+        Whoever has chosen it while it was on its way out may come when it is away.
+        """
         storage = held.storage()
-        if storage is None or held.state == LEAVING:
+        if storage is None or held.state in (LEAVING, AWAY):
             return
         self._come(held)
         if not storage.resizable():
@@ -226,8 +229,9 @@ class Hold:
         self._drop(key, held)
 
     def stay(self, key: int, held: Held) -> None:
-        """Let a storage that is here leave no more."""
+        """Let a storage that is here leave no more; it is not counted, so no copy may hold it."""
         held.stays = True
+        self.forget_copy(key, held)
         self._discount(key, held)
 
     def give_up(self, key: int) -> None:

@@ -76,6 +76,7 @@ class Pager:
         self._last: dict[int, int] = {}
         self._next: int | None = None
         self._called = self._noted = 0
+        self._stirred = False
 
     @property
     def moved(self) -> int:
@@ -107,7 +108,7 @@ class Pager:
         self._send_others(min(allowed, self._beside(lane, turn)), allowed, {lane: -1})
         self._called = self._noted = self._made = 0
         self._away_next = None
-        self._call_next()
+        self._call_next(None if self.limit is None else allowed)
 
     def leave(self, lane: int, waiting: Iterable[int]) -> None:
         """A lane's turn is over.
@@ -133,6 +134,9 @@ class Pager:
     def before(self, keys: Iterable[int]) -> None:
         """Make room for what a kernel needs, where there is a limit.
 
+        What the next lane will use comes in what room is left then, and not before the kernel has
+        run, whenever a copy ends meanwhile: it would take the room that was made.
+
         Args:
             keys: of the storages that it needs; they do not leave.
         """
@@ -149,6 +153,9 @@ class Pager:
                     break
         while hold.here > most and hold.wait():
             pass
+        if self._stirred:
+            self._stirred = False
+            self._call_next(most)
 
     def _coming_back(self, needed: set[int]) -> int:
         """Return the bytes of what is needed and away; what is here counts as used last."""
@@ -229,7 +236,10 @@ class Pager:
 
     def _settle(self) -> None:
         self._hold.settle()
-        self._call_next()
+        if self.limit is None:
+            self._call_next(None)
+        else:
+            self._stirred = True  # the next kernel's room comes first
 
     def _first_to_go(self, needed: set[int]) -> Iterator[tuple[int, Held]]:
         """Yield what may leave while a lane runs: of those that wait, and then its own."""
@@ -302,8 +312,13 @@ class Pager:
             later = held.used < self._last.get(held.lane, 0)
         return (0, held.used) if later else (1, -distance.get(held.lane, 0))
 
-    def _call_next(self) -> None:
-        """Bring in what the next lane will use, as far as that is known and there is room."""
+    def _call_next(self, most: int | None) -> None:
+        """Bring in what the next lane will use, as far as that is known and there is room.
+
+        Args:
+            most: bytes that may be here, those of the lane that runs among them: what a smaller
+                lane has shown of this turn tells too little of it. None where there is no limit.
+        """
         if self._next is None or self._next == self._lane:
             return
         numbers = self._book.used(self._coming(self._next))
@@ -311,7 +326,8 @@ class Pager:
         while self._called < len(numbers):
             found = self._hold.find(self._next, numbers[self._called])
             if found is not None and found[1].state == AWAY:
-                if self._hold.waiting + found[1].size > allowed:
+                hold, size = self._hold, found[1].size
+                if hold.waiting + size > allowed or (most is not None and hold.here + size > most):
                     return
                 self._hold.call(*found)
             self._called += 1
