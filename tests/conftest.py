@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
@@ -33,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell starts with & has it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("soak" if config.getoption("--soak") else "tenth")
     config.addinivalue_line(
         "markers",
