@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
-# What is installed is compiled where it is imported: half of it never is.
+# What is installed is compiled where it is imported: much of it never is.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 # Test processes with one thread each are faster than one process with several; 4 of them keep two
 # processors busy while some wait for a child. Children start faster where bytecode is kept.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.parts import Lap, Parts, feed, laps
+from anybatch.parts import Lap, Parts, feed, joined, laps
 from anybatch.ranks.everyone import Rows
 from anybatch.repeatable import OutputsChangedError
 from anybatch.retry import in_pieces
@@ -82,20 +82,18 @@ class FirstPass:
 
     def run(self) -> None:
         """Run them, and join what they give."""
-        joined: list[Any] = []
+        of_laps: list[Any] = []
         for lap in self._laps:
-            run = Run(lap, sum(len(tree.flat(one)) for one in joined))
+            run = Run(lap, sum(len(tree.flat(one)) for one in of_laps))
             self.runs.append(run)
             found = self._run(run)
             if not found:  # a rank without samples
                 return
             place = run.place
             dims = list(self._step.layout or ())[place : place + len(tree.flat(found[0]))]
-            joined.append(tree.join(found, dims, sizes=run.flat))
+            of_laps.append(tree.join(found, dims, sizes=run.flat))
             del found
-        self.outputs = (
-            joined[0] if len(joined) == 1 else {k: v for d in joined for k, v in d.items()}
-        )
+        self.outputs = joined(of_laps)
         first = self.runs[0].flat
         self.targets = tree.join(self.targets, sizes=first, name="targets")
 
@@ -130,7 +128,7 @@ class FirstPass:
         ends = last and step.away is None  # else its graph would wait on the device for the loss
         parts = Parts(step, micro.inputs, run.lap)
         outputs = parts.outputs(micro, graph=step.gradients is not None and ends)
-        out = parts.joined(outputs)
+        out = joined(outputs)
         if not found:
             self._check(run, out)
         if ends:

@@ -1,7 +1,7 @@
-"""Whether Python's or numpy's global generator has moved, in two microseconds: by its memory.
+"""Whether Python's or numpy's global generator has moved: by its memory, without asking for it.
 
-Both tell their state as hundreds of numbers, which takes tens of microseconds, and a step asks at
-its beginning and for each micro-batch. What they lie in is a few kilobytes. numpy has a public
+Both tell their state as hundreds of numbers, which is slow, and a step asks at its beginning and
+for each micro-batch. What they lie in is a few kilobytes. numpy has a public
 address for its words; where Python keeps its own, and where numpy keeps a normal number that was
 drawn in advance, generators of our own show when this module is imported. Where one of them does
 not show it, nothing is known, and who asks must ask for the state.

@@ -62,11 +62,12 @@ class Parts:
                 found.append(self.forward(micro, at))
         return found
 
-    def joined(self, outputs: list[Any]) -> Any:
-        """Return what the model returns, of the outputs of all parts."""
-        if not self._names:
-            return outputs[0]
-        return {name: found for part in outputs for name, found in part.items()}
+
+def joined(outputs: list[Any]) -> Any:
+    """Return what the model returns, of the outputs of its parts or laps in order."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return {name: found for part in outputs for name, found in part.items()}
 
 
 def laps(step: Step, *, whole: bool = False) -> list[Lap]:
