@@ -21,13 +21,13 @@ from functools import partial
 
 from anybatch.asked import Asked
 from anybatch.contest import faster
-from anybatch.course import Course
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import ASIDE, WORKSPACE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
 from anybatch.leaving import Leaving
 from anybatch.narrow import Narrow
+from anybatch.precedent import Precedent
 from anybatch.spill import Spill
 from anybatch.staying import Staying
 from anybatch.workspaces import Workspaces
@@ -56,7 +56,7 @@ class Decision:
     Args:
         asked: the batch.
         terms: what it has to keep to.
-        course: of earlier batches; this one adds to it.
+        precedent: of earlier batches; this one adds to it.
         foreseen: the forecasts made so far; one that is missing is made.
         workspaces: of convolutions.
     """
@@ -65,11 +65,11 @@ class Decision:
         self,
         asked: Asked,
         terms: Terms,
-        course: Course,
+        precedent: Precedent,
         foreseen: Foreseen,
         workspaces: Workspaces,
     ) -> None:
-        self._asked, self._terms, self._course = asked, terms, course
+        self._asked, self._terms, self._precedent = asked, terms, precedent
         self._foreseen, self._workspaces = foreseen, workspaces
 
     def made(self) -> Allowed:
@@ -80,14 +80,14 @@ class Decision:
             NotYetError: saved tensors have to leave, and the parameters are spread over ranks.
         """
         asked, kind, way = self._asked, self._asked.kind, self._terms.spill.way
-        divides = self._course.fixed is not None and self._course.fixed < kind.size
+        divides = self._precedent.fixed is not None and self._precedent.fixed < kind.size
         may = way != "off" and kind.trains and not (divides and asked.undivided)
         if may and way in ("host", "file"):
             asked.refuse_spread()
         may = may and not asked.spread
         if may and way != "auto":
             return self._away()
-        if may and self._course.keeps_away(kind) and (found := self._still_away()) is not None:
+        if may and self._precedent.keeps_away(kind) and (found := self._still_away()) is not None:
             return found
         try:
             return self._in_memory(may=may)
@@ -104,15 +104,15 @@ class Decision:
         asked, kind = self._asked, self._asked.kind
         unknown = self._foreseen.bound(kind) is None
         staying = self._staying()
-        away = unknown and may and self._course.keeps_away(kind)
+        away = unknown and may and self._precedent.keeps_away(kind)
         if away and (found := self._still_away()) is not None:
             return found
         cap = staying.largest
-        if self._course.fixed is None and cap == kind.size and asked.whole:
+        if self._precedent.fixed is None and cap == kind.size and asked.whole:
             return staying.allowed(cap)
-        first = self._course.best is None and kind.trains and not kind.most
-        timed = first and self._terms.timed and self._course.fixed is None
-        n = staying.timed(asked.streamed) if timed else self._course.pick(kind, cap)
+        first = self._precedent.best is None and kind.trains and not kind.most
+        timed = first and self._terms.timed and self._precedent.fixed is None
+        n = staying.timed(asked.streamed) if timed else self._precedent.pick(kind, cap)
         n = n if staying.fits(n) else cap
         if timed and not kind.everyone:  # whose clocks would each tell another time
             foreseen = staying.foreseen
@@ -121,8 +121,8 @@ class Decision:
         else:
             found = staying.allowed(n)
         if first:
-            self._course.sends = found.away is not None
-            self._course.best = found.micro_batch, kind.elements
+            self._precedent.sends = found.away is not None
+            self._precedent.best = found.micro_batch, kind.elements
         return found
 
     def _staying(self) -> Staying:
@@ -144,7 +144,7 @@ class Decision:
                 confirmed=fresh,
                 ready=partial(self._workspaces.ready, foreseen),
             )
-            found.require(self._course.fixed_for(kind), asked.refuse_division)
+            found.require(self._precedent.fixed_for(kind), asked.refuse_division)
             return found
 
         foreseen = self._foreseen.bound(kind)
@@ -192,7 +192,7 @@ class Decision:
     def _away(self, *, failed: Exception | None = None) -> Allowed:
         """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
         asked, kind = self._asked, self._asked.kind
-        foreseen, fresh = self._foreseen.bound(kind), self._course.best is None
+        foreseen, fresh = self._foreseen.bound(kind), self._precedent.best is None
         if foreseen is None:
             foreseen = self._foresee(rounded=True)
         leaving = self._leaving(self._beside(foreseen))
@@ -203,7 +203,7 @@ class Decision:
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
             raise failed
         found = leaving.allowed(n or leaving.smallest, real=fresh)
-        self._course.sent(n, kind)
+        self._precedent.sent(n, kind)
         return found
 
     def _in_narrow_lanes(self, foreseen: Forecast, failed: Exception | None) -> Allowed:
@@ -217,11 +217,11 @@ class Decision:
             if failed is not None:
                 raise failed
             return self._in_memory(may=False)
-        fixed = self._course.fixed_for(kind)
+        fixed = self._precedent.fixed_for(kind)
         if fixed is not None:
             n = fixed
         else:  # what has been chosen for another mini-batch is rehearsed alone
-            known = 0 if self._course.best is None else self._course.pick(kind, kind.largest)
+            known = 0 if self._precedent.best is None else self._precedent.pick(kind, kind.largest)
             n = known if known and narrow.fits(known) else narrow.best() or 1
         try:
             found = narrow.allowed(n)
@@ -229,21 +229,21 @@ class Decision:
             if failed is not None and foreseen.peak(n, kind.size) <= error.needed:
                 raise failed from None
             raise
-        self._course.sent(n, kind)
+        self._precedent.sent(n, kind)
         return found
 
     def _size_away(self, leaving: Leaving) -> int:
         """Return the samples of a micro-batch whose saved tensors leave; 0 where none fit."""
         kind = self._asked.kind
-        fixed = self._course.fixed_for(kind)
+        fixed = self._precedent.fixed_for(kind)
         if fixed is not None:
             return fixed
         cap = leaving.largest()
         if cap == 0 or leaving.whole:
             return cap
-        if self._course.best is None:
+        if self._precedent.best is None:
             return leaving.timed(cap) if self._terms.timed else leaving.least(cap)
-        return self._course.pick(kind, cap)
+        return self._precedent.pick(kind, cap)
 
     def _still_away(self) -> Allowed | None:
         """Return how a batch is run where saved tensors have left before, and have to again.
@@ -255,7 +255,7 @@ class Decision:
         bound = self._foreseen.bound(kind)
         if bound is None:
             return None
-        n = kind.size if asked.whole else self._course.pick(kind, kind.size)
+        n = kind.size if asked.whole else self._precedent.pick(kind, kind.size)
         if self._beside(bound).largest(self._terms.budget, kind.size) >= n:
             return None
         try:
@@ -265,7 +265,7 @@ class Decision:
 
     def _foresee(self, *, rounded: bool) -> Forecast:
         asked = self._asked
-        self._course.decided += 1
+        self._precedent.decided += 1
         return self._foreseen.foresee(
             asked.kind, asked.case(), asked.optimizer, self._terms.budget, rounded=rounded
         )

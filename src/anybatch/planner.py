@@ -29,12 +29,12 @@ from anybatch.asked import Asked
 from anybatch.budget import default_budget
 from anybatch.case import Case
 from anybatch.contest import StepTimer
-from anybatch.course import Course
 from anybatch.decision import Decision, Terms, beside
 from anybatch.depict import depict
 from anybatch.forecast import WORKSPACE, Forecast
 from anybatch.foreseen import Foreseen
 from anybatch.kinds import Allowed, Kind
+from anybatch.precedent import Precedent
 from anybatch.spill import Spill
 from anybatch.step_timeline import StepTimeline
 from anybatch.units import parse_bytes
@@ -68,7 +68,7 @@ class Planner:
         self.budget, self.source = budget, "as given"
         self.timed = timed
         self._settled = settled
-        self._course = Course(fixed, sends=settled is not None and settled.away is not None)
+        self._precedent = Precedent(fixed, sends=settled is not None and settled.away is not None)
         self._foreseen = Foreseen()
         self._allowed: dict[Kind, Allowed] = {}
 
@@ -84,7 +84,7 @@ class Planner:
     @property
     def decided(self) -> int:
         """Forecasts made, and decisions of a plan that was given: each is worth a measurement."""
-        return self._course.decided
+        return self._precedent.decided
 
     @property
     def rehearsed(self) -> int:
@@ -121,7 +121,7 @@ class Planner:
             found = self.workspaces.within(self._known_budget, partial(self._decide, asked))
             found = self._settled_in(found, kind)
             # Has another plan been wrong, this one is worth a look.
-            self._course.decided += kind.most > 0
+            self._precedent.decided += kind.most > 0
             self._allowed[self._foreseen.plain(kind)] = found
         return found
 
@@ -154,7 +154,7 @@ class Planner:
             return
         del self._allowed[kind]
         self._foreseen.hold_more(missing)
-        given = self._course.best is not None and not self._foreseen.rehearsed
+        given = self._precedent.best is not None and not self._foreseen.rehearsed
         if given and peak + coming <= allowed.memory.budget:
             # A plan that was given is obeyed, for as long as it keeps to its own budget.
             self._settled = replace(
@@ -168,7 +168,7 @@ class Planner:
             n: samples in a micro-batch.
             kind: of the batch that it was chosen for, and that has been planned again.
         """
-        self._course.best = n, kind.elements
+        self._precedent.best = n, kind.elements
         self._allowed.pop(self._foreseen.plain(kind), None)
 
     def _known_budget(self) -> int:
@@ -182,7 +182,7 @@ class Planner:
         if self.budget is None:
             self.budget, self.source = default_budget(asked.case(), asked.optimizer)
         terms = Terms(self.budget, self.source, self.spill, self.timed)
-        return Decision(asked, terms, self._course, self._foreseen, self.workspaces).made()
+        return Decision(asked, terms, self._precedent, self._foreseen, self.workspaces).made()
 
     def _of_plan(self, asked: Asked) -> Allowed | None:
         """Return what a plan that was given says of its first batch; None for other batches.
@@ -193,13 +193,13 @@ class Planner:
         if settled is None:
             return None
         self.budget, self.source = settled.memory.budget, settled.memory.source
-        self._course.best = settled.micro_batch, kind.elements
+        self._precedent.best = settled.micro_batch, kind.elements
         if settled.lanes != kind.lanes and settled.micro_batch < kind.size:
             return None
         if settled.away is not None:
             asked.refuse_spread()
         self._settled = None
-        self._course.decided += 1
+        self._precedent.decided += 1
         return settled
 
     def _settled_in(self, found: Allowed, kind: Kind) -> Allowed:

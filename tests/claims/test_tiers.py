@@ -54,7 +54,7 @@ TIERS = {
     "foreseen": "foreseen describe depict leaving narrow",
     "staying": "staying",
     "contest": "contest",
-    "asked": "asked workspaces course",
+    "asked": "asked workspaces precedent",
     "decision": "decision",
     "planner": "planner",
     "runner": "runner facts",

@@ -15,7 +15,7 @@ from anybatch.kinds import Kind
 
 
 @dataclass
-class Course:
+class Precedent:
     """How batches are run.
 
     Attributes:
