@@ -86,3 +86,11 @@ def test_an_optimizer_that_is_torchs_own_is_copied_unstepped_and_others_are_not(
         pass
 
     assert fakes.optimizer(Own(model.parameters())) is None
+
+
+def test_a_model_that_keeps_a_result_is_copied_without_a_warning() -> None:  # which is an error
+    model, fakes = Holds(), Fakes()
+    model(torch.ones(2, 3))
+    model.several = [model.last * 2]
+    copied = fakes.copy(model, model.modules())
+    assert all(map(is_fake, [copied.last, *copied.several]))

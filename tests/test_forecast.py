@@ -165,6 +165,7 @@ WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "arithmetic": (lambda _: torch.arange(1, 4).float() / 6, "streaming"),
     "ones": (lambda _: torch.ones(3), "gathering"),
     "drawn": (lambda _: torch.rand(3), "gathering"),  # others each time: no sum over samples
+    "of the size": (lambda out: torch.tensor([1.0, 2.0, float(len(out))]), "gathering"),
 }
 
 

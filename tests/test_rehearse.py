@@ -152,3 +152,37 @@ def test_hooks_that_forward_installs_go_with_the_rehearsal() -> None:
     for _ in range(2):
         engine.backward(*rows)
     assert len(model.inner._forward_hooks) == 1
+
+
+class Spread(nn.Module):
+    """Its loss takes 4 KiB for each pair of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 512)
+        self.spread = anybatch.coupled(spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 64] -> the loss."""
+        loss: Tensor = self.spread(self.inner(x))
+        return loss
+
+
+def spread(h: Tensor) -> Tensor:
+    return (h[:, None] - h[None]).abs().sum(1).mean()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_no_more_samples_meet_in_a_rehearsal_than_in_the_step(size: int) -> None:
+    torch.manual_seed(size)
+    model, x = Spread().double(), torch.randn(size, 64, dtype=torch.float64)
+    want = torch.autograd.grad(spread(model.inner(x)), list(model.parameters()))
+    loss = anybatch.Loss.inside(count=lambda rows, _: len(rows))
+    engine = anybatch.Engine(model, loss, memory="900kB", micro_batch=1 + size // 3)
+    engine.backward(x)
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.predicted_bytes is not None
+    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 900_000
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        assert torch.allclose(parameter.grad, gradient, rtol=0, atol=1e-13)

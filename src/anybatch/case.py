@@ -51,6 +51,7 @@ class Case:
         paged: ids of the parameters whose memory comes and goes, within `room`.
         room: bytes for them and their gradients.
         spare: bytes that may be tried with real tensors while fakes are rehearsed.
+        meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
     """
 
     model: nn.Module
@@ -71,6 +72,12 @@ class Case:
     paged: frozenset[int] = frozenset()
     room: int = 0
     spare: int = 0
+    meets: int = 0
+
+    @property
+    def together(self) -> int:
+        """Samples of the batch that meet inside the model, on all ranks."""
+        return max(self.meets or self.size, self.everyone)
 
     @property
     def fake(self) -> bool:
@@ -158,6 +165,7 @@ def as_fakes(case: Case) -> Case:
         everyone=case.everyone,
         paged=frozenset(id(fakes.of(p)) for p in _every(case) if id(p) in case.paged),
         room=case.room,
+        meets=case.size,
     )
 
 
@@ -180,7 +188,8 @@ def few(case: Case, rows: int) -> Case:
         pieces, sizes = [*pieces, tree.rows(pair, 0, rest, there)], [*sizes, rest]
     inputs, targets = tree.join(pieces, sizes=sizes, name="rows")
     size = case.size if case.lazy else rows
-    return replace(case, rows=TensorBatch(inputs, targets, rows), size=size)
+    meets = case.meets or case.size
+    return replace(case, rows=TensorBatch(inputs, targets, rows), size=size, meets=meets)
 
 
 def first_rows(case: Case, size: int) -> Case:

@@ -50,7 +50,7 @@ def describe(
         room = _room(budget - peak, owners, -(-size // n))
         shown = _shown(foreseen, n, size, budget, confirmed=confirmed)
         owners, room = (owners, room) if shown is None else shown
-        predicted = min(budget, peak + foreseen.peak(size, size))
+        predicted = min(budget, peak + foreseen.of_samples(size))
         predicted = predicted if shown is None else total(owners)
     memory = Memory(
         budget=budget,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -80,13 +81,15 @@ class Fakes:
         Raises:
             Exception: whatever `copy.deepcopy` raises; not everything can be copied.
         """
-        for module in modules:
-            for held in (module._parameters, module._buffers, module.__dict__):
-                for tensor in dict(held).values():
-                    if isinstance(tensor, Tensor):
-                        self.of(tensor)
-        with FakeCopyMode(self.mode):  # tensors in lists and the like
-            return copy.deepcopy(value, self._memo)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks a result that is kept for its gradient
+            for module in modules:
+                for held in (module._parameters, module._buffers, module.__dict__):
+                    for tensor in dict(held).values():
+                        if isinstance(tensor, Tensor):
+                            self.of(tensor)
+            with FakeCopyMode(self.mode):  # tensors in lists and the like
+                return copy.deepcopy(value, self._memo)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Return a copy that has not stepped yet, of fake parameters; it makes its state anew.

@@ -36,6 +36,9 @@ WORKSPACE = "workspace"
 OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
 """Owners of what a rehearsed update has itself, or has not at all."""
 
+STATES = ("parameters", "buffers", "gradients")
+"""Owners of a rehearsal's bytes that are there once, however many micro-batches wait."""
+
 DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
@@ -232,13 +235,23 @@ class Forecast:
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peak of the step itself, and of what comes before and after it."""
         divided = self.divides(n, size)
-        line = self.confirmed.get((n, size, self.everyone, False))
-        if line is None:
-            line = self.divided.at(n) if divided else self.undivided.at(size)
-        held = merged(self.summed(line), self.held(size, divided=divided))
+        held = merged(self.summed(self._line(n, size)), self.held(size, divided=divided))
         if grown := self.grown(n, size):
             held = merged(held, {"gradients": grown})
         return [held, *self.beside(n, size)]
+
+    def _line(self, n: int, size: int) -> Timeline:
+        """Return a step of `size` samples in micro-batches of `n`, or the first three of them."""
+        found = self.confirmed.get((n, size, self.everyone, False))
+        if found is not None:
+            return found
+        return self.divided.at(n) if self.divides(n, size) else self.undivided.at(size)
+
+    def of_samples(self, size: int) -> int:
+        """Return the most bytes that `size` samples hold at once: no states, and no gradients."""
+        line = self._line(size, size)
+        own = [owner not in STATES for owner in line.owners]
+        return int(line.live[:, own].sum(1).max(initial=0)) + self.constant.get("activations", 0)
 
     def grown(self, n: int, size: int) -> int:
         """Return what sparse sums grow by after the micro-batches of a rehearsal: old and new."""

@@ -55,6 +55,9 @@ from anybatch.undo import Before, no_optimizer_step, uninterrupted
 COMPARED = 6
 """Copies of the fewer outputs that a comparison makes."""
 
+WATCHED = 2
+"""Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
+
 
 @dataclass(frozen=True)
 class Look:
@@ -104,7 +107,7 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
             del kept
     copies = written(whole) or written(part)
     shows = -(-sum(bytes_of(t) for _, t in tree.tensors(outputs)) // whole.size)
-    gathers = -(-gathered // max(case.size, case.everyone))
+    gathers = -(-gathered // case.together)
     found = Look(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
     return meter.timeline(), found
 
@@ -176,11 +179,11 @@ def kernels(case: Case, n: int, seen: Look) -> Hearing:
 
 
 def watch_loss(case: Case, seen: Look) -> Look:
-    """Return what was seen, and what the loss is and does, as two rows tell."""
-    rows = _own(case, 2)
+    """Return what was seen, and what the loss is and does, as half of four rows tells."""
+    rows = _own(case, 2 * WATCHED)
     tried = replace(case, rows=rows, size=rows.size)
     with _metered(case) as (meter, _), torch.no_grad():
-        step = make_step(tried, Claiming(case.device, meter), rows.size, None, 1)
+        step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
         step.layout, step.copies = seen.layout, seen.copies
         coupled = stream(step) is None
         (micro,) = step.feed()
@@ -225,7 +228,7 @@ def whole(
 ) -> Timeline:
     """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
     case = case if seen is None else unharmed(case, size, seen)
-    with _metered(replace(case, size=0)) as (meter, before):  # nothing but these is gathered
+    with _metered(replace(case, size=0, meets=0)) as (meter, before):  # nothing but these is gathered
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
@@ -344,8 +347,7 @@ def put_back(case: Case) -> Iterator[Before]:
 
 def _alone(case: Case) -> AbstractContextManager[Any]:
     """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
-    rows = max(case.size, case.everyone)
-    return AloneNorms(counters(case.modules), rows=rows) if case.lanes else nullcontext()
+    return AloneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
 
 
 def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
