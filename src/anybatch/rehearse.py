@@ -228,7 +228,8 @@ def whole(
 ) -> Timeline:
     """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
     case = case if seen is None else unharmed(case, size, seen)
-    with _metered(replace(case, size=0, meets=0)) as (meter, before):  # nothing but these is gathered
+    alone = replace(case, size=0, meets=0)  # nothing but these samples is gathered
+    with _metered(alone) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)

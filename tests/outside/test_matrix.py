@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+import pytest
 from benchmarks.platforms.matrix.rows import matrix
 from scripts import matrix as script
 from scripts.matrix import ROOT, TESTS, counted, installed, merged, outcome, pins
@@ -51,6 +53,16 @@ def test_a_python_that_is_not_there_is_a_row_that_says_so(tmp_path: Path) -> Non
     table = matrix({"cells": [{"python": "3.99", "torch": "2.13.0", "reason": reason}]})
     assert "| 3.99 | 2.13.0 | no python3.99 here |" in table
     assert "torch" not in pins()
+
+
+def test_a_name_that_stands_for_no_python_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = tmp_path / "python3.98"
+    name.write_text("#!/bin/sh\nexit 127\n")
+    name.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert installed("3.98", "2.13.0", tmp_path) == "no python3.98 here"
 
 
 def test_the_pairs_are_those_that_the_package_is_for() -> None:
