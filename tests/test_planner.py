@@ -117,6 +117,24 @@ def test_a_last_partial_batch_keeps_the_plan() -> None:
     assert plan is not None
 
 
+def test_a_schedule_from_and_to_nothing_keeps_the_plan() -> None:
+    model, (x, y) = nn.Linear(5, 3), (torch.randn(12, 5), torch.randint(3, (12,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = Engine(model, F.cross_entropy, optimizer=optimizer, memory="1MiB")
+    engine.foresee(x, y)
+    rates = (0.0, 1.0, 0.5, 0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
+    for _ in rates[1:]:
+        engine.backward(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    assert schedule.get_last_lr() == [0]
+    engine.backward(x, y)
+    assert engine._planner is not None
+    assert engine._planner.rehearsed == 1
+
+
 def test_batchnorm_is_never_divided_because_that_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -138,15 +138,20 @@ def numbers_of(rows: Rows) -> tuple[tuple[str, Any], ...]:
 PLAIN = bool | int | float | str
 
 
+RATES = frozenset(("lr", "initial_lr", "max_lr", "min_lr"))
+"""What torch's schedules keep in a group of parameters."""
+
+
 def switched_on(optimizer: torch.optim.Optimizer | None) -> tuple[Any, ...]:
     """Return how many parameters each group has, and which of its options are not off.
 
-    The value of a learning rate changes at every step and no memory; a momentum that is there does.
+    A learning rate changes no memory, and is 0 for a step where a schedule warms up from it or ends
+    at it; a momentum that is there does.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     return tuple(
         (len(group["params"]), *(k for k, v in group.items() if isinstance(v, PLAIN) and v))
-        for group in groups
+        for group in ({k: v for k, v in g.items() if k not in RATES} for g in groups)
     )
 
 

@@ -30,7 +30,7 @@ RUNS = 3
 RECORDED = 2
 """Micro-batches that are recorded: one that finds no sums of gradients, and one that does.
 
-Of a batch that is not divided it is one. The next one decides what leaves, which takes longer than
+Of a size that a batch has once it is one. The next one decides what leaves, which takes longer than
 to do it, so it is not timed either."""
 
 LONG = 0.5
@@ -46,7 +46,7 @@ def seconds(
     away: Away | None = None,
     enough: float = LONG,
 ) -> float | None:
-    """Time forward and backward of one micro-batch, as one of many or as the whole batch.
+    """Time forward and backward of one micro-batch, as one of many or as the only one of its size.
 
     Args:
         case: the real one; its model, gradients and dice are put back.
@@ -62,7 +62,7 @@ def seconds(
         Seconds; None where it ran out of memory.
     """
     try:
-        alone = n >= case.size
+        alone, once_only = n >= case.size, 2 * n > case.size
         case = unharmed(few(case, n), n, seen)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
             apart = apart and not alone
@@ -74,11 +74,11 @@ def seconds(
             (micro,) = step.feed()
 
             def once() -> float:
-                for leaf in case.leaves if alone else ():
-                    leaf.grad = None  # nothing is beside a batch that is not divided
+                if once_only and step.gradients is not None:
+                    step.gradients.restart()  # it comes first, and finds no sums
                 return _timed(step, micro)
 
-            for _ in range(0 if away is None else 2 if alone else RECORDED + 1):
+            for _ in range(0 if away is None else 2 if once_only else RECORDED + 1):
                 once()
             return told(once, enough)
     except Exception as error:

@@ -240,6 +240,22 @@ def test_only_whole_lines_up_to_the_checkpoint_count() -> None:
     assert lines_until(b"", 2, 1) == []
 
 
+def test_a_run_that_died_before_its_curves_were_drawn_draws_them(
+    tmp_path: Path, whole: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    told = json.loads((run / "summary.json").read_text())
+    (run / "curves.png").rename(run / ".curves.png.part")
+    (run / "report.html").unlink()
+    del told["curves"]  # as it is written first
+    (run / "summary.json").write_text(json.dumps({**told, "report": None}))
+    summary = resume(run)
+    assert (summary.steps, summary.resumed) == (told["steps"], told["resumed"] + 1)
+    assert {at.name for at in run.iterdir()} >= {"curves.png", "report.html"}
+    assert not list(run.glob(".*.part"))
+
+
 def test_a_run_that_came_to_its_end_is_left_alone(
     whole: Path, command: Callable[..., Result]
 ) -> None:

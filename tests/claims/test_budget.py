@@ -154,6 +154,11 @@ def test_no_step_is_ever_over_the_budget(counted: Callable[[int], int]) -> None:
         assert max(first, second) <= budget, seed
 
 
+def test_a_size_that_a_batch_has_once_is_timed_with_no_sums_beside_it() -> None:
+    budget, first, second = two_steps(44, timed=True)  # 12 samples; 8 fit, beside no gradients
+    assert max(first, second) <= budget
+
+
 def test_the_largest_micro_batch_that_fits_uses_the_budget(counted: Callable[[int], int]) -> None:
     fills = []
     for seed in range(counted(100)):

@@ -267,6 +267,7 @@ def test_a_step_in_another_thread_does_not_end_it() -> None:
     assert torch.equal(found[0], bare(x))
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch's own
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_is_compiled_once_and_heard(backend: str, norm: bool) -> None:

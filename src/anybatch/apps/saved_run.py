@@ -93,14 +93,17 @@ class SavedRun:
         return dataclasses.replace(settings, **kept).checked()
 
     def finished(self) -> Summary | None:
-        """Return the run's summary if it came to its end, else None."""
+        """Return the run's summary if it came to its end, else None.
+
+        One that was killed before its curves were drawn ends once more: its summary is there.
+        """
         try:
             found = json.loads((self.path / "summary.json").read_text())
             names = [field.name for field in dataclasses.fields(Summary)]
             summary = Summary(**{name: found[name] for name in names if name in found})
         except (OSError, ValueError, TypeError):
             return None
-        whole = summary.epochs == self.config["recipe"]["epochs"]
+        whole = summary.epochs == self.config["recipe"]["epochs"] and "curves" in found
         return summary if whole and not summary.interrupted and not summary.stopped else None
 
     def refuse_other(self, now: Mapping[str, Any]) -> None:
