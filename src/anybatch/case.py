@@ -188,7 +188,7 @@ def few(case: Case, rows: int) -> Case:
         pieces, sizes = [*pieces, tree.rows(pair, 0, rest, there)], [*sizes, rest]
     inputs, targets = tree.join(pieces, sizes=sizes, name="rows")
     size = case.size if case.lazy else rows
-    meets = case.meets or case.size
+    meets = min(case.meets or case.size, rows)
     return replace(case, rows=TensorBatch(inputs, targets, rows), size=size, meets=meets)
 
 
@@ -199,7 +199,8 @@ def first_rows(case: Case, size: int) -> Case:
     pair = (case.rows.inputs, case.rows.targets)
     with case.mode():
         inputs, targets = tree.rows(pair, 0, size, case.rows.size)
-    return replace(case, rows=TensorBatch(inputs, targets, size), size=size)
+    meets = min(case.meets, size)
+    return replace(case, rows=TensorBatch(inputs, targets, size), size=size, meets=meets)
 
 
 def stretched(rows: TensorBatch, shapes: Sequence[tuple[int, ...]], count: int) -> TensorBatch:
