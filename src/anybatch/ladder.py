@@ -31,6 +31,7 @@ from anybatch.kinds import bytes_of
 from anybatch.modules import tensors_of
 from anybatch.paged import OWNER
 from anybatch.ranks.pieces import copied_bytes, small_bytes
+from anybatch.stage import unharmed
 from anybatch.states.optimizers import room_of
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 
@@ -187,7 +188,7 @@ def _rehearsed(
     """
     looks = [rehearse.look(case, 2 * n if n > 1 else 1) for n in sizes]
     seen = rehearse.watch_loss(case, looks[0][1])
-    case = rehearse.unharmed(case, case.rows.size, seen)
+    case = unharmed(case, case.rows.size, writes=seen.copies)
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
@@ -297,7 +298,7 @@ def _missing(found: Forecast, case: Case, room: int) -> int:
     n = next((n for n in (SMALL, 1) if _held_at(found, case, n) <= room), 0)
     if n == 0:
         return 0
-    real = rehearse.unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, found.look)
+    real = unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, writes=found.look.copies)
     try:  # what all outputs need may hide what a micro-batch needs, so undivided too
         if n == SMALL:
             divided, whole = found.divided.at(n).peak, found.undivided.at(n).peak

@@ -21,7 +21,8 @@ from anybatch.discover import discoverer
 from anybatch.gradients import Gradients
 from anybatch.memory_errors import out_of_memory
 from anybatch.parts import Parts
-from anybatch.rehearse import Look, make_step, put_back, unharmed
+from anybatch.rehearse import Look
+from anybatch.stage import make_step, put_back, unharmed
 from anybatch.step import Away, Step
 
 RUNS = 3
@@ -63,7 +64,7 @@ def seconds(
     """
     try:
         alone, once_only = n >= case.size, 2 * n > case.size
-        case = unharmed(few(case, n), n, seen)
+        case = unharmed(few(case, n), n, writes=seen.copies)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
             apart = apart and not alone
             gradients = Gradients(case.leaves, wide=not alone, apart=apart) if case.trains else None

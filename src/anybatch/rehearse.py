@@ -25,32 +25,26 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
 from anybatch import tree
-from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.batchnorm import counters
-from anybatch.buffers import ForwardBuffers
+from anybatch.batch import MicroBatch
 from anybatch.case import MICRO_BATCHES, Case, Claiming, first_rows
 from anybatch.conv.heard import Hearing
-from anybatch.device import Link
 from anybatch.dice.weigh import Weighing
 from anybatch.discover import discoverer
 from anybatch.gather import COUPLED
 from anybatch.gradients import Gradients
-from anybatch.kept import Kept
 from anybatch.kinds import bytes_of
-from anybatch.look import layout_of, quietly, two_sizes, written
-from anybatch.meter import FOREIGN, Meter
-from anybatch.modules import tensors_of
+from anybatch.look import layout_of, two_sizes, written
+from anybatch.meter import Meter
 from anybatch.norm.alone import AloneNorms, HeardNorms
-from anybatch.paged import TAKES, uncounted
 from anybatch.parts import Lap, Parts, feed, laps
 from anybatch.ranks.everyone import Absent, Rows
 from anybatch.second_pass import pull, shares
+from anybatch.stage import claim_gradients, make_step, metered, own_rows, unharmed
 from anybatch.step import Away, Layout, Step
 from anybatch.stream import stream
 from anybatch.taken import loss_of_all, value_of_all
 from anybatch.timeline import Timeline
 from anybatch.undivided import undivided
-from anybatch.undo import Before, no_optimizer_step, uninterrupted
 
 COMPARED = 6
 """Copies of the fewer outputs that a comparison makes."""
@@ -93,7 +87,7 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
         What it holds, and what it finds out.
     """
     heard = case.batchnorm == "exact" and not case.lanes
-    with _metered(case) as (meter, _), torch.no_grad(), HeardNorms([]) if heard else nullcontext():
+    with metered(case) as (meter, _), torch.no_grad(), HeardNorms([]) if heard else nullcontext():
         step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
         whole, part = two_sizes(step)
         outputs, gathered = step.forward(whole), _gathered_so_far()
@@ -144,7 +138,7 @@ def divided(
         sends: where saved tensors go; None (default) lets them stay.
         around: returns what a loss of all outputs is taken in. Default nothing.
     """
-    with _metered(case) as (meter, before):
+    with metered(case) as (meter, before):
         gradients = Gradients(case.leaves, apart=apart) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
         step.layout, step.copies = seen.layout, seen.copies
@@ -155,7 +149,7 @@ def divided(
                 _gathered(step, case, around)
             else:
                 stream(step)
-        _claim_gradients(meter, gradients)
+        claim_gradients(meter, gradients)
     return meter.timeline()
 
 
@@ -180,9 +174,9 @@ def kernels(case: Case, n: int, seen: Look) -> Hearing:
 
 def watch_loss(case: Case, seen: Look) -> Look:
     """Return what was seen, and what the loss is and does, as half of four rows tells."""
-    rows = _own(case, 2 * WATCHED)
+    rows = own_rows(case, 2 * WATCHED)
     tried = replace(case, rows=rows, size=rows.size)
-    with _metered(case) as (meter, _), torch.no_grad():
+    with metered(case) as (meter, _), torch.no_grad():
         step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
         step.layout, step.copies = seen.layout, seen.copies
         coupled = stream(step) is None
@@ -197,7 +191,7 @@ def draws(case: Case, n: int) -> list[int]:
     """Return the bytes of each draw of a forward of `n` samples; none where they are not shared."""
     if not case.draws:
         return []
-    with _metered(case) as (meter, _), torch.no_grad():
+    with metered(case) as (meter, _), torch.no_grad():
         step = make_step(case, Claiming(case.device, meter), n, None, 1)
         (micro,) = step.feed()
         with Weighing() as weighing:
@@ -210,7 +204,7 @@ def entries(case: Case, n: int, seen: Look) -> int:
     """Return the bytes that a sample adds to sparse gradients; 0 where they are dense."""
     if not case.trains:
         return 0
-    with _metered(case) as (meter, before):
+    with metered(case) as (meter, before):
         gradients = Gradients(case.leaves)
         step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
         step.layout, step.copies = seen.layout, seen.copies
@@ -227,16 +221,16 @@ def whole(
     case: Case, size: int, seen: Look | None = None, *, sends: Sends | None = None
 ) -> Timeline:
     """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
-    case = case if seen is None else unharmed(case, size, seen)
+    case = case if seen is None else unharmed(case, size, writes=seen.copies)
     alone = replace(case, size=0, meets=0)  # nothing but these samples is gathered
-    with _metered(alone) as (meter, before):
+    with metered(alone) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
         step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
             undivided(step)
-        _claim_gradients(meter, gradients)
+        claim_gradients(meter, gradients)
     return meter.timeline()
 
 
@@ -302,99 +296,3 @@ def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
 
 def _targets_of_all(few: Any, size: int) -> Any:
     return tree.map_tensors(lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, few)
-
-
-def unharmed(case: Case, rows: int, seen: Look) -> Case:
-    """Return the case with rows of its own, where forward writes to those it is given."""
-    if case.fake or not seen.copies:
-        return case
-    return replace(case, rows=_own(case, rows))
-
-
-def _own(case: Case, rows: int) -> TensorBatch:
-    """Return the first rows as copies, but for leaves that receive a gradient."""
-    pair = (case.rows.inputs, case.rows.targets)
-    count = min(rows, case.rows.size)
-    with case.mode():
-        inputs, targets = tree.map_tensors(
-            lambda t: t if t.requires_grad else t.clone(), tree.rows(pair, 0, count, case.rows.size)
-        )
-    return TensorBatch(inputs, targets, count)
-
-
-@contextmanager
-def put_back(case: Case) -> Iterator[Before]:
-    """Run the body on a case without its gradients, and put back whatever it moved."""
-    before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
-    hooks = [] if case.fake else [found for found in map(_hooks, case.leaves) if found]
-    kept = Kept()
-    kept.modules((module for _, module in case.modules), attributes=not case.fake)
-    for held in (*hooks, *case.loss.functions()):
-        kept.container(held) if isinstance(held, dict) else kept.function(held)
-    try:
-        for found in hooks:  # what a hook adds up elsewhere must not hear of a rehearsal
-            for key in [key for key, hook in found.items() if not hasattr(hook, TAKES)]:
-                del found[key]
-        Gradients(case.leaves).set_aside()
-        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
-            yield before
-    finally:
-        with uninterrupted():
-            kept.put_back()
-            failures = before.put_back()
-        for failure in failures:
-            raise failure
-
-
-def _alone(case: Case) -> AbstractContextManager[Any]:
-    """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
-    return AloneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
-
-
-def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
-    """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
-    return uninterrupted() if case.fake else nullcontext()
-
-
-def _hooks(leaf: Tensor) -> dict[Any, Any]:
-    """Return the hooks that run when the gradient of a leaf has been added."""
-    return getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
-
-
-@contextmanager
-def _metered(case: Case) -> Iterator[tuple[Meter, Before]]:
-    """The same under a meter that knows the tensors of the model."""
-    modules = [module for _, module in case.modules]
-    every = [*tensors_of(modules, "_parameters"), *case.leaves]
-    known = {
-        "parameters": [p for p in every if id(p) not in case.paged],
-        "buffers": tensors_of(modules, "_buffers"),
-        FOREIGN: [p for p in every if id(p) in case.paged],
-    }
-    with (
-        quietly(),
-        put_back(case) as before,
-        Meter(case.device, known, spare=case.spare) as meter,
-        uncounted(meter, case.leaves, case.paged),
-    ):
-        yield meter, before
-
-
-def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count: int) -> Step:
-    """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
-    buffers = tensors_of((module for _, module in case.modules), "_buffers")
-    return Step(
-        model=case.model,
-        loss=case.loss,
-        batch=case.batch(count),
-        micro_batch=n,
-        link=link,
-        buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
-        gradients=gradients,
-        batchnorm=case.batchnorm,
-    )
-
-
-def _claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
-    if gradients is not None:
-        meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))

@@ -26,8 +26,8 @@ from anybatch.lanes import NoThreadError
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import Modules
 from anybatch.probe import RECORDED, RUNS, finish
-from anybatch.rehearse import put_back
 from anybatch.runner import Runner
+from anybatch.stage import put_back
 
 LONG = 0.5
 """Seconds of a step that is timed once, after the first."""

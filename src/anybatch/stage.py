@@ -1,0 +1,126 @@
+"""Where a step is tried: its case is made ready and metered, and whatever it moved is put back.
+
+    gradients set aside │ hooks of parameters off │ what modules keep is noted │ the step │ all back
+
+Fakes are thrown away, so of these only what forward keeps elsewhere is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.batch import TensorBatch
+from anybatch.batchnorm import counters
+from anybatch.buffers import ForwardBuffers
+from anybatch.case import Case
+from anybatch.device import Link
+from anybatch.gradients import Gradients
+from anybatch.kept import Kept
+from anybatch.look import quietly
+from anybatch.meter import FOREIGN, Meter
+from anybatch.modules import tensors_of
+from anybatch.norm.alone import AloneNorms
+from anybatch.paged import TAKES, uncounted
+from anybatch.step import Step
+from anybatch.undo import Before, no_optimizer_step, uninterrupted
+
+
+def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
+    """Return the case with rows of its own, where forward `writes` to those it is given."""
+    return case if case.fake or not writes else replace(case, rows=own_rows(case, rows))
+
+
+def own_rows(case: Case, rows: int) -> TensorBatch:
+    """Return the first rows as copies, but for leaves that receive a gradient."""
+    pair = (case.rows.inputs, case.rows.targets)
+    count = min(rows, case.rows.size)
+    with case.mode():
+        inputs, targets = tree.map_tensors(
+            lambda t: t if t.requires_grad else t.clone(), tree.rows(pair, 0, count, case.rows.size)
+        )
+    return TensorBatch(inputs, targets, count)
+
+
+@contextmanager
+def put_back(case: Case) -> Iterator[Before]:
+    """Run the body on a case without its gradients, and put back whatever it moved."""
+    before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
+    hooks = [] if case.fake else [found for found in map(_hooks, case.leaves) if found]
+    kept = Kept()
+    kept.modules((module for _, module in case.modules), attributes=not case.fake)
+    for held in (*hooks, *case.loss.functions()):
+        kept.container(held) if isinstance(held, dict) else kept.function(held)
+    try:
+        for found in hooks:  # what a hook adds up elsewhere must not hear of a rehearsal
+            for key in [key for key, hook in found.items() if not hasattr(hook, TAKES)]:
+                del found[key]
+        Gradients(case.leaves).set_aside()
+        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
+            yield before
+    finally:
+        with uninterrupted():
+            kept.put_back()
+            failures = before.put_back()
+        for failure in failures:
+            raise failure
+
+
+def _alone(case: Case) -> AbstractContextManager[Any]:
+    """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
+    return AloneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
+
+
+def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
+    """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
+    return uninterrupted() if case.fake else nullcontext()
+
+
+def _hooks(leaf: Tensor) -> dict[Any, Any]:
+    """Return the hooks that run when the gradient of a leaf has been added."""
+    return getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
+
+
+@contextmanager
+def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
+    """Do the same under a meter that knows the tensors of the model."""
+    modules = [module for _, module in case.modules]
+    every = [*tensors_of(modules, "_parameters"), *case.leaves]
+    known = {
+        "parameters": [p for p in every if id(p) not in case.paged],
+        "buffers": tensors_of(modules, "_buffers"),
+        FOREIGN: [p for p in every if id(p) in case.paged],
+    }
+    with (
+        quietly(),
+        put_back(case) as before,
+        Meter(case.device, known, spare=case.spare) as meter,
+        uncounted(meter, case.leaves, case.paged),
+    ):
+        yield meter, before
+
+
+def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count: int) -> Step:
+    """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
+    buffers = tensors_of((module for _, module in case.modules), "_buffers")
+    return Step(
+        model=case.model,
+        loss=case.loss,
+        batch=case.batch(count),
+        micro_batch=n,
+        link=link,
+        buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
+        gradients=gradients,
+        batchnorm=case.batchnorm,
+    )
+
+
+def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
+    """Say whose the gradients are that there are."""
+    if gradients is not None:
+        meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))
