@@ -54,3 +54,17 @@ def test_under_a_limit_those_that_begin_run_and_the_next_does_not() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert 1 <= int(done.stdout) < 24
+
+
+def test_the_size_of_stacks_stays_as_it_was_set() -> None:
+    before = threads.stack_size()
+    threading.stack_size(1 << 20)
+    try:
+        for _ in range(2):
+            thread = threading.Thread(target=threads.stack_size)
+            threads.start(thread)
+            thread.join()
+            assert threads.stack_size() == 1 << 20
+        assert threading.stack_size() == 1 << 20
+    finally:
+        threading.stack_size(before)

@@ -147,7 +147,7 @@ class Lanes:
         try:
             threads.start(thread)
         except (RuntimeError, MemoryError) as error:
-            stack = threading.stack_size() or "of the system's size (ulimit -s)"
+            stack = threads.stack_size() or "of the system's size (ulimit -s)"
             raise NoThreadError(
                 f"micro-batches that wait for each other need a thread each, and of "
                 f"{self._count} threads the system started {started}; a limit on the process's "

@@ -40,9 +40,19 @@ def start(thread: threading.Thread) -> None:
     thread.start()
 
 
+def stack_size() -> int:
+    """Return the bytes of a stack that were asked for; 0 for as many as the system gives.
+
+    Python sets it to 0 where it is only asked for, so it is set again.
+    """
+    size = threading.stack_size()
+    threading.stack_size(size)
+    return size
+
+
 def _stack() -> int:
     """Return the bytes of the stack of a new thread."""
-    size = threading.stack_size()
+    size = stack_size()
     if size == 0 and sys.platform != "win32":
         size = resource.getrlimit(resource.RLIMIT_STACK)[0]
     return size if size > 0 else USUAL
