@@ -36,6 +36,14 @@ def test_few_rows_are_repeated_to_just_as_many_and_never_copied_in_vain(n: int, 
         assert len(found.rows.targets) == rows
 
 
+def test_no_more_samples_meet_than_the_batch_has() -> None:
+    for made in (few(case(4), 9), as_fakes(case(4)), few(as_fakes(case(4)), 15)):
+        assert made.rows.size > 4
+        assert made.together == 4
+    assert first_rows(as_fakes(case(20)), 5).together == 5
+    assert few(case(20, lazy=True), 12).together == 20
+
+
 def test_only_the_first_micro_batches_are_asked_for() -> None:
     sizes = [micro.size for micro in case(20).batch(3).micro_batches(4)]
     assert sizes == [4, 4, 4]

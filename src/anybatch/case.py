@@ -188,7 +188,7 @@ def few(case: Case, rows: int) -> Case:
         pieces, sizes = [*pieces, tree.rows(pair, 0, rest, there)], [*sizes, rest]
     inputs, targets = tree.join(pieces, sizes=sizes, name="rows")
     size = case.size if case.lazy else rows
-    meets = min(case.meets or case.size, rows)
+    meets = min(case.meets or case.size, size)
     return replace(case, rows=TensorBatch(inputs, targets, rows), size=size, meets=meets)
 
 

@@ -150,8 +150,11 @@ def switched_on(optimizer: torch.optim.Optimizer | None) -> tuple[Any, ...]:
     """
     groups = [] if optimizer is None else optimizer.param_groups
     return tuple(
-        (len(group["params"]), *(k for k, v in group.items() if isinstance(v, PLAIN) and v))
-        for group in ({k: v for k, v in g.items() if k not in RATES} for g in groups)
+        (
+            len(group["params"]),
+            *(k for k, v in group.items() if isinstance(v, PLAIN) and v and k not in RATES),
+        )
+        for group in groups
     )
 
 

@@ -88,7 +88,7 @@ def _hooks(leaf: Tensor) -> dict[Any, Any]:
 
 @contextmanager
 def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
-    """Do the same under a meter that knows the tensors of the model."""
+    """Run the body as `put_back` does, under a meter that knows the tensors of the model."""
     modules = [module for _, module in case.modules]
     every = [*tensors_of(modules, "_parameters"), *case.leaves]
     known = {

@@ -157,7 +157,7 @@ def test_it_runs_and_its_tables_are_written(
         inner = catalogue is MODULES
         monkeypatch.setitem(catalogue, name, Network(name, wide, (2, 12, 12), 2, 2, inner=inner))
     duel = Costs.duel
-    monkeypatch.setattr(Costs, "duel", lambda *given: 0.0 * duel(*given))  # whoever wins is timed
+    monkeypatch.setattr(Costs, "duel", lambda *given: 0.0 * duel(*given))  # who wins is the clock's
     found = run.measured([*names], "cpu", 2)
     assert list(found["networks"]["alexnet"]["took"]) == [POWERS, ALL]
     took = found["networks"]["alexnet"]["took"]
