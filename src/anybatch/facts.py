@@ -31,6 +31,8 @@ def of_run(step: Step, failed: int) -> Facts:
         failed=failed,
         lanes=step.lanes and step.count > 1,
         segments=segments_of(step.device).told(),
+        looked=step.looked,
+        doubts=(*step.doubts, *step.loss.doubts),
     )
 
 

@@ -39,7 +39,7 @@ from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
 from anybatch.lockstep import lockstep
-from anybatch.look import eager, look
+from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules
@@ -281,7 +281,7 @@ class Runner:
             return self._without_samples(step, tracked, names)
         seen = self._seen.get(step.signature)
         lanes = None if seen is None else seen.lanes
-        if lanes is None or not lanes.current:
+        if lanes is None or not lanes.current or step.steps in AGAIN:
             lanes, step.ways = self._look_at_lanes(step, modules, before, lanes), None
         else:
             step.ways = lanes.ways
@@ -309,7 +309,14 @@ class Runner:
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
         self._seen[step.signature] = Seen(
-            step.coupled, frozenset(), step.layout, step.copies, lanes=lanes
+            step.coupled,
+            frozenset(),
+            step.layout,
+            step.copies,
+            lanes=lanes,
+            doubts=step.doubts,
+            looked=step.looked,
+            steps=step.steps,
         )
         return loss
 
@@ -329,7 +336,7 @@ class Runner:
         with attributes_of(step):
             watch = LaneLook(modules)
             with AloneNorms(step.counters, watch, rows=step.everyone.size) as alone:
-                look(step)
+                look(step, watch)
             refuse_looks(alone.called)
             slots = watch.slots()
         step.buffers.refuse_moved({})
@@ -341,9 +348,10 @@ class Runner:
         seen = self._seen.get(step.signature)
         if not step.batch.size:
             return self._streamed_or_gathered(step, None)
-        if seen is None:
+        if seen is None or step.steps in AGAIN:
             with self._given.hearing(), self._listening(before), attributes_of(step):
                 look(step)
+        if seen is None:
             step.discover = discoverer(step, before, self._given.closure)
         try:
             # what the first look has not come to
@@ -375,7 +383,16 @@ class Runner:
         moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
         drew = step.draws is not None or (step.drew_any() if seen is None else not seen.still)
         coupled = step.found == COUPLED
-        self._seen[step.signature] = Seen(coupled, moving, step.layout, step.copies, not drew)
+        self._seen[step.signature] = Seen(
+            coupled,
+            moving,
+            step.layout,
+            step.copies,
+            not drew,
+            doubts=step.doubts,
+            looked=step.looked,
+            steps=step.steps,
+        )
         return loss
 
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
@@ -398,6 +415,7 @@ class Runner:
         )
         if seen is not None:
             step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
+            step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
 

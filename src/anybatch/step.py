@@ -55,6 +55,9 @@ class Step(Repeatable):
         layout: where the outputs hold the samples; None until somebody has looked.
         signature: the kind of the batch and the modes of the modules.
         copies: forward writes to its inputs, so it gets copies of them.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
+        looked: the step of its signature in which samples were followed last; 0 is none.
+        steps: steps of its signature, this one included.
         own: ids of the leaves that the step itself made.
         discover: told the roots of every backward of the first step of a signature.
         batchnorm: "exact" or "local".
@@ -88,6 +91,9 @@ class Step(Repeatable):
     signature: Any = None
     layout: Layout | None = None
     copies: bool = False
+    doubts: tuple[str, ...] = ()
+    looked: int = 0
+    steps: int = 1
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"

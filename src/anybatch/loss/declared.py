@@ -94,6 +94,8 @@ class Loss(ABC):
     """Whether the loss is computed from the outputs; else the outputs hold it."""
     couples = False
     """Whether samples meet in it, whatever the outputs are."""
+    doubts: tuple[str, ...] = ()
+    """What of it is believed and not shown; nothing where all of it is traced."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:
@@ -179,6 +181,7 @@ class Ratio(Loss):
 
     def __init__(self, num: Callable[..., Tensor], den: Callable[[Any], Number]) -> None:
         self.name = "declared: sum / count of targets"
+        self.doubts = ("Loss.ratio is taken as it was declared",)
         self._num, self._den = num, den
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -210,6 +213,7 @@ class PerSample(Loss):
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         self.name = "declared: mean over samples"
+        self.doubts = ("Loss.per_sample is taken as it was declared",)
         self._fn = fn
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -249,6 +253,7 @@ class Inside(Loss):
 
     def __init__(self, count: Callable[[Any, Any], Number]) -> None:
         self.name = "inside the model, its count declared"
+        self.doubts = ("the count of Loss.inside is taken as it was declared",)
         self._count = count
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
