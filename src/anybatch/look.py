@@ -23,19 +23,22 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.guard import Guard
 from anybatch.memory_errors import out_of_memory
+from anybatch.meeting import ForwardOf
+from anybatch.modules import walk
+from anybatch.proof import congruent
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import Masks
 from anybatch.proof.verdict import Forward, Verdict, ended, judge
 from anybatch.rng import Dice
-from anybatch.step import Layout, Step, copied
+from anybatch.step import Layout, Step, call_model, copied
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are followed again: what a model does may change."""
@@ -92,6 +95,11 @@ def look(step: Step, norms: Norms | None = None) -> None:
     verdict = one.verdict(layout or step.layout)
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
+    if step.steps == 1:
+        found = one.at_full_size(whole)
+        before.put_back()
+        found.refuse()
+        step.doubts += found.doubts
     if drawn or step.local or step.copies or one.guard.own_dice:
         return  # the rows are not the same, or need not come out the same
     apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
@@ -188,6 +196,21 @@ class _Look:
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
         proof_rows.backward(follow, outputs, leaves, rows)
         self._runs[0].notes.backward += follow.notes.backward
+
+    def at_full_size(self, some: MicroBatch) -> Verdict:
+        """Compare the forward of the whole batch with that of a micro-batch, without data."""
+        step = self._step
+        sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
+        if len(sizes) < 2:
+            return Verdict()
+
+        def run(model: nn.Module, inputs: Any, size: int) -> None:
+            with ForwardOf(size, alone=False):
+                call_model(model, inputs)
+
+        with quietly():
+            rows = some.inputs, some.size
+            return congruent.compare(step.model, walk(step.model), rows, sizes, run)
 
     def verdict(self, layout: Layout) -> Verdict:
         """Return what the forwards say."""

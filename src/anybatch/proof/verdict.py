@@ -181,13 +181,13 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
     for one in whole if part is None else ():
         held = samples_of(_all(one.rows))
         if one.cut or (held and held != sorted(set(all_rows.samples))):
-            return _other_rows(one.path, f"it holds samples {_and(held)} alone")
+            return other_rows(one.path, f"it holds samples {_and(held)} alone")
     if part is None:
         return ""
     some = part.notes.norms
     if len(whole) != len(some):
         first = (whole or some)[0]
-        return _other_rows(
+        return other_rows(
             first.path, f"{len(whole)} calls hold all rows and {len(some)} those of a part"
         )
     mine = 0
@@ -199,9 +199,9 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
         if one.path != other.path or wanted != found:
             held = samples_of(_all(one.rows))
             told = f"the call that holds samples {_and(held)} of the batch"
-            return _other_rows(one.path, f"{told} holds other rows in a micro-batch")
+            return other_rows(one.path, f"{told} holds other rows in a micro-batch")
         if one.cut or other.cut:
-            return _other_rows(one.path, "the batch was cut by position before")
+            return other_rows(one.path, "the batch was cut by position before")
     return ""
 
 
@@ -221,7 +221,8 @@ def _out_of_place(why: str) -> str:
     )
 
 
-def _other_rows(path: str, why: str) -> str:
+def other_rows(path: str, why: str) -> str:
+    """Return what is said of batch normalisation of a part of the batch."""
     return (
         "every call of batch normalisation must hold the whole batch when it is split, and "
         f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
