@@ -27,6 +27,7 @@ from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
 from anybatch.norm.sites import END, Route, Site, site_of
+from anybatch.norm.strides import standard
 from anybatch.paged import paged
 from anybatch.unseen import Unseen
 
@@ -316,6 +317,7 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
             reduce(place, zeros, _added, finish)
         none = (zeros[0].clone() if need else None for need in needs[1:3])
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
+    dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
     _, dw, db = torch.ops.aten.native_batch_norm_backward(
         *(dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps),
         [False, True, True],
