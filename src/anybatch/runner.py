@@ -47,6 +47,7 @@ from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
 from anybatch.norm.late import Singles, listening
 from anybatch.norm.sites import OtherSitesError
+from anybatch.norm.strides import standard_strides
 from anybatch.outofcore.keeping import Keeping
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.unison import OffScriptError
@@ -211,7 +212,8 @@ class Runner:
         """
         run = partial(self._delivered, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
-            loss = whole_step(step, run, partial(self._prepare, step, modules, before))
+            with standard_strides():
+                loss = whole_step(step, run, partial(self._prepare, step, modules, before))
             if isinstance(step.away, Keeping):
                 step.moved += step.away.moved
                 step.remade += step.away.remade

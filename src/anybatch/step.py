@@ -24,6 +24,7 @@ from anybatch.errors import LossError
 from anybatch.loss.declared import Scope
 from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
+from anybatch.norm.strides import one_row
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
@@ -181,6 +182,8 @@ class Step(Repeatable):
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
         """Call the model, with the dice of the whole batch where it has some."""
+        if micro.size == 1:
+            one_row()
         with ForwardOf(micro.size, alone=self.divided):
             if draws is None:
                 return call_model(self.model, micro.inputs)
