@@ -7,13 +7,15 @@ given is compared as well as what they have made: each logs it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from tests.oracle import assert_exact, same, snapshot, state_of
+from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
@@ -553,3 +555,108 @@ def test_a_check_refuses_hooks_that_it_cannot_copy() -> None:
     model.bias.register_hook(lambda g: next(lines) and None)
     with pytest.raises(anybatch.AnybatchError, match=r"copy of the hooks .* one on bias cannot"):
         anybatch.check(model, F.cross_entropy, (x, y))
+
+
+# ------------------------------------------------------------------------------ several ranks
+
+
+SHARDS = (6, 4, 0)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Pool]:
+    with ranks(len(SHARDS)) as found:
+        yield found
+
+
+def on_rank(rank: int, mechanism: str, hooks: str) -> tuple[Net, Engine, Any, Any, Log]:
+    model, loss, log = made(mechanism, hooks, before=True)
+    begin = sum(SHARDS[:rank])
+    x, y = (one[begin : begin + SHARDS[rank]] for one in rows())
+    return model, Engine(model, loss, micro_batch=4), x, y, log
+
+
+def two_steps(rank: int, _size: int, mechanism: str, hooks: str) -> dict[str, Tensor]:
+    model, engine, x, y, log = on_rank(rank, mechanism, hooks)
+    engine.backward(x, y)
+    return found(model, engine.backward(x, y), log)
+
+
+@pytest.mark.parametrize("mechanism", ["streaming", "two passes", "lanes"])
+@pytest.mark.parametrize("hooks", ["clip", "post sign", "several", "at once"])
+def test_hooks_get_the_gradient_of_all_ranks_on_each(
+    workers: Pool, hooks: str, mechanism: str
+) -> None:
+    """On a rank without samples, too; none is sent before backward has ended."""
+    want = by_torch(*made(mechanism, hooks, before=True), steps=2)
+    every = workers.run(two_steps, mechanism, hooks)
+    for got in every:
+        logs = [got.pop(name) for name in list(got) if name.startswith("log")]
+        assert len(logs) == sum(name.startswith("log") for name in want)
+        assert_exact(got, {name: t for name, t in want.items() if not name.startswith("log")})
+        assert same(
+            {n: t for n, t in got.items() if n != "loss"},
+            {n: every[0][n] for n in got if n != "loss"},
+        )
+
+
+def refused(rank: int, _size: int, what: str) -> Any:
+    hooks = "clip" if what == "one rank" and rank == 1 else "log"
+    model, engine, x, y, _ = on_rank(rank, "streaming", hooks)
+    if what == "one rank" and rank == 1:
+        model.last.weight.register_hook(clip)
+    if what == "draws":
+        noise(model, [])
+    if what == "fails" and rank == 1:
+        model.last.weight._backward_hooks.popitem()
+        model.last.weight.register_hook(_raises)
+    before, given, said = snapshot(model), registered(model), ""
+    try:
+        engine.backward(x, y)
+    except anybatch.AnybatchError as error:
+        said = f"{type(error).__name__}: {error}"
+    except BoomError as error:
+        said = f"BoomError: {error}"
+    return said, same(before, snapshot(model)), registered(model) == given
+
+
+def _raises(_: Tensor) -> None:
+    raise BoomError("in a hook")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("one rank", "RankError: all ranks must have hooks on the same parameters.*rank 1 does"),
+        ("draws", "NotExactError: a hook on a parameter must give the same on all ranks"),
+        ("fails", "BoomError: in a hook"),
+    ],
+)
+def test_hooks_that_ranks_do_not_have_alike_are_refused(
+    workers: Pool, what: str, words: str
+) -> None:
+    for said, nothing_moved, hooks_are_there in workers.run(refused, what):
+        assert re.search(words, said)
+        assert nothing_moved
+        assert hooks_are_there
+
+
+# ------------------------------------------------------------------------- parameters that leave
+
+
+def test_hooks_on_parameters_that_leave_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 3)).double()
+    twin, x, y = copy.deepcopy(model), torch.randn(BATCH, 64).double(), rows()[1]
+    for one in (model, twin):
+        for p in one.parameters():
+            p.register_hook(clip)
+            p.register_post_accumulate_grad_hook(clamp_ if p.dim() > 1 else sign)
+    value = F.cross_entropy(twin(x), y)
+    value.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = registered(model)
+    with anybatch.offload_states(optimizer, model=model, memory="256KiB"):
+        got = Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
+    assert_exact(state_of(model, got), state_of(twin, value))
+    assert [entries for _, entries in registered(model)] == [entries for _, entries in given]
