@@ -234,9 +234,10 @@ class Engine:
         leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
         versions = versions_of(leaves)
-        gradients = Gradients(leaves, wide=False)
+        gradients = Gradients(leaves, wide=False, hooks=before.hooks)
         write = partial(self._deliver, gradients, partial(refuse_written, leaves, versions))
         with whole_or_nothing(before, write) as delivery:
+            before.suspend_hooks()
             step, kind, allowed = self._arranged(batch, modules, before, gradients, tries, scaler)
             step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
@@ -433,7 +434,8 @@ class Engine:
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
-        with whole_or_nothing(before, lambda: None), torch.enable_grad():
+        with whole_or_nothing(before, before.hooks.restore), torch.enable_grad():
+            before.suspend_hooks()
             with planner.timing(timed):
                 kind = self._arranger.kind(batch, modules, gradients)
                 allowed = self._arranger.allow(planner, kind, batch, modules)

@@ -29,8 +29,8 @@ from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.guard import Guard
-from anybatch.memory_errors import out_of_memory
 from anybatch.meeting import ForwardOf
+from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.proof import congruent
 from anybatch.proof import rows as proof_rows

@@ -226,6 +226,7 @@ class Runner:
         loss = self._once(step, modules, before)
         step.agree()
         step.everyone.moves(step.buffers)
+        step.fire_hooks()
         step.deliver()
         return loss
 

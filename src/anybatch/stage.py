@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from anybatch import tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import counters
@@ -26,7 +24,7 @@ from anybatch.look import quietly
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms
-from anybatch.paged import TAKES, uncounted
+from anybatch.paged import uncounted
 from anybatch.step import Step
 from anybatch.undo import Before, no_optimizer_step, uninterrupted
 
@@ -51,15 +49,12 @@ def own_rows(case: Case, rows: int) -> TensorBatch:
 def put_back(case: Case) -> Iterator[Before]:
     """Run the body on a case without its gradients, and put back whatever it moved."""
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
-    hooks = [] if case.fake else [found for found in map(_hooks, case.leaves) if found]
     kept = Kept()
     kept.modules((module for _, module in case.modules), attributes=not case.fake)
-    for held in (*hooks, *case.loss.functions()):
-        kept.container(held) if isinstance(held, dict) else kept.function(held)
+    for held in case.loss.functions():
+        kept.function(held)
     try:
-        for found in hooks:  # what a hook adds up elsewhere must not hear of a rehearsal
-            for key in [key for key, hook in found.items() if not hasattr(hook, TAKES)]:
-                del found[key]
+        before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
         with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
             yield before
@@ -79,11 +74,6 @@ def _alone(case: Case) -> AbstractContextManager[Any]:
 def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
     """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
     return uninterrupted() if case.fake else nullcontext()
-
-
-def _hooks(leaf: Tensor) -> dict[Any, Any]:
-    """Return the hooks that run when the gradient of a leaf has been added."""
-    return getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
-from anybatch.errors import LossError
+from anybatch.errors import LossError, NotExactError
 from anybatch.loss.declared import Scope
 from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
@@ -28,6 +28,7 @@ from anybatch.norm.strides import one_row
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
+from anybatch.rng import Dice
 
 
 class Scaler(Protocol):
@@ -251,7 +252,9 @@ class Step(Repeatable):
 
         Not where saved tensors leave: what is sent has room when they are gone.
         """
-        if self.gradients is not None and self.everyone.several and self.away is None:
+        if self.gradients is None or self.gradients.hooks:  # they get the sum over all ranks
+            return
+        if self.everyone.several and self.away is None:
             every = self.gradients.parameters
             self.everyone.offer([p for p in every if id(p) not in self.private])
 
@@ -282,6 +285,26 @@ class Step(Repeatable):
         every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
         totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
+
+    def fire_hooks(self) -> None:
+        """Fire the hooks of the leaves, once: whatever fails from here on is not done again.
+
+        Raises:
+            NotExactError: one draws random numbers, and there are several ranks.
+        """
+        if self.gradients is None or not self.gradients.hooks:
+            return
+        several = self.everyone.several
+        dice = Dice.now() if several else None
+        self.phase = "fired"
+        with _outside_autocast(self.where):
+            self.gradients.fire(in_order=not several)
+        if dice is not None and not Dice.now().same_as(dice):
+            raise NotExactError(
+                "a hook on a parameter must give the same on all ranks, and one drew random "
+                "numbers, which differ from rank to rank: draw them from a generator that is "
+                "seeded alike on every rank"
+            )
 
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
         """Return `size` rows of outputs that hold `of`; what holds no samples as it is.

@@ -39,7 +39,7 @@ TIERS = {
     "reach updates measure repeatable stage "
     "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "
     "slots turns lanes notes surroundings ranks dice gathered segments states.optimizers "
-    "states.parts prepared proof",
+    "states.parts prepared proof execution",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "

@@ -1,8 +1,8 @@
 """The forward of the whole batch beside that of a micro-batch, on tensors without data.
 
-A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost batches
-of a fixed size, a factor that is the number of samples. Without data the whole batch costs no
-memory, and the same functions must be called with the same numbers for it and for a micro-batch.
+A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost
+batches of a fixed size, a factor that is the number of samples. Without data the whole batch costs
+no memory, and the same functions must be called with the same numbers for it and for a micro-batch.
 
     48 samples   linear  batch_norm [48]   mul 0.5    relu
     12 samples   linear  batch_norm [12]   mul 0.5    relu      congruent
