@@ -26,6 +26,7 @@ from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
 from anybatch.loss.partners import directions
 from anybatch.modules import walk
+from anybatch.proof.evidence import Evidence
 from anybatch.ranks.crew import several
 from anybatch.rng import Dice
 
@@ -41,7 +42,8 @@ ISLAND = 1e-9
 def check(
     model: nn.Module,
     loss_fn: Callable[..., Tensor] | Loss,
-    batch: tuple[Any, Any],
+    batch: Any,
+    targets: Any = None,
     *,
     micro_batch: int | None = None,
 ) -> Report:
@@ -51,14 +53,15 @@ def check(
         model: any module; it is copied and not changed.
         loss_fn: as for `Engine`; a function that reads the model is made to read the copy.
         batch: ``(inputs, targets)`` as for `Engine.backward`, copied too; a few samples are enough,
-            more than one is needed.
+            more than one is needed. Or the inputs, where `targets` are given.
+        targets: as for `Engine.backward`. Default None: `batch` holds both.
         micro_batch: the size to check. None (default) checks 1, an even and a ragged split.
 
     Returns:
         A `Report`; print it.
 
     Raises:
-        BatchError: the batch holds one sample, or cannot be split.
+        BatchError: the batch holds one sample, cannot be split, or is no pair.
         LossError: the loss is not declared.
         NotYetError: there are several ranks.
         AnybatchError: the model or the loss cannot be copied.
@@ -67,8 +70,15 @@ def check(
         >>> print(anybatch.check(model, nn.CrossEntropyLoss(), (inputs, targets)))
     """
     dice = Dice.now()
+    if targets is None and not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise BatchError(
+            "a check needs inputs and targets, and it got one of them, a "
+            f"{type(batch).__name__}: call check(model, loss_fn, (inputs, targets)), with None for "
+            "targets that the loss does not take"
+        )
+    inputs, targets = batch if targets is None else (batch, targets)
     try:
-        return _Check(model, loss_fn, TensorBatch.of(*batch)).report(micro_batch)
+        return _Check(model, loss_fn, TensorBatch.of(inputs, targets)).report(micro_batch)
     finally:
         dice.put_back()
 
@@ -77,6 +87,7 @@ def check(
 class _Run:
     tensors: dict[str, Tensor]
     mechanism: str
+    exact: Evidence
 
 
 class _Check:
@@ -148,7 +159,8 @@ class _Check:
         }
         buffers = {f"{n} (buffer)": b.clone() for n, b in model.named_buffers()}
         assert engine.plan is not None
-        return _Run({"loss": loss, **grads, **buffers}, engine.plan.mechanism)
+        plan = engine.plan
+        return _Run({"loss": loss, **grads, **buffers}, plan.mechanism, plan.exact)
 
     def _is_finite(self, truth: _Run) -> bool:
         """Say whether loss and gradients are; a buffer may hold infinities, as masks do."""
@@ -199,7 +211,18 @@ class _Check:
             return Split(
                 size, {}, f"model and loss do not run on parts of the batch ({why})", "refused"
             )
+        if run.exact.state == "not shown":
+            self._doubt(run.exact.by)
         return Split(size, error_of(run.tensors, truth.tensors), None, run.mechanism)
+
+    def _doubt(self, why: str) -> None:
+        """Say once what the numbers of this batch cannot show."""
+        text = (
+            f"these numbers agree, and that all batches do is not shown: {why}. Check a batch that "
+            "takes the other ways through the model, too"
+        )
+        if all(finding.text != text for finding in self.findings):
+            self._find(text)
 
     def _explain(self, splits: tuple[Split, ...], truth: _Run, *, exact: bool) -> None:
         self._explain_loss(splits)

@@ -239,14 +239,15 @@ def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
     if whole.functions != part.functions:
         why = f"forward calls other functions for {n} samples than for {m}"
         return Verdict("", (why,))
-    for one, other in zip(whole.numbers, part.numbers, strict=False):
-        if one[:2] != other[:2]:
+    for mine, its in zip(whole.numbers, part.numbers, strict=False):
+        path, kernel, given = mine
+        if (path, kernel) != its[:2]:
             break
-        if one[2] != other[2]:
+        if given != its[2]:
             return Verdict(
                 "forward must compute the same for any number of samples when the batch is split, "
-                f"and {one[0]} computes {one[1]} with {_told(one[2])} for {n} samples and with "
-                f"{_told(other[2])} for {m}: a number that depends on how many there are. Compute "
+                f"and {path} computes {kernel} with {_told(given)} for {n} samples and with "
+                f"{_told(its[2])} for {m}: a number that depends on how many there are. Compute "
                 f"with it in the loss, or {WHOLE}"
             )
     return Verdict()
