@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
 from anybatch.loss.partners import directions
+from anybatch.loss.state import LossState
 from anybatch.modules import walk
 from anybatch.proof.evidence import Evidence
 from anybatch.ranks.crew import several
@@ -77,9 +79,12 @@ def check(
             "targets that the loss does not take"
         )
     inputs, targets = batch if targets is None else (batch, targets)
+    state = LossState(loss_fn.functions() if isinstance(loss_fn, Loss) else [loss_fn], model)
+    restore = partial(state.restore, state.snapshot(values=True))
     try:
-        return _Check(model, loss_fn, TensorBatch.of(inputs, targets)).report(micro_batch)
+        return _Check(model, loss_fn, TensorBatch.of(inputs, targets), restore).report(micro_batch)
     finally:
+        restore()
         dice.put_back()
 
 
@@ -91,9 +96,12 @@ class _Run:
 
 
 class _Check:
-    """The copies, and the runs on them."""
+    """The copies, and the runs on them; before each, the state that is not copied is restored."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, batch: TensorBatch) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, batch: TensorBatch, restore: Callable[[], None]
+    ) -> None:
+        self._restore = restore
         if several():
             raise NotYetError(
                 "a check compares with the whole batch in one process, and there are several: run "
@@ -103,6 +111,7 @@ class _Check:
             raise BatchError("a check must split the batch, and it holds one sample: give two")
         self.size = batch.size
         self.findings: list[Finding] = []
+        self.changed: dict[str, None] = {}
         self.model, self.loss_fn = diagnose.copied(model, loss_fn)
         self.batch, self.dtype = _own(batch), "float64"
         off = diagnose.silence_dropout(self.model)
@@ -150,6 +159,7 @@ class _Check:
         model, loss_fn = diagnose.copied(self.model, self.loss_fn)
         batch = _own(batch)
         torch.manual_seed(0)
+        self._restore()
         model.zero_grad(set_to_none=True)
         engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm)
         scaler = None if scale == 1.0 else _Scale(scale)
@@ -157,6 +167,7 @@ class _Check:
         grads = {
             f"{n}.grad": p.grad / scale for n, p in model.named_parameters() if p.grad is not None
         }
+        self.changed |= dict.fromkeys(engine._given.changed)
         buffers = {f"{n} (buffer)": b.clone() for n, b in model.named_buffers()}
         assert engine.plan is not None
         plan = engine.plan
@@ -264,6 +275,13 @@ class _Check:
             return None
 
     def _explain_loss(self, splits: tuple[Split, ...]) -> None:
+        if self.changed:
+            self._find(
+                f"the loss changes state of its own ({', '.join(self.changed)}), so it is called "
+                "once a step, on all outputs, which costs a second forward pass. A loss without "
+                "state, or one whose state is changed between the steps, needs one"
+            )
+            return
         if not any(split.mechanism == "gathering" for split in splits):
             return
         found = self._directions()

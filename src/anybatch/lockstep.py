@@ -164,9 +164,9 @@ class Together:
         if step.observe is not None:
             self._shown[lane] = detached, MicroBatch(None, micro.targets, micro.size)
         if self._normalize is None and not step.coupled:
-            self._count(step.loss.totals(step.scope(outputs, micro)))
+            self._count(step.totals(outputs, micro))
         if self._normalize is not None:
-            parts = step.loss.parts(outputs, micro, self._normalize.totals)
+            parts = step.parts(outputs, micro, self._normalize.totals)
             weights = self._normalize(parts, micro.size)
             self._normalize.count()
             return [part.numerator for part in parts], step.scaled(weights)

@@ -348,7 +348,9 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
     if len(changed) > 1:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {path} has shape "
-            f"{grown}: compute what compares samples in the loss"
+            f"{grown}: compute what compares samples in the loss, and pad what is as long as the "
+            "longest row to a length that all micro-batches have (pad_packed_sequence(..., "
+            "total_length=x.shape[1]))"
         )
     raise BatchError(
         f"an output must hold each sample once along one dimension, and {path} has shape {grown}: "

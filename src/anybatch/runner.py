@@ -134,7 +134,10 @@ class Runner:
             private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
             sharded=self._given.sharded,
             tries=tries or Tries(),
+            calls=self._given.calls(),
         )
+        if step.calls is not None:
+            before.patched.insert(0, step.calls.restart)
         if self._given.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:

@@ -21,7 +21,9 @@ from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError, NotExactError
-from anybatch.loss.declared import Scope
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.declared import Part, Scope, Total
+from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
@@ -86,6 +88,7 @@ class Step(Repeatable):
         sharded: takes the gradients of a model that was spread; None where there is none.
         away: where saved tensors may go; None (default) lets all of them stay.
         deliver: writes what the step has made, once all ranks have made it. Default: nothing.
+        calls: compares the state of the loss around its calls; None (default) where it has none.
     """
 
     link: Link
@@ -119,6 +122,43 @@ class Step(Repeatable):
     sharded: Sharded | None = None
     away: Away | None = None
     deliver: Callable[[], None] = lambda: None
+    calls: LossCalls | None = None
+
+    def restart(self) -> None:
+        """Begin again, the state of the loss as it was, too."""
+        super().restart()
+        if self.calls is not None:
+            self.calls.restart()
+
+    def totals(self, outputs: Any, micro: MicroBatch) -> list[Total] | None:
+        """Return the terms of the whole batch's loss; None where it couples samples.
+
+        A loss that changes state of its own is taken so, too: it is called once.
+        """
+        scope = self.scope(outputs, micro)
+        if self.calls is None:
+            return self.loss.totals(scope)
+        return self.calls.watched(partial(self.loss.totals, scope))
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return a micro-batch's part of each of `totals`.
+
+        Raises:
+            NotAPartError: it is no part of them, or the loss changes state of its own.
+        """
+        if self.calls is None:
+            return self.loss.parts(outputs, micro, totals)
+        found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
+        if self.calls.changed:
+            self.calls.noted += self.calls.changed
+            raise NotAPartError
+        return found
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss of the whole batch, from all outputs."""
+        if self.calls is None:
+            return self.loss.whole(outputs, micro)
+        return self.calls.called(partial(self.loss.whole, outputs, micro))
 
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""
