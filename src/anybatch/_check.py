@@ -40,7 +40,7 @@ ISLAND = 1e-9
 
 def check(
     model: nn.Module,
-    loss_fn: Callable[..., Tensor] | Loss,
+    loss_fn: Callable[..., Tensor] | Loss | None,
     batch: tuple[Any, Any],
     *,
     micro_batch: int | None = None,
@@ -59,7 +59,7 @@ def check(
 
     Raises:
         BatchError: the batch holds one sample, or cannot be split.
-        LossError: the loss is not declared.
+        LossError: `loss_fn` is None, and the model returns no loss.
         NotYetError: there are several ranks.
         AnybatchError: the model or the loss cannot be copied.
 

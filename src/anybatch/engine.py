@@ -28,6 +28,7 @@ from anybatch.given import Given
 from anybatch.gradients import Gradients
 from anybatch.kinds import Allowed, Kind
 from anybatch.loss.declared import Loss
+from anybatch.loss.model_loss import loss_of
 from anybatch.loss.watched import Watched
 from anybatch.measure import measured
 from anybatch.memory_errors import NothingHeld
@@ -127,11 +128,13 @@ class Engine:
         plan: Plan | None = None,
         workspace: int | str | None = None,
     ) -> None:
-        refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
+        refuse_now(model, micro_batch, batchnorm, rng)
         self._prepared = Prepared(model, optimizer)
         model, group = unwrapped(model)
         sharded = sharded_of(model)
-        loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
+        if loss_fn is not None and not isinstance(loss_fn, Loss):
+            loss_fn = Watched(as_function(loss_fn))
+        loss = loss_of(model, loss_fn)
         self._planner = planner_of(memory, micro_batch, plan, workspace)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
