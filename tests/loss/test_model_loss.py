@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, LazyBatch, Loss, LossError
+from anybatch import Engine, LazyBatch, Loss, LossError, NotExactError
 
 N, T, V = 7, 5, 11
 Lose = Callable[[Tensor, Tensor], Tensor]
@@ -396,3 +396,60 @@ def test_a_plain_sum_that_cannot_be_traced_is_believed(micro_batch: int, norm: b
 def test_a_sum_and_a_mean_contradict_each_other(lose: Lose, count: Any, match: str) -> None:
     with pytest.raises(LossError, match=match):
         Engine(model(lose), Loss.inside(count=count), micro_batch=3).backward(batch())
+
+
+def crossed(logits: Tensor, labels: Tensor) -> Tensor:
+    rows = logits.flatten(1)
+    return F.cross_entropy(rows @ rows.T, labels[:, 0].clamp(min=0) * 0)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("count", "match"),
+    [
+        (None, "the rows do not grow with the samples: declare Loss.inside"),
+        (lambda inputs, _: len(inputs["ids"]), "cross_entropy grow with the samples in two dimens"),
+    ],
+)
+def test_a_loss_that_compares_samples_is_refused(count: Any, match: str, micro_batch: int) -> None:
+    given = None if count is None else Loss.inside(count=count)
+    with pytest.raises(LossError, match=match):
+        Engine(model(crossed), given, micro_batch=micro_batch).backward(batch())
+
+
+def test_a_place_among_gathered_rows_belongs_to_no_sample() -> None:
+    def lose(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = logits.flatten(1)
+        others, begin = anybatch.all_gather(rows)
+        return F.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
+
+    net, rows = model(lose), batch()
+    got = state_after(net, lambda m: Engine(m, micro_batch=3).backward(rows))
+    assert_exact(got, undivided(net, loss_of, rows, None))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+def test_a_part_of_the_batch_is_refused(micro_batch: int) -> None:
+    def lose(logits: Tensor, labels: Tensor) -> Tensor:
+        half = (len(logits) + 1) // 2
+        return shifted(logits[:half], labels[:half])
+
+    with pytest.raises((LossError, NotExactError), match="do not grow with|must not meet"):
+        Engine(model(lose), micro_batch=micro_batch).backward(batch())
+
+
+def other_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    return shifted(logits, labels.roll(1, 0))
+
+
+def other_values(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(logits, logits.detach().roll(1, 0))
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("lose", [other_labels, other_values])
+def test_labels_of_another_sample_are_refused(lose: Lose, micro_batch: int, declared: bool) -> None:
+    given = Loss.inside(count=lambda inputs, _: inputs["ids"].numel()) if declared else None
+    with pytest.raises(NotExactError, match="samples must not meet"):
+        Engine(model(lose), given, micro_batch=micro_batch).backward(batch())

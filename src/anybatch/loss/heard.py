@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
@@ -29,6 +30,7 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
 from anybatch.loss.quiet import Quiet
+from anybatch.norm.alone import AloneNorms
 
 Weighted = list[tuple[float, HeardTerm]]
 Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
@@ -57,6 +59,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self.checked: set[Any] = set()
+        self.crossed: set[Any] = set()
         self._apart: dict[Any, bool] = {}
         self._first: dict[Any, tuple[int, Shapes]] = {}
 
@@ -72,14 +75,20 @@ class Sizes:
         m, others = self._first.setdefault(kind, (n, shapes))
         if n != m:
             self._first.clear()
-            self._apart[form] = all(
-                weight == other and all(_grow(a, b, n, m) for a, b in zip(xs, ys, strict=True))
-                for (weight, xs), (other, ys) in zip(shapes, others, strict=True)
-            )
+            terms = list(zip(shapes, others, strict=True))
+            pairs = [p for (_, xs), (_, ys) in terms for p in zip(xs, ys, strict=True)]
+            same = all(weight == other for (weight, _), (other, _) in terms)
+            self._apart[form] = same and all(_grow(a, b, n, m) for a, b in pairs)
+            if any(_crossed(a, b, n, m) for a, b in pairs):
+                self.crossed.add(form)
 
     def apart(self, terms: Weighted) -> bool:
         """Say whether it is so; not where one size is all that was seen."""
         return self._apart.get(_form(terms), False)
+
+    def meets(self, terms: Weighted) -> bool:
+        """Say whether a form of loss has been seen to compare samples."""
+        return _form(terms) in self.crossed
 
 
 class Tracer:
@@ -129,7 +138,11 @@ class Tracer:
         self.logits = max((term.bytes for term in hearing.terms), default=0)
         self.sizes.note(heard, inputs)
         if not torch.is_grad_enabled():  # else the logits would stay until their backward is done
-            heard["losses of"] = [_by_sample(t, heard.rows) for t in hearing.scores]
+            # Labels that say where a sample stands among gathered rows are others in each batch.
+            some = slice(1 if _gathers() else None)
+            heard["losses of"] = [
+                _by_sample(t, heard.rows) for given in hearing.arguments for t in given[some]
+            ]
         return outputs, heard
 
 
@@ -302,8 +315,19 @@ def _rest(outputs: Any) -> dict[str, Any]:
     return {"outputs": outputs[1:]} if isinstance(outputs, tuple) else {}
 
 
+def _gathers() -> bool:
+    """Say whether forward has called `anybatch.all_gather`, where micro-batches are to wait."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, AloneNorms) and mode.gathered for mode in modes)
+
+
 def _by_sample(tensor: Tensor, rows: int) -> Tensor:
-    """Return the logits with the samples first, where they are in proportion."""
+    """Return logits or labels with the samples first, where they are in proportion.
+
+    What is whole numbers is made what the look at a model compares: labels that belong to another
+    sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
+    """
+    tensor = tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
     whole = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
     return tensor.reshape(rows, -1) if whole else tensor
 
@@ -326,9 +350,20 @@ def _counted(term: HeardTerm, inputs: Any, size: int, heard: int) -> known.Count
 
 
 def _grow(a: torch.Size, b: torch.Size, n: int, m: int) -> bool:
-    """Say whether shapes for n and for m samples are in proportion, in their first dimension."""
+    """Say whether shapes for n and for m samples are in proportion, in their first dimension.
+
+    It holds the same number of rows of every sample: half as many as samples are of a part of
+    the batch (test_a_part_of_the_batch_is_refused).
+    """
     alike = a[1:] == b[1:] or 1 in (n, m)  # one sample may be squeezed away
-    return prod(a) * m == prod(b) * n and alike
+    every = all(k == 1 or (len(x) > 0 and x[0] % k == 0) for x, k in ((a, n), (b, m)))
+    return prod(a) * m == prod(b) * n and alike and every
+
+
+def _crossed(a: torch.Size, b: torch.Size, n: int, m: int) -> bool:
+    """Say whether another dimension than the first grows with the samples: they are compared."""
+    pairs = zip(a[1:], b[1:], strict=False)
+    return len(a) == len(b) and any(i != j and i * m == j * n for i, j in pairs)
 
 
 def _form(terms: Weighted) -> Any:

@@ -141,8 +141,16 @@ class DeclaredLoss(ModelLoss):
 
     def _traced(self, scope: Scope) -> list[Total] | None:
         """Return the terms of the loss; None where they are not known."""
-        if not isinstance(scope.outputs, Heard) or not scope.outputs.terms:
+        terms = scope.outputs.terms if isinstance(scope.outputs, Heard) else None
+        if not terms:
             return None
+        if self._tracer.sizes.meets(terms):
+            names = " + ".join(dict.fromkeys(term.name for _, term in terms))
+            raise LossError(
+                "samples must not meet in a loss with a declared count, and the arguments of "
+                f"{names} grow with the samples in two dimensions: mark that part with "
+                "anybatch.coupled, or give micro_batch >= the batch size"
+            )
         try:
             return super().totals(scope)
         except LossError:
