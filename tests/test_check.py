@@ -232,8 +232,8 @@ def test_a_batch_that_cannot_be_checked_is_refused(given: Any, message: str) -> 
         anybatch.check(mlp(), F.cross_entropy, given)
 
 
-def test_an_undeclared_loss_inside_is_refused() -> None:
-    with pytest.raises(anybatch.LossError, match="must be declared"):
+def test_a_loss_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(anybatch.LossError, match="without a loss_fn a model must return its loss"):
         anybatch.check(mlp(), None, batch())
 
 

@@ -43,7 +43,7 @@ ISLAND = 1e-9
 
 def check(
     model: nn.Module,
-    loss_fn: Callable[..., Tensor] | Loss,
+    loss_fn: Callable[..., Tensor] | Loss | None,
     batch: Any,
     targets: Any = None,
     *,
@@ -64,7 +64,7 @@ def check(
 
     Raises:
         BatchError: the batch holds one sample, cannot be split, or is no pair.
-        LossError: the loss is not declared.
+        LossError: `loss_fn` is None, and the model returns no loss.
         NotYetError: there are several ranks.
         AnybatchError: the model or the loss cannot be copied.
 

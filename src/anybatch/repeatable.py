@@ -149,7 +149,7 @@ class Repeatable(ABC):
             targets = tree.rows(targets, seen, micro.size, micro.size)
         before, self.phase = self.phase, "shown"
         with nullcontext() if self.draws is None else self.draws.paused():
-            self.observe(tree.map_tensors(Tensor.detach, outputs), targets)
+            self.observe(tree.map_tensors(Tensor.detach, self.loss.outputs(outputs)), targets)
         self.phase = before
 
     def moment(self) -> Moment:

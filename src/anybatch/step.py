@@ -225,10 +225,11 @@ class Step(Repeatable):
         """Call the model, with the dice of the whole batch where it has some."""
         if micro.size == 1:
             one_row()
+        forward = partial(call_model, self.model, micro.inputs)
+        if self.divided:
+            forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, alone=self.divided):
-            if draws is None:
-                return call_model(self.model, micro.inputs)
-            return draws.forward(micro, partial(call_model, self.model, micro.inputs))
+            return forward() if draws is None else draws.forward(micro, forward)
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
