@@ -20,7 +20,7 @@ from anybatch import diagnose, tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import training_batchnorms
 from anybatch.diagnose import Finding, Report, Split
-from anybatch.engine import Engine
+from anybatch.engine import Engine, RngMode
 from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
@@ -44,6 +44,7 @@ def check(
     batch: tuple[Any, Any],
     *,
     micro_batch: int | None = None,
+    rng: RngMode = "lane",
 ) -> Report:
     """Compare the engine with the undivided batch, tensor by tensor, on a copy of the model.
 
@@ -53,6 +54,8 @@ def check(
         batch: ``(inputs, targets)`` as for `Engine.backward`, copied too; a few samples are enough,
             more than one is needed.
         micro_batch: the size to check. None (default) checks 1, an even and a ragged split.
+        rng: as for `Engine`. With "batch" every split draws what the whole batch draws, so a model
+            that draws can be exact, and dropout stays on; by default each split draws its own.
 
     Returns:
         A `Report`; print it.
@@ -68,7 +71,7 @@ def check(
     """
     dice = Dice.now()
     try:
-        return _Check(model, loss_fn, TensorBatch.of(*batch)).report(micro_batch)
+        return _Check(model, loss_fn, TensorBatch.of(*batch), rng).report(micro_batch)
     finally:
         dice.put_back()
 
@@ -82,7 +85,9 @@ class _Run:
 class _Check:
     """The copies, and the runs on them."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, batch: TensorBatch) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, batch: TensorBatch, rng: RngMode = "lane"
+    ) -> None:
         if several():
             raise NotYetError(
                 "a check compares with the whole batch in one process, and there are several: run "
@@ -90,11 +95,11 @@ class _Check:
             )
         if batch.size < 2:
             raise BatchError("a check must split the batch, and it holds one sample: give two")
-        self.size = batch.size
+        self.size, self.rng = batch.size, rng
         self.findings: list[Finding] = []
         self.model, self.loss_fn = diagnose.copied(model, loss_fn)
         self.batch, self.dtype = _own(batch), "float64"
-        off = diagnose.silence_dropout(self.model)
+        off = [] if rng == "batch" else diagnose.silence_dropout(self.model)
         if off:
             self._find(f"dropout was switched off to compare ({', '.join(off[:4])})")
         self._widen()
@@ -140,7 +145,7 @@ class _Check:
         batch = _own(batch)
         torch.manual_seed(0)
         model.zero_grad(set_to_none=True)
-        engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm)
+        engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm, rng=self.rng)
         scaler = None if scale == 1.0 else _Scale(scale)
         loss = engine.backward(batch.inputs, batch.targets, scaler=scaler)
         grads = {
@@ -217,8 +222,13 @@ class _Check:
             )
         if exact:
             return
-        if diagnose.draws(model, batch):
-            self._find("forward draws random numbers: other splits draw others, all equally right")
+        if diagnose.draws(model, batch) and self.rng != "batch":
+            self._find(
+                "forward draws random numbers, and each split its own, all equally right: nothing "
+                "more can be said of samples that meet. To compare the same draws, say so:",
+                'anybatch.check(model, loss_fn, batch, rng="batch")',
+            )
+            return
         place = self._first_meeting(batch)
         if place:
             self._find(
