@@ -21,7 +21,7 @@ from anybatch import diagnose, tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import training_batchnorms
 from anybatch.diagnose import Finding, Report, Split
-from anybatch.engine import Engine
+from anybatch.engine import Engine, RngMode
 from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
@@ -48,6 +48,7 @@ def check(
     targets: Any = None,
     *,
     micro_batch: int | None = None,
+    rng: RngMode = "lane",
 ) -> Report:
     """Compare the engine with the undivided batch, tensor by tensor, on a copy of the model.
 
@@ -58,6 +59,8 @@ def check(
             more than one is needed. Or the inputs, where `targets` are given.
         targets: as for `Engine.backward`. Default None: `batch` holds both.
         micro_batch: the size to check. None (default) checks 1, an even and a ragged split.
+        rng: as for `Engine`. With "batch" every split draws what the whole batch draws, so a model
+            that draws can be exact, and dropout stays on; by default each split draws its own.
 
     Returns:
         A `Report`; print it.
@@ -82,7 +85,8 @@ def check(
     state = LossState(loss_fn.functions() if isinstance(loss_fn, Loss) else [loss_fn], model)
     restore = partial(state.restore, state.snapshot(values=True))
     try:
-        return _Check(model, loss_fn, TensorBatch.of(inputs, targets), restore).report(micro_batch)
+        run = _Check(model, loss_fn, TensorBatch.of(inputs, targets), restore, rng)
+        return run.report(micro_batch)
     finally:
         restore()
         dice.put_back()
@@ -99,7 +103,12 @@ class _Check:
     """The copies, and the runs on them; before each, the state that is not copied is restored."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Any, batch: TensorBatch, restore: Callable[[], None]
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        batch: TensorBatch,
+        restore: Callable[[], None],
+        rng: RngMode,
     ) -> None:
         self._restore = restore
         if several():
@@ -109,12 +118,12 @@ class _Check:
             )
         if batch.size < 2:
             raise BatchError("a check must split the batch, and it holds one sample: give two")
-        self.size = batch.size
+        self.size, self.rng = batch.size, rng
         self.findings: list[Finding] = []
         self.changed: dict[str, None] = {}
         self.model, self.loss_fn = diagnose.copied(model, loss_fn)
         self.batch, self.dtype = _own(batch), "float64"
-        off = diagnose.silence_dropout(self.model)
+        off = [] if rng == "batch" else diagnose.silence_dropout(self.model)
         if off:
             self._find(f"dropout was switched off to compare ({', '.join(off[:4])})")
         self._widen()
@@ -161,7 +170,7 @@ class _Check:
         torch.manual_seed(0)
         self._restore()
         model.zero_grad(set_to_none=True)
-        engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm)
+        engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm, rng=self.rng)
         scaler = None if scale == 1.0 else _Scale(scale)
         loss = engine.backward(batch.inputs, batch.targets, scaler=scaler)
         grads = {
@@ -251,8 +260,13 @@ class _Check:
             )
         if exact:
             return
-        if diagnose.draws(model, batch):
-            self._find("forward draws random numbers: other splits draw others, all equally right")
+        if diagnose.draws(model, batch) and self.rng != "batch":
+            self._find(
+                "forward draws random numbers, and each split its own, all equally right: nothing "
+                "more can be said of samples that meet. To compare the same draws, say so:",
+                'anybatch.check(model, loss_fn, batch, rng="batch")',
+            )
+            return
         place = self._first_meeting(batch)
         if place:
             self._find(

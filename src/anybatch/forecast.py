@@ -69,6 +69,7 @@ class Forecast:
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
         everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
+        indivisible: the model takes no fewer samples than the batch has.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         heard: sizes whose convolutions were listened to, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
@@ -90,6 +91,7 @@ class Forecast:
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
     everyone: int = 0
     pieces: int = 0
+    indivisible: bool = False
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )

@@ -312,7 +312,8 @@ def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
 def _rest(outputs: Any) -> dict[str, Any]:
     if isinstance(outputs, Mapping):
         return {str(key): value for key, value in outputs.items() if key != "loss"}
-    return {"outputs": outputs[1:]} if isinstance(outputs, tuple) else {}
+    rest = outputs[1:] if isinstance(outputs, tuple) else ()
+    return {str(place): value for place, value in enumerate(rest)}
 
 
 def _gathers() -> bool:

@@ -148,7 +148,9 @@ def backward(
         return
     seeds = [torch.randn_like(root) for root in roots]
     for seed, root in zip(seeds, roots, strict=True):
-        follow.masks.put(seed, follow.masks.of(root))
+        mask = follow.masks.of(root)
+        if not several(mask):  # what flows into a loss of all rows is one number for all of them
+            follow.masks.put(seed, mask)
     held = [leaf.grad for leaf in leaves]
     follow.backward = True
     try:
