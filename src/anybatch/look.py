@@ -29,7 +29,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.guard import Guard
-from anybatch.meeting import ForwardOf
+from anybatch.meeting import ForwardOf, looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.proof import congruent
@@ -73,7 +73,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
     """
     before = Dice.now()
     one = _Look(step, norms)
-    with quietly(), one.guard:
+    with quietly(), looking(), one.guard:
         whole, part = one.whole(two_sizes(step, most=ENOUGH))
         drawn = not Dice.now().same_as(before)
         before.put_back()

@@ -30,6 +30,7 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
 from anybatch.loss.quiet import Quiet
+from anybatch.meeting import looks_here
 from anybatch.norm.alone import AloneNorms
 
 Weighted = list[tuple[float, HeardTerm]]
@@ -137,7 +138,7 @@ class Tracer:
         heard.rows = hearing.rows
         self.logits = max((term.bytes for term in hearing.terms), default=0)
         self.sizes.note(heard, inputs)
-        if not torch.is_grad_enabled():  # else the logits would stay until their backward is done
+        if looks_here():  # else the logits would stay until their backward is done
             # Labels that say where a sample stands among gathered rows are others in each batch.
             some = slice(1 if _gathers() else None)
             heard["losses of"] = [
@@ -168,7 +169,7 @@ class Overheard(nn.Module):
         """Run the model, and listen."""
         forward = partial(self.model, *args, **kwargs)
         outputs, heard = self.tracer.run(forward, (args, kwargs), first_loss)
-        if not torch.is_grad_enabled():
+        if looks_here():
             heard.update(_rest(outputs))
         return heard
 

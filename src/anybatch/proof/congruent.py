@@ -90,7 +90,8 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         schema = getattr(func, "_schema", None)
-        real = isinstance(result, Tensor) and result.is_floating_point()
+        # a number by itself is a loss inside the model, whose numbers are traced
+        real = isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
         if schema is not None and real and torch.Tag.pointwise in func.tags:
             given = tuple(a for a in args if isinstance(a, int | float) and type(a) is not bool)
             self._seen.numbers.append((self._path(), schema.name.split("::")[1], given))
@@ -188,7 +189,7 @@ def _traced(
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
         for size, each in zip(sizes, seen, strict=True):
-            _trace(fakes, twin, rows, size, run, each)
+            _trace(fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0])
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
     return ""
@@ -197,19 +198,20 @@ def _traced(
 def _trace(
     fakes: Fakes,
     model: nn.Module,
-    rows: tuple[Any, int],
+    inputs: Any,
     size: int,
     run: Callable[[nn.Module, Any, int], Any],
     seen: Seen,
+    *,
+    whole: int,
 ) -> None:
     paths = _Paths(model)
     heard = _Norms(seen, paths.now)
     hooks = nn.modules.module
     before = hooks.register_module_forward_pre_hook(paths.enter)
     after = hooks.register_module_forward_hook(paths.leave, always_call=True)
-    norms = AloneNorms(counters(walk(model)), heard, rows=size)
+    norms = AloneNorms(counters(walk(model)), heard, rows=whole)
     try:
-        inputs = fakes.rows(rows[0], rows[1], size)
         functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now)
         with torch.no_grad(), fakes.mode, norms, functions, numbers:
             run(model, inputs, size)
