@@ -24,6 +24,7 @@ from anybatch.batchnorm import (
     counters,
     names_of_norms,
     refuse_lanes,
+    refuse_scripted_norms,
     running_statistics,
     training_batchnorms,
 )
@@ -236,6 +237,8 @@ class Runner:
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
             return undivided(step)
+        if step.batchnorm != "local":
+            refuse_scripted_norms(modules)
         while True:
             try:
                 if step.lanes:

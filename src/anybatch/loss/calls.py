@@ -95,9 +95,9 @@ def _refuse(found: list[str]) -> None:
     if found:
         raise LossError(
             "a loss must compute from the outputs and targets it is given, and it reads "
-            f"{', '.join(dict.fromkeys(found))}, which forward left elsewhere than in its outputs: "
-            "it belongs to one micro-batch only. Return it from the model, as one value a sample; "
-            "what is computed from all samples (a mean, a deviation), compute in the loss"
+            f"{', '.join(dict.fromkeys(found))}, which forward left elsewhere than in its "
+            "outputs and which belongs to one micro-batch only: return it from the model, as one "
+            "value a sample; what is computed from all samples (a mean), compute in the loss"
         )
 
 
