@@ -76,6 +76,7 @@ class Runner:
         self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
+        self._walked: set[Any] = set()
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
 
@@ -229,7 +230,11 @@ class Runner:
 
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
-            return undivided(step)
+            if step.signature not in self._walked:  # once: a graph is walked for it
+                step.discover = discoverer(step, before, self._given.closure)
+            loss = undivided(step)
+            self._walked.add(step.signature)
+            return loss
         while True:
             try:
                 if step.lanes:
