@@ -202,6 +202,29 @@ def test_arrays_and_captions_have_rows(n: int, size: int) -> None:
     assert tree.join(parts)["captions"] == whole["captions"]
 
 
+def test_a_list_stays_what_it_was_for_the_whole_batch() -> None:
+    """A pair of lists in a micro-batch of two was two entries."""
+    whole = {"x": torch.arange(5), "of": [list("abcde"), list("vwxyz")], "sizes": (2, 2), "n": []}
+    found = tree.marked(whole, 5, "inputs")
+    two = tree.rows(found, 1, 3, 5)
+    assert two["of"] == [["b", "c"], ["w", "x"]]
+    assert tree.rows(two, 1, 2, 2)["of"] == [["c"], ["x"]]
+    assert tree.rows(two, 1, 2, 2)["sizes"] == (2, 2)
+    parts = [tree.rows(found, i, i + 2, 5) for i in (0, 2)] + [tree.rows(found, 4, 5, 5)]
+    assert tree.join(parts, sizes=[2, 2, 1])["of"] == whole["of"]
+    assert tree.join(copy.deepcopy(parts), sizes=[2, 2, 1])["of"] == whole["of"]
+    of_none = {"x": whole["x"], "classes": ("a", "b"), "size": torch.Size([5]), "p": ((1, 2), 0)}
+    assert tree.marked(of_none, 5, "inputs") is of_none
+
+
+def test_a_pair_may_be_one_entry_or_one_sample() -> None:
+    for names in ([("a", "b"), ("c", "d")], [["a", "b"], ["c", "d"]]):
+        with pytest.raises(BatchError, match=r"targets has 2 entries, .* write it as a mapping"):
+            tree.marked(names, 2, "targets")
+        named = tree.marked({"one": names[0], "other": names[1]}, 2, "targets")
+        assert list(tree.rows(named, 0, 1, 2)["other"]) == ["c"]
+
+
 def test_an_array_of_another_size_is_named() -> None:
     with pytest.raises(BatchError, match=r"inputs: 3, targets\['a'\]: 4"):
         tree.batch_size(

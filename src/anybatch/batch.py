@@ -87,7 +87,9 @@ class TensorBatch:
             least: samples that it must hold.
         """
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
-        return cls(inputs, targets, tree.batch_size(least=least, **named))
+        size = tree.batch_size(least=least, **named)
+        inputs = tree.marked(inputs, size, "inputs", arguments=True)
+        return cls(inputs, tree.marked(targets, size, "targets"), size)
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Yield views of `micro_batch` rows."""
@@ -112,6 +114,12 @@ def made_up(batch: Batch, size: int) -> MicroBatch:
             "a rank without samples must know what they look like, and its LazyBatch holds none: "
             "pass tensors of shape [0, ...]"
         )
+    for path, leaf in tree.leaves(batch.inputs, "inputs"):
+        if isinstance(leaf, tree.ENTRIES):
+            raise BatchError(
+                f"a rank without samples must know what they look like, and {path} is a list of "
+                "none: pass tensors of shape [0, ...]"
+            )
     rows = tree.map_tensors(
         lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, batch.inputs
     )
@@ -206,9 +214,7 @@ class LazyBatch:
         begin = 0
         for item, chunk in zip(loader, chunks, strict=True):
             inputs, targets = self._split(item)
-            named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
-            _check_collated(named, len(chunk), numbers)
-            yield MicroBatch(inputs, targets, len(chunk), begin)
+            yield MicroBatch(*_collated(inputs, targets, len(chunk), numbers), len(chunk), begin)
             begin += len(chunk)
 
     def _split(self, item: Any) -> tuple[Any, Any]:
@@ -222,18 +228,29 @@ class LazyBatch:
         )
 
 
-def _check_collated(named: dict[str, Any], items: int, numbers: dict[str, Any]) -> None:
-    """Refuse what `collate_fn` must not do; `numbers` holds those of the first micro-batch."""
+def _collated(inputs: Any, targets: Any, items: int, numbers: dict[str, Any]) -> tuple[Any, Any]:
+    """Return what `collate_fn` gave, its lists marked, or refuse what it must not do.
+
+    Args:
+        inputs: of a micro-batch.
+        targets: the same, or None.
+        items: that it was made of.
+        numbers: those of the first micro-batch, by path.
+    """
+    named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
     size = tree.batch_size(**named)
     if size != items:
         raise BatchError(
             f"collate_fn must give as many rows as it was given items: {items} "
             f"items became {size} rows. Drop samples from indices=, not in collate_fn"
         )
-    for name, values in named.items():
+    inputs = tree.marked(inputs, size, "inputs", arguments=True)
+    targets = tree.marked(targets, size, "target")
+    for name, values in {"inputs": inputs, "target": targets}.items():
         for path, leaf in tree.leaves(values, name):
             if isinstance(leaf, Number) or getattr(leaf, "ndim", None) == 0:
                 tree.check_constant(path, leaf, numbers.setdefault(path, leaf))
+    return inputs, targets
 
 
 def _bytes_of(leaf: Any) -> bytes | memoryview:

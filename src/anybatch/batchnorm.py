@@ -7,7 +7,7 @@ walking the model; a bare ``F.batch_norm`` only shows itself when it is called.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
@@ -138,8 +138,10 @@ def refuse_scripted_norms(modules: Modules) -> None:
 
 def _normalises_in_script(module: ScriptModule) -> bool:
     """Say whether a scripted or traced module has a batch norm that uses the rows it is given."""
-    graph = getattr(module, "inlined_graph", None)  # none where it has no forward
-    for kind in SCRIPTED if graph is not None else ():
+    graph: Any = getattr(module, "inlined_graph", None)  # none where it has no forward
+    if graph is None:
+        return False
+    for kind in SCRIPTED:
         for node in graph.findAllNodes(kind):
             flag = list(node.inputs())[5]
             constant = flag.node().kind() == "prim::Constant"

@@ -118,7 +118,7 @@ def scale_of(
             f"share, and it is {goal.gpus}: ask for fewer, or give larger mini-batches"
         )
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    size = sum(p.nbytes for p in parameters.values() if p.requires_grad)
+    nbytes = sum(p.nbytes for p in parameters.values() if p.requires_grad)
     rows = () if plan.memory is None else plan.memory.candidates
     away = plan.offload is not None
     taken = {
@@ -128,7 +128,7 @@ def scale_of(
     }
     timed = of_micro_batches(taken, size)
     link = None if network is None else Link(parse_bandwidth(network))
-    return scaled(profile, plan.micro_batch, timed, size, link, goal)
+    return scaled(profile, plan.micro_batch, timed, nbytes, link, goal)
 
 
 def of_micro_batches(steps: Mapping[int, float], size: int) -> dict[int, float]:

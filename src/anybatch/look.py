@@ -210,7 +210,9 @@ class _Look:
 
         with quietly():
             rows = some.inputs, some.size
-            return congruent.compare(step.model, walk(step.model), rows, sizes, run)
+            return congruent.compare(
+                step.model, walk(step.model), rows, sizes, run, trains=self._trains
+            )
 
     def verdict(self, layout: Layout) -> Verdict:
         """Return what the forwards say."""

@@ -78,6 +78,7 @@ class Runner:
         self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
+        self._walked: set[Any] = set()
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
 
@@ -236,7 +237,11 @@ class Runner:
 
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
-            return undivided(step)
+            if step.signature not in self._walked:  # once: a graph is walked for it
+                step.discover = discoverer(step, before, self._given.closure)
+            loss = undivided(step)
+            self._walked.add(step.signature)
+            return loss
         if step.batchnorm != "local":
             refuse_scripted_norms(modules)
         while True:

@@ -2,8 +2,18 @@
 
 torch's own pytree is private and keeps no names that a person would recognise. Here every tensor
 has a path that reads like the expression that reaches it, such as ``inputs['image'][0]``, and an
-error can name it. Numpy arrays, and lists of as many strings as there are samples, have rows too.
-What is anything else is carried along unchanged, and so is a 0-dim tensor: neither has rows.
+error can name it. `batch_size` and `marked` say once, for the whole batch, what is cut:
+
+    tensor, numpy array         along its first dimension, the same for all; a 0-dim one is not cut
+    list without tensors        one entry a sample, and as many as there are samples
+    tuple of strings            the same where there are as many: a DataLoader collates text so
+    tuple of numbers            not cut; refused where there are as many as samples
+    what holds tensors          is structure: list, tuple, mapping, named tuple, dataclass
+    number, text, None          not cut
+
+Neither a tensor of N rows that belongs to no sample nor one whose samples lie in another dimension
+can be told from one whose rows are samples. A tree that is cut again has its lists marked, so that
+a micro-batch of two does not take a pair for two entries.
 """
 
 from __future__ import annotations
@@ -12,6 +22,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -21,6 +32,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from anybatch.errors import BatchError
 
+
+class SampleList(list[Any]):
+    """List with one entry a sample, which is cut as the rows are."""
+
+
+class SampleTuple(tuple[Any, ...]):
+    """Tuple with one entry a sample, which is cut as the rows are."""
+
+
+ENTRIES = (SampleList, SampleTuple)
 MAPPINGS, LISTS, ARRAYS = (dict, Mapping), (tuple, list), (Tensor, np.ndarray)
 """What is asked for at every micro-batch; ``tuple | list`` would be made anew each time."""
 
@@ -49,7 +70,7 @@ def flat(tree: Any) -> list[Tensor]:
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(path, leaf)`` for everything in `tree`; a list of strings is one leaf."""
+    """Yield ``(path, leaf)`` for everything in `tree`; a list of entries or strings is one leaf."""
     if _is_leaf(tree):
         yield path, tree
         return
@@ -100,6 +121,9 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
             if isinstance(leaf, ARRAYS) and leaf.ndim > 0:
                 rows[path] = leaf.shape[0]
     if not rows:
+        for name, tree in trees.items():
+            for path, leaf in leaves(tree, name):
+                _refuse_object(leaf, path)
         raise BatchError(
             "a batch must hold at least one tensor with a first dimension to split, and "
             f"{', '.join(trees)} hold none: pass the samples as tensors"
@@ -110,7 +134,7 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
         raise BatchError(
             f"all tensors of a batch must have the same first dimension, and these differ: "
             f"{listed}. Make what belongs to no sample a 0-dim tensor, a number, or part of the "
-            "model or the loss"
+            "model or the loss; pad and stack tensors of one sample each: torch.stack(...)"
         )
     size = sizes.pop()
     if size < least:
@@ -118,11 +142,116 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
     return size
 
 
+def marked(tree: Any, size: int, path: str, *, arguments: bool = False) -> Any:
+    """Return a tree whose lists and tuples with one entry a sample are marked, itself if none are.
+
+    Args:
+        tree: of a batch whose tensors have `size` rows.
+        size: N, its samples.
+        path: of `tree`, for errors.
+        arguments: a list or tuple is those of the model. Default False.
+
+    Raises:
+        BatchError: a list has another number of entries; entries or an object hold tensors that
+            cannot be cut; or entries cannot be told from structure.
+    """
+    kind = type(tree)
+    if kind in LEAVES or kind is torch.Size or isinstance(tree, ARRAYS):
+        return tree
+    if isinstance(tree, LISTS) and not _is_named_tuple(tree):
+        if _are_samples(tree, size, path, arguments=arguments):
+            return (SampleTuple if isinstance(tree, tuple) else SampleList)(tree)
+    elif not (isinstance(tree, MAPPINGS) or _is_named_tuple(tree) or _is_dataclass(tree)):
+        _refuse_object(tree, path)
+        return tree
+    found = {key: marked(x, size, path + key) for key, x in children(tree)}
+    if all(found[key] is child for key, child in children(tree)):
+        return tree
+    return _with_children(tree, list(found.values()))
+
+
+def _are_samples(tree: Any, size: int, path: str, *, arguments: bool) -> bool:
+    """Say whether a list or tuple has one entry a sample; False where it is structure.
+
+    Raises:
+        BatchError: neither is certain.
+    """
+    if not tree:
+        return size == 0 and isinstance(tree, list) and not arguments
+    inside, text = [leaf for _, leaf in leaves(list(tree))], _strings(tree) > 0
+    if not text and any(isinstance(x, ARRAYS) and x.ndim for x in inside):
+        return False
+    if arguments and not text:
+        return False
+    as_many, is_list = len(tree) == size, not isinstance(tree, tuple)
+    many = f"{path} has {len(tree)} entries, as many as there are samples"
+    if as_many and size > 1 and any(isinstance(leaf, Tensor) for leaf in inside):
+        raise BatchError(
+            f"tensors of one sample each must be one tensor [N, ...], and {many}: write "
+            "torch.stack(...), or a mapping where they belong to no sample"
+        )
+    nested = all(isinstance(x, list) or _strings(x) for x in tree)
+    if nested and all(len(x) == size for x in tree):
+        if as_many and size > 1:
+            raise BatchError(
+                f"it must be certain which list has one entry a sample, and {many}, and so has "
+                "each of them: write it as a mapping, with a name for each entry"
+            )
+        return False
+    if is_list and not as_many and not any(isinstance(leaf, Tensor) for leaf in inside):
+        raise BatchError(
+            f"a list must have one entry a sample, and {path} has {len(tree)} for {size} samples: "
+            "write tuple(...) where it belongs to no sample"
+        )
+    if is_list or text:
+        return as_many
+    if as_many and size > 1 and all(leaf is None or isinstance(leaf, Number) for leaf in inside):
+        raise BatchError(
+            f"it must be certain what a tuple of numbers belongs to, and {many}: write list(...) "
+            "where each belongs to a sample, or torch.Size(...) or a mapping where none does"
+        )
+    return as_many and all(isinstance(x, dict | bytes | str) for x in tree)
+
+
+ROWLESS = (*LISTS, *ARRAYS, str, bytes, bytearray, Number, np.generic, set, frozenset)
+"""Types that have been looked at, or that have no rows for all that they can be iterated."""
+
+
+def _refuse_object(leaf: Any, path: str) -> None:
+    """Refuse an object with rows of its own, which would be carried along whole.
+
+    Raises:
+        BatchError: it names the type.
+    """
+    if isinstance(leaf, ROWLESS) or callable(leaf):
+        return
+    slots = (getattr(leaf, name, None) for name in getattr(type(leaf), "__slots__", ()))
+    held = [*getattr(leaf, "__dict__", {}).values(), *slots]
+    if hasattr(leaf, "__iter__") or hasattr(leaf, "__getitem__") or flat(held):
+        raise BatchError(
+            "a batch must be made of tensors in tuples, lists, mappings, named tuples and "
+            f"dataclasses, and {path} is of {type(leaf).__module__}.{type(leaf).__qualname__}, "
+            f"whose rows cannot be cut: pass its tensors, {{'x': {path}.x, ...}}, and make it of "
+            "them inside the model"
+        )
+
+
+def _with_children(tree: Any, items: list[Any]) -> Any:
+    """Return a tree of the same type with other children."""
+    if isinstance(tree, MAPPINGS):
+        return _like_mapping(tree, dict(zip(tree, items, strict=True)))
+    if _is_named_tuple(tree):
+        return type(tree)(*items)
+    if isinstance(tree, LISTS):
+        return type(tree)(items)
+    return dataclasses.replace(tree, **dict(zip(_fields(tree), items, strict=True)))
+
+
 def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
     """Return rows ``start..stop`` of everything in `tree` that has rows, tensors as views.
 
     Args:
-        tree: tensors and arrays with rows first; lists or tuples of strings.
+        tree: tensors and arrays with rows first; lists and tuples that are `marked`, or of strings.
         start: the first row.
         stop: the row after the last.
         size: N, the rows of `tree`: a list of exactly N strings is sliced too, others are carried
@@ -141,7 +270,7 @@ def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, ARRAYS):
             return leaf[start:stop] if leaf.ndim > 0 else leaf
-        return leaf[start:stop] if _strings(leaf) == whole else leaf
+        return type(leaf)(leaf[start:stop]) if _entries(leaf) == whole else leaf
 
     return map_leaves(cut, tree)
 
@@ -159,8 +288,8 @@ def join(
         parts: the trees of the micro-batches.
         dims: for each tensor, in the order of `tensors`, the dimension that holds the samples;
             None for a constant. Default: the first, and none where there is none.
-        sizes: samples of each part: lists of so many strings are joined. None (default) takes
-            them from the tensors, where they agree.
+        sizes: samples of each part: lists of so many entries or strings are joined. None (default)
+            takes them from the tensors, where they agree.
         name: what the trees are, for errors.
 
     Returns:
@@ -210,7 +339,7 @@ def _join_leaf(path: str, column: list[Any], dim: int | None, sizes: Sequence[in
                 "total_length=x.shape[1]))"
             )
         return (torch.cat if isinstance(column[0], Tensor) else np.concatenate)(column, dim)
-    if [_strings(leaf) for leaf in column] == list(sizes):
+    if [_entries(leaf) for leaf in column] == list(sizes):
         return type(column[0])(text for leaf in column for text in leaf)
     for leaf in column:
         check_constant(path, column[-1], leaf)
@@ -231,7 +360,9 @@ def check_constant(path: str, one: Any, other: Any) -> None:
         )
 
 
-LEAVES = frozenset([int, float, str, bool, bytes, type(None), torch.dtype, torch.device, slice])
+LEAVES = frozenset(
+    [int, float, str, bool, bytes, type(None), torch.dtype, torch.device, slice, *ENTRIES]
+)
 """Types without children, asked for first: the general questions below are slow."""
 
 
@@ -264,6 +395,11 @@ def _is_leaf(tree: Any) -> bool:
     if isinstance(tree, LISTS):
         return _strings(tree) > 0
     return not (isinstance(tree, MAPPINGS) or _is_dataclass(tree))
+
+
+def _entries(leaf: Any) -> int:
+    """Return how many samples a list or tuple has entries for; -1 for anything else."""
+    return len(leaf) if type(leaf) in ENTRIES else _strings(leaf) or -1
 
 
 def _strings(leaf: Any) -> int:

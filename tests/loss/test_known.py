@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch.loss import known
@@ -27,6 +27,31 @@ def classes(*shape: int) -> Tensor:
     return torch.randint(0, 4, shape)
 
 
+def layers() -> list[tuple[Callable[..., Any], dict[str, Callable[[], Tensor]], dict[str, Any]]]:
+    """Return calls of the functional that takes its last layer; torch before 2.13 has none."""
+    if not hasattr(F, "linear_cross_entropy"):
+        return []
+    flat = {"input": lambda: draw(N, 5), "target": lambda: classes(N)}
+    deep = {"input": lambda: draw(N, 5), "target": lambda: classes(N, 3, 2)}
+    likely = {"input": lambda: draw(N, 5), "target": lambda: draw(N, 4, 3).softmax(1)}
+    weight, bias = torch.rand(4).double(), draw(4).requires_grad_()
+    layer = {"linear_weight": draw(4, 5).requires_grad_()}
+    wide = {"linear_weight": draw(4, 3, 2, 5).requires_grad_()}
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+    options: list[tuple[Any, dict[str, Any]]] = [
+        (flat, layer),
+        (flat, {**layer, "linear_bias": bias, "weight": weight, "ignore_index": 1}),
+        (flat, {**layer, "label_smoothing": 0.2, "weight": weight, "ignore_index": None}),
+        (flat, {**layer, "linear_bias": bias, "options": chunks, "ignore_index": 2}),
+        (flat, {**layer, "weight": weight, "options": chunks}),
+        (deep, {**wide, "ignore_index": 3, "weight": weight}),
+        (likely, {"linear_weight": draw(4, 3, 5).requires_grad_(), "weight": weight}),
+    ]
+    return [(F.linear_cross_entropy, rows, given) for rows, given in options]
+
+
+LAYERS = layers()
+
 # functional -> (arguments that hold samples, options); the samples lie along the first dimension
 CALLS: list[tuple[Callable[..., Any], dict[str, Callable[[], Tensor]], dict[str, Any]]] = [
     (F.cross_entropy, {"input": lambda: draw(N, 4), "target": lambda: classes(N)}, {}),
@@ -40,6 +65,7 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Callable[[], Tensor]], dict[str,
         {"input": lambda: draw(N, 4, 3), "target": lambda: draw(N, 4, 3).softmax(1)},
         {"weight": torch.rand(4).double()},
     ),
+    *LAYERS,
     (F.nll_loss, {"input": lambda: draw(N, 4), "target": lambda: classes(N)}, {"ignore_index": 1}),
     (
         F.nll_loss,

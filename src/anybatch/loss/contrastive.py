@@ -3,13 +3,17 @@
 InfoNCE is ``F.cross_entropy(s * z @ w.T, arange(N))``: sample i is to find w_i among all w. Written
 so it couples the samples, which the engine takes as it is, and holds N x N similarities several
 times, which it cannot divide. Here they come in tiles that are thrown away (`anybatch.loss.tiles`).
-The gradient is in closed form, with shares P_ij = exp(s z_i w_j - L_i) of the sums:
+The gradient is in closed form. With x_ij = s z_i w_j, the partner's t_i = x_ii, all sums over
+j != i, the maximum m_i of x_ij and t_i, and the shares P_ij of the others:
 
-    L_i = log sum_j exp(s z_i w_j)         loss = mean_i (L_i - s z_i w_i)
-    d z_i = s/N (sum_j P_ij w_j - w_i)     d w_j = s/N (sum_i P_ij z_i - z_j)
+    r_i = sum_j exp(x_ij - m_i)            l_i = log(r_i + exp(t_i - m_i))
+    loss = mean_i (l_i - (t_i - m_i))      P_ij = exp(x_ij - m_i - l_i),  r_i exp(-l_i) in all
+    d z_i = s/N sum_j P_ij (w_j - w_i)     d w_j = s/N sum_i P_ij (z_i - z_j)
 
-The loss is a function of s z_i w_j alone, so d s = (sum z dz + sum w dw) / 2 s costs nothing. Over
-ranks each takes the sums and the gradients of its own rows; the L of all is what they share.
+The partner's own share never stands there: 1 less what is nearly 1 would leave no digits where the
+loss is small. The loss is a function of s z_i w_j alone, so d s = (sum z dz + sum w dw) / 2 s costs
+nothing. Over ranks each takes the sums and the gradients of its own rows; m, r and t of all are
+what they share.
 Source: van den Oord et al. 2018, Eq. 4 (InfoNCE); Radford et al. 2021, Figure 3 (both directions);
 Chen et al. 2020, Eq. 1 (NT-Xent).
 """
@@ -26,7 +30,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.loss.declared import Loss, Part, Scope, Total
-from anybatch.loss.tiles import add_log_sums, add_weighted, computed_in, dots
+from anybatch.loss.tiles import Shares, Sums, add_sums, add_weighted, computed_in, dots
 
 Gather = Callable[[Tensor], Tensor]
 """Returns the rows of all ranks, in their order, from those of this one."""
@@ -205,12 +209,12 @@ class _Function(torch.autograd.Function):
         ctx: Any, task: _Task, every: list[Tensor] | None, scale: Tensor | float, *own: Tensor
     ) -> Tensor:
         with torch.autocast(own[0].device.type, enabled=False):
-            logs = _log_sums(task, every, scale, own)
-            true = dots(own[0], own[1]).mul_(scale)
-            found = task.gather(torch.cat([logs, true.unsqueeze(0)]).T)
+            found = task.gather(_sums(task, every, scale, own).T)
         ctx.task, ctx.every, ctx.scale = task, every, None if isinstance(scale, Tensor) else scale
         ctx.save_for_backward(found, *([scale] if isinstance(scale, Tensor) else []), *own)
-        return (found[:, :-1] - found[:, -1:]).mean()
+        true, *each = found.unbind(1)
+        sums = map(Sums._make, zip(each[::2], each[1::2], strict=True))
+        return torch.stack([_log(one, true) - (true - one.most) for one in sums]).mean()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -228,22 +232,28 @@ class _Function(torch.autograd.Function):
         return None, None, of_scale, *shares
 
 
-def _log_sums(
+def _sums(
     task: _Task, every: list[Tensor] | None, scale: Tensor | float, own: tuple[Tensor, ...]
 ) -> Tensor:
-    """Return L for the rows that are here, [who searches, n]."""
-    shape = task.searching, len(own[0])
-    logs = own[0].new_full(shape, -torch.inf, dtype=computed_in(own[0]))
+    """Return t, and m and r of each that searches, for the rows that are here: [1 + 2 who, n]."""
+    true = own[0].new_zeros(len(own[0]), dtype=computed_in(own[0]))
+    each = [Sums.none(true) for _ in range(task.searching)]
     for a, b, both in task.pairs:
-        if a == b:
-            add_log_sums(own[a], (every or own)[a], scale, logs[a], own=task.begin)
-        elif every is None:
-            add_log_sums(own[a], own[b], scale, logs[a], logs[b] if both else None)
-        else:
-            add_log_sums(own[a], every[b], scale, logs[a])
-            if both:
-                add_log_sums(own[b], every[a], scale, logs[b])
-    return logs
+        partner = task.begin if b < 2 else None
+        into = None if a == b or partner is None else true
+        there = every or own
+        if both and every is None:
+            add_sums(own[a], own[b], scale, each[a], each[b], partner, into)
+            continue
+        add_sums(own[a], there[b], scale, each[a], None, partner, into)
+        if both and a != b:
+            add_sums(own[b], there[a], scale, each[b], None, partner)
+    return torch.stack([true, *(tensor for one in each for tensor in one.beside(true))])
+
+
+def _log(sums: Sums, true: Tensor) -> Tensor:
+    """Return l; the partner is the largest but where a sample is taken for another."""
+    return torch.log1p(sums.of + torch.expm1(true - sums.most))
 
 
 def _weighted(
@@ -253,29 +263,34 @@ def _weighted(
     own: list[Tensor],
     found: Tensor,
 ) -> list[Tensor]:
-    """Return sum_j P_ij w_j and the like, less the true partners, for each embedding that is here.
+    """Return sum_j P_ij (w_j - w_i) and the like, for each embedding that is here.
 
     Args:
         task: what is compared.
         every: embeddings of all ranks; None where they are `own`.
         scale: of the similarities.
         own: embeddings that are here.
-        found: L of all rows, [N, who searches + 1].
+        found: t, m and r of all rows, [N, 1 + 2 who].
     """
     sums = [torch.zeros_like(e, dtype=found.dtype) for e in own]
     here = slice(task.begin, task.begin + len(own[0]))
+    true, *each = found.unbind(1)
+    shares, others = list[Shares](), torch.zeros_like(true)
+    for one in map(Sums._make, zip(each[::2], each[1::2], strict=True)):
+        log = _log(one, true)
+        shares.append(Shares(one.most, log))
+        others.add_(one.of * log.neg().exp_())
+    ours = [Shares(share.most[here], share.log[here]) for share in shares]
     for a, b, both in task.pairs:
-        of_a, of_b = found[:, a], found[:, b] if both else None
-        if a == b:
-            add_weighted(
-                *(own[a], (every or own)[a], scale), (of_a[here], of_a), (sums[a], None), task.begin
-            )
-        elif every is None:
-            add_weighted(own[a], own[b], scale, (of_a, of_b), (sums[a], sums[b]))
-        else:
-            add_weighted(own[a], every[b], scale, (of_a[here], of_b), (sums[a], None))
-            in_b = None if of_b is None else of_b[here]
-            add_weighted(own[b], every[a], scale, (in_b, of_a), (sums[b], None))
-    sums[0].sub_(own[1], alpha=task.searching)
-    sums[1].sub_(own[0], alpha=task.searching)
+        partner = task.begin if b < 2 else None
+        of_b, in_b = (shares[b], ours[b]) if both else (None, None)
+        if every is None:
+            add_weighted(own[a], own[b], scale, (shares[a], of_b), (sums[a], sums[b]), partner)
+            continue
+        add_weighted(own[a], every[b], scale, (ours[a], of_b), (sums[a], None), partner)
+        if a != b:
+            add_weighted(own[b], every[a], scale, (in_b, shares[a]), (sums[b], None), partner)
+    others = others[here].unsqueeze(1)
+    sums[0].addcmul_(own[1].to(found.dtype), others, value=-1)
+    sums[1].addcmul_(own[0].to(found.dtype), others, value=-1)
     return sums

@@ -20,7 +20,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
@@ -197,6 +197,7 @@ class Hearing(TorchFunctionMode):
         sums = known.numerator(func, arguments)
         count = entry.count(arguments) if divides else 1
         value = sums / count if divides else sums.clone()
+        left_out = {*with_rows, *entry.parameters}  # what a graph would be kept for
         first = next(iter(with_rows.values()))
         self.arguments.append(list(with_rows.values()))
         self._add(
@@ -204,7 +205,7 @@ class Hearing(TorchFunctionMode):
             HeardTerm(
                 index=len(self.terms),
                 function=func,
-                arguments={n: None if n in with_rows else v for n, v in arguments.items()},
+                arguments={n: None if n in left_out else v for n, v in arguments.items()},
                 constants=tuple(n for n in entry.constants if arguments.get(n) is not None),
                 numerator=sums,
                 count=count,
@@ -219,6 +220,9 @@ class Hearing(TorchFunctionMode):
         """Say whether the rows come first, and no weight belongs to a sample."""
         if not entry.fits(arguments) or any(axis not in (0, None) for axis in entry.rows.values()):
             return False
+        layer = [arguments.get(name) for name in entry.parameters]
+        if not all(is_parameter(p) for p in layer if p is not None):
+            return False  # perhaps the other samples: InfoNCE can be written so
         first = arguments[next(iter(entry.rows))]
         return isinstance(first, Tensor) and all(
             self._is_constant(arguments.get(name), first) for name in entry.constants
@@ -247,6 +251,14 @@ class Hearing(TorchFunctionMode):
             return
         self._sums[id(result)] = combined
         self._alive.append(result)
+
+
+def is_parameter(value: Any) -> bool:
+    """Say whether a tensor is a parameter or a view of one: computed from no sample."""
+    if not isinstance(value, Tensor):
+        return False
+    base = value if value._base is None else value._base
+    return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def source_of(fn: Any) -> Any:

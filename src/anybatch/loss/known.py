@@ -39,12 +39,14 @@ class Known:
         count: arguments -> the denominator of ``reduction="mean"``.
         fits: arguments -> whether their shapes make every row one sample's.
         constants: arguments that must not vary with the sample (class weights).
+        parameters: arguments that belong to no sample and may be trained: a layer in the loss.
     """
 
     rows: dict[str, int | None]
     count: Callable[[Arguments], Count]
     fits: Callable[[Arguments], bool]
     constants: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
@@ -101,8 +103,9 @@ def _class_targets(a: Arguments) -> Count:
     """Targets that are not ignored, each counted with the weight of its class."""
     scores, target, weight = a["input"], a["target"], a.get("weight")
     if target.is_floating_point():  # probabilities: every position counts, whatever the weight
-        return int(scores.numel() // scores.shape[1])
-    kept = target != a["ignore_index"]
+        of_classes = scores if "linear_weight" not in a else target
+        return int(of_classes.numel() // of_classes.shape[1])
+    kept = target != (-100 if a["ignore_index"] is None else a["ignore_index"])
     if weight is None:
         return torch.as_tensor(kept.sum())
     weight = weight.detach().to(target.device)
@@ -142,6 +145,17 @@ def _classes() -> Known:
         return a["input"].dim() >= 2 and dims in (0, 1)
 
     return Known({"input": 0, "target": 0}, _class_targets, fits, ("weight",))
+
+
+def _classes_of_a_layer() -> Known:
+    """``cross_entropy(linear(input, linear_weight), target)``, with the layer as an argument."""
+
+    def fits(a: Arguments) -> bool:
+        dims = _dims(a["linear_weight"]) - (not a["target"].is_floating_point())
+        return a["input"].dim() == 2 and _dims(a["target"]) == dims
+
+    layer = ("linear_weight", "linear_bias")
+    return Known({"input": 0, "target": 0}, _class_targets, fits, ("weight",), layer)
 
 
 def _matrices(*constants: str) -> Known:
@@ -190,3 +204,6 @@ TABLE: dict[Callable[..., Any], Known] = {
     ),
 }
 """Every loss that is known, by its functional; torch's loss modules call these."""
+
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    TABLE[F.linear_cross_entropy] = _classes_of_a_layer()

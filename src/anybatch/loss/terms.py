@@ -66,7 +66,8 @@ class Term:
 
     def same_as(self, other: Term) -> bool:
         """Say whether both are calls of one functional with the same options and constants."""
-        return self._is_like(other, _same) and self.options() == other.options()
+        same_layer = all(map(_looks_the_same, self.layer, other.layer))
+        return self._is_like(other, _same) and same_layer and self.options() == other.options()
 
     def part_of(self, other: Term) -> bool:
         """Say the same where the options are known not to depend on the size.
@@ -86,6 +87,11 @@ class Term:
         return self.function is other.function and all(
             same(self.arguments[name], other.arguments[name]) for name in other.constants
         )
+
+    @property
+    def layer(self) -> tuple[Tensor | None, ...]:
+        """Parameters that the functional takes, of no sample."""
+        return tuple(self.arguments.get(n) for n in known.TABLE[self.function].parameters)
 
 
 class Numerators(TorchFunctionMode):

@@ -136,6 +136,8 @@ class Watch(TorchFunctionMode):
                 axes.add(axis if wanted is None else 0)
         if len(axes) != 1 or not entry.fits(arguments):
             return False
+        if any(id(arguments.get(name)) in self._touched for name in entry.parameters):
+            return False  # a layer made of samples
         first = arguments[next(iter(entry.rows))]
         return all(self._fits_all(arguments.get(name), first, *axes) for name in entry.constants)
 

@@ -149,6 +149,8 @@ def compare(
     rows: tuple[Any, int],
     sizes: Sequence[int],
     run: Callable[[nn.Module, Any, int], Any],
+    *,
+    trains: bool,
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the whole batch.
 
@@ -158,9 +160,10 @@ def compare(
         rows: inputs of some rows, and how many.
         sizes: numbers of samples.
         run: ``run(model, inputs, samples)`` calls it.
+        trains: with a graph; else without gradients.
     """
     seen = [Seen() for _ in sizes]
-    said = _traced(model, modules, rows, sizes, run, seen)
+    said = _traced(model, modules, rows, sizes, run, seen, trains=trains)
     if any(one() is not None for each in seen for one in each.made):
         forget_fakes()  # a walk over all objects, so only where something has kept one
     if said:
@@ -183,13 +186,17 @@ def _traced(
     sizes: Sequence[int],
     run: Callable[[nn.Module, Any, int], Any],
     seen: list[Seen],
+    *,
+    trains: bool,
 ) -> str:
     """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
         for size, each in zip(sizes, seen, strict=True):
-            _trace(fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0])
+            _trace(
+                fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0], trains=trains
+            )
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
     return ""
@@ -204,6 +211,7 @@ def _trace(
     seen: Seen,
     *,
     whole: int,
+    trains: bool,
 ) -> None:
     paths = _Paths(model)
     heard = _Norms(seen, paths.now)
@@ -213,7 +221,7 @@ def _trace(
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
     try:
         functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now)
-        with torch.no_grad(), fakes.mode, norms, functions, numbers:
+        with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
             run(model, inputs, size)
     finally:
         before.remove()

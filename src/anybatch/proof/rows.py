@@ -143,14 +143,13 @@ def backward(
         leaves: what may get a gradient; what they had is put back.
         inputs: leaves with a row for each sample, whose gradients must be of that sample alone.
     """
-    roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    every = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    roots = [t for t in every if not several(follow.masks.of(t))]  # a loss inside is traced
     if not roots:
         return
     seeds = [torch.randn_like(root) for root in roots]
     for seed, root in zip(seeds, roots, strict=True):
-        mask = follow.masks.of(root)
-        if not several(mask):  # what flows into a loss of all rows is one number for all of them
-            follow.masks.put(seed, mask)
+        follow.masks.put(seed, follow.masks.of(root))
     held = [leaf.grad for leaf in leaves]
     follow.backward = True
     try:

@@ -183,9 +183,6 @@ HONEST: dict[str, Body] = {
     "a gradient in forward": forward_gradient,
     "vmap": lambda h: torch.func.vmap(torch.func.grad(lambda one: (one**3).sum()))(h),
     "tokens sorted in each sample": lambda h: h.sort(1).values,
-    "tokens chosen over all samples": lambda h: h.index_add(
-        0, (i := (h[:, 0] > 0).nonzero().squeeze(1)), h[i].tanh()
-    ),
     "a table": lambda h: h + torch.arange(8.0, dtype=h.dtype),
     "complex": lambda h: torch.fft.irfft(torch.fft.rfft(h), n=8),
     "einsum": lambda h: torch.einsum("ni,ij->nj", h, torch.eye(8, dtype=h.dtype)),
@@ -208,6 +205,26 @@ def test_honest_models_are_shown_to_be_exact(name: str, micro_batch: int) -> Non
     assert plan is not None
     assert plan.exact
     assert str(plan.exact) == "shown: each sample was followed to its own row alone, step 1"
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_sizes_that_depend_on_values_are_exact_and_not_shown(micro_batch: int) -> None:
+    def chosen(h: Tensor) -> Tensor:
+        places = (h[:, 0] > 0).nonzero().squeeze(1)
+        return h.index_add(0, places, h[places].tanh())
+
+    net, (x, y) = Net(chosen).double(), batch()
+    engines: list[Engine] = []
+
+    def run(model: nn.Module) -> Tensor:
+        engines.append(Engine(model, F.cross_entropy, micro_batch=micro_batch))
+        return engines[0].backward(x, y)
+
+    assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
+    plan = engines[0].plan
+    assert plan is not None
+    assert "forward of 11 samples could not be traced without data" in str(plan.exact)
+    assert plan.exact.state == "not shown"
 
 
 class Views(nn.Module):
@@ -277,6 +294,28 @@ def test_numbers_that_python_reads_leave_a_doubt(read: Body, said: str) -> None:
     assert engine.plan is not None
     assert not engine.plan.exact
     assert str(engine.plan.exact).startswith(f"not shown: Python {said} in Net")
+
+
+SIZES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a branch": (lambda h: h.relu() if len(h) > 8 else h, "Net calls relu for 11 samples and not"),
+    "a factor": (lambda h: h * (1 / len(h)), "computes mul with 0.0909091 for 11 samples and with"),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+@pytest.mark.parametrize("name", SIZES)
+def test_what_depends_on_the_number_of_samples_is_refused(name: str, micro_batch: int) -> None:
+    body, said = SIZES[name]
+    net, (x, y) = Net(body).double(), batch()
+    with pytest.raises(NotExactError, match=said):
+        Engine(net, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_ghost_batches_larger_than_the_rows_looked_at_are_refused(micro_batch: int) -> None:
+    net, (x, y) = Views(lambda x: list(x.split(4))).double(), batch(12)
+    with pytest.raises(NotExactError, match="3 calls for 12 samples and 1 for"):
+        Engine(net, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
 
 
 def test_what_changes_at_a_later_step_is_found_there() -> None:
