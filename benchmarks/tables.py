@@ -24,7 +24,9 @@ from benchmarks.integrations.contrastive import rows as of_contrastive
 from benchmarks.integrations.language import rows as of_language
 from benchmarks.integrations.lightning import rows as of_lightning
 from benchmarks.integrations.transformers import rows as of_transformers
+from benchmarks.mbs.adversary import rows as adversary_rows
 from benchmarks.mbs.choice import rows as choice
+from benchmarks.mbs.honest import rows as honest_rows
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
 from benchmarks.mbs.rows import (
@@ -70,6 +72,13 @@ TRAINED = ("demo", "cifar", "membrane")
 WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "exactness": ("mbs/exactness", exactness),
     "exactness_summary": ("mbs/exactness", exactness_summary),
+    "adversary": ("mbs/adversary", adversary_rows.adversary),
+    "adversary_summary": ("mbs/adversary", adversary_rows.adversary_summary),
+    "adversary_hidings": ("mbs/adversary", adversary_rows.adversary_hidings),
+    "adversary_ways": ("mbs/adversary", adversary_rows.adversary_ways),
+    "honest": ("mbs/honest", honest_rows.honest),
+    "honest_summary": ("mbs/honest", honest_rows.honest_summary),
+    "honest_skipped": ("mbs/honest", honest_rows.honest_skipped),
     "speed": ("mbs/speed", speed),
     "speed_summary": ("mbs/speed", speed_summary),
     "bf16": ("mbs/bf16", bf16),
@@ -168,6 +177,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
 }
 TITLES = {
     "exactness": "Error of the gradient, every case and loop",
+    "adversary": "Samples that couple in hiding: exact, refused, or silently wrong",
+    "honest": "Honest networks: none may be refused",
     "speed": "Speed against the best loop by hand",
     "overhead": "What a step costs beside forward and backward",
     "bf16": "2048 micro-batches in bfloat16",
@@ -219,6 +230,8 @@ TITLES = {
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
+    "adversary": ("adversary_hidings", "adversary_ways"),
+    "honest": ("honest_skipped",),
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
     "adaptive_speed": ("adaptive_speed_accuracy", "adaptive_speed_patience"),
     "overlap": ("overlap_shares",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
+from torch.utils.hooks import RemovableHandle
 
 N = 7
 MICRO_BATCH = 3
@@ -20,6 +22,16 @@ MICRO_BATCH = 3
 
 NO_BACKWARD = -1
 """What torch returns as the number of a backward while none runs."""
+
+
+def in_backward(module: nn.Module, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """Have `hook` see what flows back to each output of a module; one on a parameter fires once."""
+
+    def watched(_module: nn.Module, _inputs: Any, outputs: Tensor) -> None:
+        if outputs.requires_grad:
+            outputs.register_hook(hook)
+
+    return module.register_forward_hook(watched)
 
 
 class Faults:

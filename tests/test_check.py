@@ -232,8 +232,8 @@ def test_a_batch_that_cannot_be_checked_is_refused(given: Any, message: str) -> 
         anybatch.check(mlp(), F.cross_entropy, given)
 
 
-def test_an_undeclared_loss_inside_is_refused() -> None:
-    with pytest.raises(anybatch.LossError, match="must be declared"):
+def test_a_loss_that_is_nowhere_is_refused() -> None:
+    with pytest.raises(anybatch.LossError, match="without a loss_fn a model must return its loss"):
         anybatch.check(mlp(), None, batch())
 
 
@@ -405,3 +405,28 @@ def test_a_sparse_buffer_does_not_stand_in_the_way() -> None:
     model = mlp()
     model.register_buffer("edges", torch.eye(3).to_sparse())
     assert anybatch.check(model, F.cross_entropy, batch()).exact
+
+
+class Drops(nn.Module):
+    """Draws which samples lose their label, as guidance without a classifier does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels, self.out, self.drop = nn.Embedding(11, 4), nn.Linear(4, 2), nn.Dropout(0.3)
+
+    def forward(self, y: Tensor) -> Tensor:
+        one, other = (self.labels(y.where(torch.rand(len(y)) < 0.5, y * 0 + 10)) for _ in "ab")
+        found: Tensor = self.out(self.drop(one * other))
+        return found
+
+
+def test_a_model_that_draws_is_compared_by_the_draws_of_the_batch() -> None:
+    torch.manual_seed(0)
+    batch = torch.arange(7), torch.randn(7, 2)
+    apart = anybatch.check(Drops(), nn.MSELoss(), batch)
+    assert not apart.exact
+    assert 'check(model, loss_fn, batch, rng="batch")' in str(apart)
+    assert "samples meet inside the model" not in str(apart)
+    whole = anybatch.check(Drops(), nn.MSELoss(), batch, rng="batch")
+    assert whole.exact, str(whole)
+    assert "switched off" not in str(whole)

@@ -9,6 +9,7 @@ from anybatch import Plan
 from anybatch._memory import Candidate, Memory
 from anybatch._pace import Pace
 from anybatch._plan import Away, Facts, decide
+from anybatch.proof.evidence import FORESEEN, UNDIVIDED, Evidence
 from anybatch.units import show_seconds
 
 FACTS = Facts(
@@ -20,7 +21,10 @@ FACTS = Facts(
     half=(),
     before=False,
     local=0,
+    looked=1,
 )
+LOCAL = Evidence("inexact", 'batchnorm="local" was asked for')
+LITERAL = Evidence("inexact", "Loss.algorithm1 was asked for")
 
 
 def test_the_plain_case() -> None:
@@ -30,7 +34,7 @@ def test_the_plain_case() -> None:
         mechanism="streaming",
         accumulate="in place",
         loss="cross_entropy",
-        exact=True,
+        exact=Evidence("shown", "each sample was followed to its own row alone", 1),
         reasons=("the loss is a sum over samples: one pass",),
     )
 
@@ -43,11 +47,13 @@ def test_the_plain_case() -> None:
         ({"half": ("bfloat16",)}, "accumulate", "accumulator", "bfloat16 gradients are summed"),
         ({"before": True}, "accumulate", "accumulator", "set aside"),
         ({"late": True}, "mechanism", "streaming", "made good at the end"),
-        ({"local": 3}, "exact", False, "3 BatchNorm layers"),
+        ({"local": 3}, "exact", LOCAL, "3 BatchNorm layers"),
         ({"lanes": True}, "mechanism", "lanes", "samples meet in BatchNorm"),
-        ({"lanes": True, "coupled": True}, "exact", True, "wait for each other there"),
+        ({"doubts": ("a", "b")}, "exact", Evidence("not shown", "a; b", 1), "one pass"),
+        ({"looked": 0}, "exact", FORESEEN, "one pass"),
+        ({"divided": False, "doubts": ("a",)}, "exact", UNDIVIDED, "own step"),
         ({"lanes": True, "divided": False}, "mechanism", "undivided", "torch's own step"),
-        ({"loss": "MBS Algorithm 1: x"}, "exact", False, "to the letter"),
+        ({"loss": "MBS Algorithm 1: x"}, "exact", LITERAL, "to the letter"),
         ({"half": ("bfloat16",), "divided": False}, "accumulate", "in place", "own step"),
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ from anybatch import diagnose, tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import training_batchnorms
 from anybatch.diagnose import Finding, Report, Split
-from anybatch.engine import Engine
+from anybatch.engine import Engine, RngMode
 from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
 from anybatch.loss.partners import directions
+from anybatch.loss.state import LossState
 from anybatch.modules import walk
+from anybatch.proof.evidence import Evidence
 from anybatch.ranks.crew import several
 from anybatch.rng import Dice
 
@@ -40,10 +43,12 @@ ISLAND = 1e-9
 
 def check(
     model: nn.Module,
-    loss_fn: Callable[..., Tensor] | Loss,
-    batch: tuple[Any, Any],
+    loss_fn: Callable[..., Tensor] | Loss | None,
+    batch: Any,
+    targets: Any = None,
     *,
     micro_batch: int | None = None,
+    rng: RngMode = "lane",
 ) -> Report:
     """Compare the engine with the undivided batch, tensor by tensor, on a copy of the model.
 
@@ -51,15 +56,18 @@ def check(
         model: any module; it is copied and not changed.
         loss_fn: as for `Engine`; a function that reads the model is made to read the copy.
         batch: ``(inputs, targets)`` as for `Engine.backward`, copied too; a few samples are enough,
-            more than one is needed.
+            more than one is needed. Or the inputs, where `targets` are given.
+        targets: as for `Engine.backward`. Default None: `batch` holds both.
         micro_batch: the size to check. None (default) checks 1, an even and a ragged split.
+        rng: as for `Engine`. With "batch" every split draws what the whole batch draws, so a model
+            that draws can be exact, and dropout stays on; by default each split draws its own.
 
     Returns:
         A `Report`; print it.
 
     Raises:
-        BatchError: the batch holds one sample, or cannot be split.
-        LossError: the loss is not declared.
+        BatchError: the batch holds one sample, cannot be split, or is no pair.
+        LossError: `loss_fn` is None, and the model returns no loss.
         NotYetError: there are several ranks.
         AnybatchError: the model or the loss cannot be copied.
 
@@ -67,9 +75,20 @@ def check(
         >>> print(anybatch.check(model, nn.CrossEntropyLoss(), (inputs, targets)))
     """
     dice = Dice.now()
+    if targets is None and not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise BatchError(
+            "a check needs inputs and targets, and it got one of them, a "
+            f"{type(batch).__name__}: call check(model, loss_fn, (inputs, targets)), with None for "
+            "targets that the loss does not take"
+        )
+    inputs, targets = batch if targets is None else (batch, targets)
+    state = LossState(loss_fn.functions() if isinstance(loss_fn, Loss) else [loss_fn], model)
+    restore = partial(state.restore, state.snapshot(values=True))
     try:
-        return _Check(model, loss_fn, TensorBatch.of(*batch)).report(micro_batch)
+        run = _Check(model, loss_fn, TensorBatch.of(inputs, targets), restore, rng)
+        return run.report(micro_batch)
     finally:
+        restore()
         dice.put_back()
 
 
@@ -77,12 +96,21 @@ def check(
 class _Run:
     tensors: dict[str, Tensor]
     mechanism: str
+    exact: Evidence
 
 
 class _Check:
-    """The copies, and the runs on them."""
+    """The copies, and the runs on them; before each, the state that is not copied is restored."""
 
-    def __init__(self, model: nn.Module, loss_fn: Any, batch: TensorBatch) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Any,
+        batch: TensorBatch,
+        restore: Callable[[], None],
+        rng: RngMode,
+    ) -> None:
+        self._restore = restore
         if several():
             raise NotYetError(
                 "a check compares with the whole batch in one process, and there are several: run "
@@ -90,11 +118,12 @@ class _Check:
             )
         if batch.size < 2:
             raise BatchError("a check must split the batch, and it holds one sample: give two")
-        self.size = batch.size
+        self.size, self.rng = batch.size, rng
         self.findings: list[Finding] = []
+        self.changed: dict[str, None] = {}
         self.model, self.loss_fn = diagnose.copied(model, loss_fn)
         self.batch, self.dtype = _own(batch), "float64"
-        off = diagnose.silence_dropout(self.model)
+        off = [] if rng == "batch" else diagnose.silence_dropout(self.model)
         if off:
             self._find(f"dropout was switched off to compare ({', '.join(off[:4])})")
         self._widen()
@@ -139,16 +168,19 @@ class _Check:
         model, loss_fn = diagnose.copied(self.model, self.loss_fn)
         batch = _own(batch)
         torch.manual_seed(0)
+        self._restore()
         model.zero_grad(set_to_none=True)
-        engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm)
+        engine = Engine(model, loss_fn, micro_batch=micro_batch, batchnorm=batchnorm, rng=self.rng)
         scaler = None if scale == 1.0 else _Scale(scale)
         loss = engine.backward(batch.inputs, batch.targets, scaler=scaler)
         grads = {
             f"{n}.grad": p.grad / scale for n, p in model.named_parameters() if p.grad is not None
         }
+        self.changed |= dict.fromkeys(engine._given.changed)
         buffers = {f"{n} (buffer)": b.clone() for n, b in model.named_buffers()}
         assert engine.plan is not None
-        return _Run({"loss": loss, **grads, **buffers}, engine.plan.mechanism)
+        plan = engine.plan
+        return _Run({"loss": loss, **grads, **buffers}, plan.mechanism, plan.exact)
 
     def _is_finite(self, truth: _Run) -> bool:
         """Say whether loss and gradients are; a buffer may hold infinities, as masks do."""
@@ -199,7 +231,18 @@ class _Check:
             return Split(
                 size, {}, f"model and loss do not run on parts of the batch ({why})", "refused"
             )
+        if run.exact.state == "not shown":
+            self._doubt(run.exact.by)
         return Split(size, error_of(run.tensors, truth.tensors), None, run.mechanism)
+
+    def _doubt(self, why: str) -> None:
+        """Say once what the numbers of this batch cannot show."""
+        text = (
+            f"these numbers agree, and that all batches do is not shown: {why}. Check a batch that "
+            "takes the other ways through the model, too"
+        )
+        if all(finding.text != text for finding in self.findings):
+            self._find(text)
 
     def _explain(self, splits: tuple[Split, ...], truth: _Run, *, exact: bool) -> None:
         self._explain_loss(splits)
@@ -217,8 +260,13 @@ class _Check:
             )
         if exact:
             return
-        if diagnose.draws(model, batch):
-            self._find("forward draws random numbers: other splits draw others, all equally right")
+        if diagnose.draws(model, batch) and self.rng != "batch":
+            self._find(
+                "forward draws random numbers, and each split its own, all equally right: nothing "
+                "more can be said of samples that meet. To compare the same draws, say so:",
+                'anybatch.check(model, loss_fn, batch, rng="batch")',
+            )
+            return
         place = self._first_meeting(batch)
         if place:
             self._find(
@@ -241,6 +289,13 @@ class _Check:
             return None
 
     def _explain_loss(self, splits: tuple[Split, ...]) -> None:
+        if self.changed:
+            self._find(
+                f"the loss changes state of its own ({', '.join(self.changed)}), so it is called "
+                "once a step, on all outputs, which costs a second forward pass. A loss without "
+                "state, or one whose state is changed between the steps, needs one"
+            )
+            return
         if not any(split.mechanism == "gathering" for split in splits):
             return
         found = self._directions()

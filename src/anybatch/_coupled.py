@@ -32,7 +32,7 @@ from anybatch.fakes import is_fake
 from anybatch.gathered import Around, around
 from anybatch.loss.declared import scalar
 from anybatch.loss.hearing import Hearing
-from anybatch.meeting import as_it_is, in_forward, meeting_in, reduce
+from anybatch.meeting import as_it_is, in_forward, looks_here, meeting_in, reduce
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Place
 
@@ -94,7 +94,7 @@ def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> T
     args, named = given
     if place.meeting is None and not place.rows:
         return fn(*args, **named)
-    grad = torch.is_grad_enabled()
+    grad = not looks_here()
 
     def take(every: list[Tensor], trains: list[bool]) -> Shared:
         return _taken(fn, name, given, every, trains if grad else None)

@@ -16,6 +16,7 @@ from anybatch._memory import Memory, check_count, explain, memory_of
 from anybatch._pace import Pace
 from anybatch._scale import Scale
 from anybatch.cards import because, card, considered, memory_bar, table
+from anybatch.proof.evidence import FORESEEN, UNDIVIDED, Evidence
 from anybatch.units import show_bytes
 
 
@@ -112,6 +113,8 @@ class Facts:
         failed: samples in a micro-batch for which memory ran out; 0 where it never did.
         lanes: micro-batches wait for each other in BatchNorm.
         segments: how the device's memory is kept, in words; nothing where there is none to say.
+        looked: the step in which samples were followed through the model; 0 where none was run.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
     """
 
     micro_batch: int
@@ -126,6 +129,8 @@ class Facts:
     failed: int = 0
     lanes: bool = False
     segments: str = ""
+    looked: int = 0
+    doubts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,8 @@ class Plan:
             each other where samples meet), or "undivided".
         accumulate: "in place" in ``.grad``, or "accumulator" (one more set of gradients).
         loss: the loss in words.
-        exact: whether the gradient is that of the undivided batch.
+        exact: whether the gradient is that of the undivided batch, and how that is known; true
+            where it was shown.
         reasons: why, a sentence each.
         memory: the budget and what was predicted; None where no budget was asked for.
         states: where the optimizer's state waits; None where it stays in memory.
@@ -152,7 +158,7 @@ class Plan:
     mechanism: str
     accumulate: str
     loss: str
-    exact: bool
+    exact: Evidence
     reasons: tuple[str, ...]
     memory: Memory | None = None
     states: States | None = None
@@ -167,7 +173,7 @@ class Plan:
             "mechanism": self.mechanism,
             "gradients": self.accumulate,
             "loss": self.loss,
-            "exact": "yes" if self.exact else "no",
+            "exact": str(self.exact),
         }
         rows |= {} if self.states is None else {"states": str(self.states)}
         return rows | (
@@ -241,6 +247,7 @@ class Plan:
             scale = found.get("scale")
             memory = None if given is None else memory_of(given, away=left is not None)
             more = {
+                "exact": Evidence.from_json(found["exact"]),
                 "reasons": tuple(found["reasons"]),
                 "memory": memory,
                 "states": None if away is None else States(**away),
@@ -299,11 +306,26 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
         mechanism=_mechanism(facts),
         accumulate="accumulator" if apart else "in place",
         loss=facts.loss,
-        exact=not facts.local and not literal,
+        exact=_evidence(facts, literal=literal),
         reasons=tuple(reasons),
         memory=memory,
         offload=offload,
     )
+
+
+def _evidence(facts: Facts, *, literal: bool) -> Evidence:
+    """Return whether the gradient is that of the undivided batch, and how that is known."""
+    if facts.local:
+        return Evidence("inexact", 'batchnorm="local" was asked for')
+    if literal:
+        return Evidence("inexact", "Loss.algorithm1 was asked for")
+    if not facts.divided:
+        return UNDIVIDED
+    if not facts.looked:
+        return FORESEEN
+    if facts.doubts:
+        return Evidence("not shown", "; ".join(facts.doubts), facts.looked)
+    return Evidence("shown", "each sample was followed to its own row alone", facts.looked)
 
 
 def _of_offload(memory: Memory | None, offload: Away | None, *, lanes: bool) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 
 from anybatch.batch import Batch, LazyBatch
 from anybatch.errors import BudgetError, NotExactError
+from anybatch.execution.hooks import LeafHooks
 from anybatch.given import Given
 from anybatch.gradients import Gradients
 from anybatch.kinds import Allowed, Kind, bytes_of
@@ -29,7 +30,7 @@ from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive
 from anybatch.paged import paged
 from anybatch.planner import Planner
-from anybatch.ranks.alike import Named, named_parameters
+from anybatch.ranks.alike import Named, hooks_of, named_parameters
 from anybatch.ranks.beginning import ANY, Here
 from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
@@ -104,7 +105,9 @@ class Arranger:
             scaler: as `backward` has it.
         """
         make = partial(self._runner.step, batch, modules, before, gradients, tries=tries)
-        join = partial(self._join, batch, modules, scaler, trains=gradients is not None)
+        join = partial(
+            self._join, batch, modules, scaler, before.hooks, trains=gradients is not None
+        )
         plan = None
         if planner is not None and batch.size:
             plan = partial(self._planned, planner, batch, modules, gradients, tries.most)
@@ -236,6 +239,7 @@ class Arranger:
         batch: Batch,
         modules: Modules,
         scaler: Scaler | None,
+        hooks: LeafHooks,
         micro_batch: int,
         covers: int = ANY,
         *,
@@ -257,4 +261,4 @@ class Arranger:
             named = named_parameters(modules, self._given.optimizer)
             if scaler is not None:
                 scale = float(scaler.scale(torch.ones((), device=self._given.device)))
-        return self._crew.join(here, kind, named, scale)
+        return self._crew.join(here, kind, named, scale, hooks_of(named, hooks))

@@ -46,6 +46,7 @@ def as_it_was(
     steps += [] if optimizer is None else [_states(optimizer), _options(optimizer)]
     before, raised = Before(modules, every), None
     try:
+        before.suspend_hooks()
         for leaf in every:
             leaf.grad = None  # those that are there are not written to
         yield

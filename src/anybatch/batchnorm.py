@@ -7,9 +7,10 @@ walking the model; a bare ``F.batch_norm`` only shows itself when it is called.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from anybatch.errors import NotExactError
@@ -19,6 +20,9 @@ WAY_OUT = (
     'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '
     "eval() on these layers, replace them by GroupNorm, or give micro_batch >= the batch size"
 )
+
+SCRIPTED = ("aten::batch_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
+"""Kernels whose sixth operand says that they use the statistics of their rows."""
 
 
 class BatchStatisticsError(NotExactError):
@@ -113,6 +117,37 @@ def refuse_lanes(modules: Modules, names: list[str], *, literal: bool) -> None:
             "micro-batches must wait for each other where samples meet, which is BatchNorm in "
             f"training mode ({shown}), and {reason}, where they cannot. {WAY_OUT}"
         )
+
+
+def refuse_scripted_norms(modules: Modules) -> None:
+    """Raise where TorchScript normalises over the batch: its calls are none that can wait.
+
+    Raises:
+        NotExactError: naming the first of the modules.
+    """
+    for name, module in modules:
+        if isinstance(module, ScriptModule) and _normalises_in_script(module):
+            raise NotExactError(
+                "micro-batches must wait for each other where samples meet, and "
+                f"{name or 'the model'} is a torch.jit.ScriptModule with BatchNorm in training "
+                "mode, where they cannot: use the module it was made of, or freeze its statistics "
+                "with .eval() before it is scripted or traced, or give micro_batch >= the batch "
+                "size"
+            )
+
+
+def _normalises_in_script(module: ScriptModule) -> bool:
+    """Say whether a scripted or traced module has a batch norm that uses the rows it is given."""
+    graph: Any = getattr(module, "inlined_graph", None)  # none where it has no forward
+    if graph is None:
+        return False
+    for kind in SCRIPTED:
+        for node in graph.findAllNodes(kind):
+            flag = list(node.inputs())[5]
+            constant = flag.node().kind() == "prim::Constant"
+            if flag.toIValue() if constant else any(m.training for m in module.modules()):
+                return True
+    return False
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from anybatch.batch import Batch, MicroBatch, TensorBatch
 from anybatch.device import HostLink, Shipment
 from anybatch.fakes import Fakes
 from anybatch.loss.declared import Loss
+from anybatch.loss.state import LossState
 from anybatch.meter import Meter
 from anybatch.modules import Modules, tensors_of
 from anybatch.ranks.sharded import Sharded
@@ -52,6 +53,7 @@ class Case:
         room: bytes for them and their gradients.
         spare: bytes that may be tried with real tensors while fakes are rehearsed.
         meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
+        state: the places where the loss can have state; None (default) where nobody asks.
     """
 
     model: nn.Module
@@ -73,6 +75,7 @@ class Case:
     room: int = 0
     spare: int = 0
     meets: int = 0
+    state: LossState | None = None
 
     @property
     def together(self) -> int:
@@ -166,6 +169,7 @@ def as_fakes(case: Case) -> Case:
         paged=frozenset(id(fakes.of(p)) for p in _every(case) if id(p) in case.paged),
         room=case.room,
         meets=case.size,
+        state=LossState(loss.functions(), model),
     )
 
 

@@ -23,7 +23,7 @@ from anybatch._memory import Candidate, Room
 from anybatch._plan import Away
 from anybatch.above import above, try_above
 from anybatch.choice import even, step_seconds
-from anybatch.errors import BudgetError, StoreError
+from anybatch.errors import BudgetError, NotExactError, StoreError
 from anybatch.kinds import Allowed
 from anybatch.leaving import Leaving
 from anybatch.narrow import Narrow
@@ -71,9 +71,11 @@ def faster(
         if wider[1] < seconds:
             stays, seconds = wider[0], wider[1]
         stays = _told(stays, rows, floor)
-    if not leaving.fits(size):
-        return stays
-    return _or_away(staying, leaving, stays, size, seconds, time_step)
+    try:
+        undivided = leaving.fits(size)
+    except NotExactError:  # what it saves must not leave
+        undivided = False
+    return _or_away(staying, leaving, stays, size, seconds, time_step) if undivided else stays
 
 
 def _lanes(
@@ -117,7 +119,7 @@ def _wider(narrow: Narrow, n: int, time_step: StepTimer) -> tuple[Allowed, float
         return None
     try:
         found = narrow.allowed(more)
-    except StoreError:  # no room where they would go
+    except (NotExactError, StoreError):  # they must not leave, or have no room where they would go
         return None
     seconds = time_step(more, None, found.away)
     if seconds is None:
@@ -164,7 +166,7 @@ def _or_away(
         try:
             found = leaving.allowed(best, real=True)
             whole = time_step(best, None, found.away)  # what was quick once may have been lucky
-        except (BudgetError, StoreError):  # real rows show what fakes do not
+        except (BudgetError, NotExactError, StoreError):  # real rows show what fakes do not
             del leaving.times[best]
         else:
             run = run if whole is None else whole
@@ -183,7 +185,7 @@ def _as_run(one: Candidate, n: int, seconds: float) -> Candidate:
 def _trial(leaving: Leaving, n: int, enough: float) -> float | None:
     try:
         return leaving.seconds(n, enough)
-    except StoreError:  # no room where they would go
+    except (NotExactError, StoreError):  # they must not leave, or have no room where they would go
         return None
 
 

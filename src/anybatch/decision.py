@@ -92,7 +92,8 @@ class Decision:
         try:
             return self._in_memory(may=may)
         except (BudgetError, NotExactError) as error:
-            if not may:
+            bound = self._foreseen.bound(kind)
+            if not may or (bound is not None and bound.indivisible):
                 raise
             return self._away(failed=error)
 
@@ -108,7 +109,8 @@ class Decision:
         if away and (found := self._still_away()) is not None:
             return found
         cap = staying.largest
-        if self._precedent.fixed is None and cap == kind.size and asked.whole:
+        one_size = asked.whole or staying.foreseen.indivisible
+        if self._precedent.fixed is None and cap == kind.size and one_size:
             return staying.allowed(cap)
         first = self._precedent.best is None and kind.trains and not kind.most
         timed = first and self._terms.timed and self._precedent.fixed is None

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from types import CellType, FunctionType
+from functools import partial
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from anybatch import tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import counters
 from anybatch.errors import AnybatchError
+from anybatch.execution.hooks import KINDS
 from anybatch.modules import walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.step import call_model
@@ -105,7 +107,7 @@ class Report:
 
 
 def copied(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
-    """Return copies of both; a loss function that reads the model reads the copy.
+    """Return copies of both; a loss function or a hook that reads the model reads the copy.
 
     Raises:
         AnybatchError: something in them cannot be copied.
@@ -116,17 +118,66 @@ def copied(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
         for fn in (loss_fn, *getattr(loss_fn, "__dict__", {}).values()):
             if isinstance(fn, FunctionType):
                 memo[id(fn)] = _rebound(fn, memo)
-        return twin, copy.deepcopy(loss_fn, memo)
+        copied_loss = copy.deepcopy(loss_fn, memo)
     except Exception as error:
         raise AnybatchError(
             f"a check needs a copy of the model and the loss, and copying failed: "
             f"{first_line(error)}. Check a model that has not run yet, or detach the tensors that "
             "forward leaves on its modules"
         ) from error
+    for name, parameter in _hooked(model, loss_fn):  # torch copies parameters without their hooks
+        try:
+            _copy_hooks(parameter, memo)
+        except Exception as error:
+            raise AnybatchError(
+                "a check needs a copy of the hooks on parameters with all that they write to, and "
+                f"one on {name} cannot be copied: {first_line(error)}. Remove it for the check: a "
+                "step fires it once, however the batch is split"
+            ) from error
+    return twin, copied_loss
 
 
-def _rebound(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """Return `fn` reading copies, where it or a function of its file reads what was copied."""
+def _hooked(model: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that have hooks, of the model and of a loss that is a module."""
+    every = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+    named = [pair for module in every for pair in module.named_parameters()]
+    return [(name, p) for name, p in named if any(getattr(p, kind, None) for kind in KINDS)]
+
+
+def _copy_hooks(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
+    """Register copies of the hooks of a parameter on its copy, with all that they write to."""
+    twin: Any = memo[id(parameter)]
+    registers = twin.register_hook, twin.register_post_accumulate_grad_hook
+    for kind, register in zip(KINDS, registers, strict=True):
+        for hook in (getattr(parameter, kind) or {}).values():
+            register(_copied_hook(hook, memo))
+
+
+def _copied_hook(hook: Any, memo: dict[int, Any]) -> Any:
+    if id(hook) in memo:
+        return memo[id(hook)]
+    if isinstance(hook, partial):
+        inner = _copied_hook(hook.func, memo)
+        return partial(inner, *copy.deepcopy(hook.args, memo), **copy.deepcopy(hook.keywords, memo))
+    if not isinstance(hook, FunctionType):
+        return copy.deepcopy(hook, memo)
+    for value in _read_by(hook):
+        if not isinstance(value, ModuleType | type | FunctionType):
+            copy.deepcopy(value, memo)
+    twin = _rebound(hook, memo, always=True)
+    twin.__defaults__ = copy.deepcopy(hook.__defaults__, memo)
+    twin.__kwdefaults__ = copy.deepcopy(hook.__kwdefaults__, memo)
+    return twin
+
+
+def _rebound(fn: FunctionType, memo: dict[int, Any], *, always: bool = False) -> FunctionType:
+    """Return `fn` reading copies, where it or a function of its file reads what was copied.
+
+    Args:
+        fn: a function.
+        memo: what was copied, as `copy.deepcopy` has it.
+        always: return another function whatever `fn` reads. Default False.
+    """
 
     def copy_of(value: Any) -> Any:
         if type(value) in (list, tuple):
@@ -135,7 +186,7 @@ def _rebound(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
             return _rebound(value, memo)
         return memo.get(id(value), value)
 
-    if not _reads_copied(fn, memo, set()):
+    if not (always or _reads_copied(fn, memo, set())):
         return fn
     scope = dict(fn.__globals__)
     cells = tuple(CellType() for _ in fn.__closure__ or ())
@@ -151,12 +202,17 @@ def _rebound(fn: FunctionType, memo: dict[int, Any]) -> FunctionType:
 
 def _reads_copied(fn: FunctionType, memo: dict[int, Any], seen: set[int]) -> bool:
     seen.add(id(fn))
-    ahead = [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
-    ahead += [cell.cell_contents for cell in fn.__closure__ or () if cell != CellType()]
+    ahead = _read_by(fn)
     ahead += [item for value in ahead if type(value) in (list, tuple) for item in value]
     functions = (v for v in ahead if _is_beside(v, fn) and id(v) not in seen)
     copied_too = any(id(value) in memo for value in ahead)
     return copied_too or any(_reads_copied(v, memo, seen) for v in functions)
+
+
+def _read_by(fn: FunctionType) -> list[Any]:
+    """Return what the global names and the cells of a function hold."""
+    found = [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
+    return found + [c.cell_contents for c in fn.__closure__ or () if c != CellType()]
 
 
 def _is_beside(value: Any, fn: FunctionType) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from anybatch import graph
+from anybatch.execution.hooks import refuse_on_nodes, refuse_registered
 from anybatch.step import Step
 from anybatch.undo import Before
 
@@ -19,7 +20,7 @@ from anybatch.undo import Before
 def discoverer(
     step: Step, before: Before, also: list[Tensor] | None = None
 ) -> Callable[[list[Tensor]], None]:
-    """Return what takes in the leaves behind the roots of a backward.
+    """Return what takes in the leaves behind the roots of a backward, or refuses their hooks.
 
     Args:
         step: its gradients take them in.
@@ -36,6 +37,9 @@ def discoverer(
         found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in known]
         before.add(found)
         step.gradients.add(found)
+        # what forward registers, and what is on nodes, would fire with every micro-batch
+        refuse_registered(step.gradients.parameters)
+        refuse_on_nodes(graph.ends(roots))
         if also is not None:
             also.extend(found)
 

@@ -28,6 +28,7 @@ from anybatch.given import Given
 from anybatch.gradients import Gradients
 from anybatch.kinds import Allowed, Kind
 from anybatch.loss.declared import Loss
+from anybatch.loss.model_loss import loss_of
 from anybatch.loss.watched import Watched
 from anybatch.measure import measured
 from anybatch.memory_errors import NothingHeld
@@ -70,7 +71,10 @@ class Engine:
         model: any module. It stays where and as it is.
         loss_fn: ``loss_fn(outputs, targets)`` -> 0-dim tensor, or a `Loss`. torch's own losses and
             sums of them need one pass; any other function is exact too, with a second forward.
-            None is refused: a loss inside the model is declared by `Loss.inside`.
+            None (default): the model returns its loss, as a 0-dim tensor, as ``.loss``, as
+            ``["loss"]`` or first in a tuple. What it divides by is traced: a weighted sum of
+            torch's own losses needs no declaration, and what cannot be traced is refused, unless
+            it is declared by `Loss.inside`.
         optimizer: the optimizer, if there is one. Its parameters count as trained too, and its
             state counts as memory, as it will be after its first step.
         memory: what a step may hold on the device, in bytes or as "6GiB": parameters, buffers,
@@ -99,7 +103,6 @@ class Engine:
             those of a context.
 
     Raises:
-        LossError: `loss_fn` is None.
         ValueError: `memory`, `micro_batch`, `batchnorm`, `rng` or `workspace` is not one of what is
             said above, or `plan` comes with one that it decides.
         NotYetError: `workspace` for a model that is neither on the CPU nor on CUDA.
@@ -127,11 +130,13 @@ class Engine:
         plan: Plan | None = None,
         workspace: int | str | None = None,
     ) -> None:
-        refuse_now(model, loss_fn, micro_batch, batchnorm, rng)
+        refuse_now(model, micro_batch, batchnorm, rng)
         self._prepared = Prepared(model, optimizer)
         model, group = unwrapped(model)
         sharded = sharded_of(model)
-        loss = loss_fn if isinstance(loss_fn, Loss) else Watched(as_function(loss_fn))
+        if loss_fn is not None and not isinstance(loss_fn, Loss):
+            loss_fn = Watched(as_function(loss_fn))
+        loss = loss_of(model, loss_fn)
         self._planner = planner_of(memory, micro_batch, plan, workspace)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
@@ -192,7 +197,7 @@ class Engine:
             inputs: tree of tensors of shape [N_B, ...]: a tensor is passed as ``model(x)``, a tuple
                 or list as ``model(*x)``, a mapping as ``model(**x)``. Or a `LazyBatch`.
             targets: any tree of tensors [N_B, ...], sliced alike; None calls
-                ``loss_fn(outputs)``.
+                ``loss_fn(outputs)``. A model that returns its loss takes its labels from `inputs`.
             scaler: ``torch.amp.GradScaler``; the gradients are then scaled, the loss is not. None
                 (default): that of an optimizer which accelerate has prepared, if it has one.
             observe: called ``observe(outputs, targets)`` for each micro-batch, once, in order, with
@@ -204,7 +209,8 @@ class Engine:
         Raises:
             BatchError: the leaves do not share a first dimension; each is named.
             NotExactError: the gradient of the whole batch cannot be had this way.
-            LossError: the loss does not do what it must.
+            LossError: the loss does not do what it must, or the model returns none and there is no
+                `loss_fn`, or what it returns cannot be traced.
             BudgetError: a micro-batch of one sample does not fit in `memory`; nothing was run.
 
         Memory that runs out all the same costs a micro-batch or a step, which is done again,
@@ -234,9 +240,10 @@ class Engine:
         leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
         versions = versions_of(leaves)
-        gradients = Gradients(leaves, wide=False)
+        gradients = Gradients(leaves, wide=False, hooks=before.hooks)
         write = partial(self._deliver, gradients, partial(refuse_written, leaves, versions))
         with whole_or_nothing(before, write) as delivery:
+            before.suspend_hooks()
             step, kind, allowed = self._arranged(batch, modules, before, gradients, tries, scaler)
             step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
@@ -433,7 +440,8 @@ class Engine:
         batch, modules = self._given.batch(inputs, targets), self._given.modules()
         leaves = self._given.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
-        with whole_or_nothing(before, lambda: None), torch.enable_grad():
+        with whole_or_nothing(before, before.hooks.restore), torch.enable_grad():
+            before.suspend_hooks()
             with planner.timing(timed):
                 kind = self._arranger.kind(batch, modules, gradients)
                 allowed = self._arranger.allow(planner, kind, batch, modules)

@@ -14,6 +14,8 @@ from anybatch.kinds import Allowed
 from anybatch.segments import segments_of
 from anybatch.step import Step
 
+DECLARED = "the loss is taken as it was declared"
+
 
 def of_run(step: Step, failed: int) -> Facts:
     """Return the facts of a step that was run; `failed`: samples at which memory ran out."""
@@ -31,6 +33,8 @@ def of_run(step: Step, failed: int) -> Facts:
         failed=failed,
         lanes=step.lanes and step.count > 1,
         segments=segments_of(step.device).told(),
+        looked=step.looked,
+        doubts=(*step.doubts, *([DECLARED] if step.loss.believed else [])),
     )
 
 

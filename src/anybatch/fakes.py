@@ -169,6 +169,13 @@ def caches() -> list[Any]:
     return [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
 
 
+def forget_fakes() -> None:
+    """Empty every ``functools.cache`` that holds a tensor without data."""
+    for cached in caches():
+        if cached.cache_info().currsize and _holds_fake(cached):
+            cached.cache_clear()
+
+
 def is_fake(value: Any) -> bool:
     """Say whether a tensor has a shape and no data."""
     return isinstance(value, FakeTensor)

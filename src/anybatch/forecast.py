@@ -42,6 +42,9 @@ STATES = ("parameters", "buffers", "gradients")
 DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
+MASKS = 2048
+"""Bytes of the masks of the tensors that are there at once while a model is looked at."""
+
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
 
@@ -66,6 +69,7 @@ class Forecast:
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
         everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
+        indivisible: the model takes no fewer samples than the batch has.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         heard: sizes whose convolutions were listened to, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
@@ -87,6 +91,7 @@ class Forecast:
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
     everyone: int = 0
     pieces: int = 0
+    indivisible: bool = False
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -260,9 +265,9 @@ class Forecast:
     def beside(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peaks of the first look, where there is one, and of the update."""
         found: list[dict[str, int]] = [{}]
-        if self.divides(n, size):  # in units of two rows: see `anybatch.look.two_sizes`
-            looked = self.looked.at(n if n < 4 else (n + 1) // 2)
-            found.append(merged(looked.at_peak(), self.held(size, divided=True)))
+        if self.divides(n, size):  # in units of two rows, at most four: `anybatch.look.two_sizes`
+            looked = merged(self.looked.at(min(n, 2)).at_peak(), {"activations": MASKS})
+            found.append(merged(looked, self.held(size, divided=True)))
         if self.update is not None:
             found.append(merged(self.update.at_peak(), self._beside_update()))
         return found

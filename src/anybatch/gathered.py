@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from anybatch.batchnorm import GatherError
 from anybatch.guard import Guard
 from anybatch.kinds import bytes_of
-from anybatch.meeting import Meeting, alone_here, here, meeting_in, reduce, samples_here
+from anybatch.meeting import Meeting, alone_here, here, looks_here, meeting_in, reduce, samples_here
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.norm.batchnorm import MeetingNorms, Place
 
@@ -56,7 +56,7 @@ def all_gather(rows: Tensor) -> tuple[Tensor, int]:
     place = around("all_gather")
     if place.meeting is None and not place.rows:
         return rows, 0
-    found: tuple[Tensor, int] = _Gather.apply(rows, place, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, int] = _Gather.apply(rows, place, not looks_here())  # type: ignore[no-untyped-call]
     return found
 
 

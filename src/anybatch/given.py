@@ -21,7 +21,9 @@ from anybatch.batchnorm import BatchStatisticsError, GatherError, training_batch
 from anybatch.case import Case
 from anybatch.errors import AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
-from anybatch.loss.declared import Loss
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.declared import Algorithm1, Loss
+from anybatch.loss.state import LossState
 from anybatch.modules import Modules, is_spread, parameters, walk
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.paged import paged
@@ -47,6 +49,7 @@ class Given:
         reach: the largest rows met so far of batches that are loaded on the way.
         rng: "lane" or "batch": whose random draws a micro-batch makes.
         sharded: has made the model whole for the step; None where it is.
+        changed: paths of the state for which the loss is called once a step, found on the way.
     """
 
     model: nn.Module
@@ -59,6 +62,23 @@ class Given:
     reach: Reach = field(default_factory=Reach)
     rng: str = "lane"
     sharded: Sharded | None = None
+    changed: list[str] = field(default_factory=list)
+    _states: list[LossState] = field(default_factory=list)
+
+    @property
+    def state(self) -> LossState:
+        """The places where the loss can have state."""
+        if not self._states:
+            self._states.append(LossState(self.loss.functions(), self.model))
+        return self._states[0]
+
+    def calls(self) -> LossCalls | None:
+        """Return what compares that state around the calls of a step; None where there is none.
+
+        Algorithm 1 to the letter calls its loss as often as there are micro-batches.
+        """
+        literal = isinstance(self.loss, Algorithm1)
+        return None if literal or not self.state else LossCalls(self.state, self.changed)
 
     @property
     def batchnorm(self) -> str:
@@ -84,9 +104,19 @@ class Given:
         return inputs
 
     def modules(self) -> Modules:
-        """Return every module that a step runs: the model's, and those of the loss."""
+        """Return every module that a step runs: the model's, and those of the loss.
+
+        Of those that the loss reaches without being one, such as a BatchNorm that a lambda closes
+        over, only what has buffers.
+        """
+        self._states[:] = [self.state.current()]
         of_loss = [fn for fn in self.loss.functions() if isinstance(fn, nn.Module)]
-        return walk(self.model) + [(LOSS + p, m) for fn in of_loss for p, m in walk(fn)]
+        every = walk(self.model) + [(LOSS + p, m) for fn in of_loss for p, m in walk(fn)]
+        found = [(LOSS + p, m) for p, m in self.state.modules if m._buffers]
+        if found:
+            there = {id(module) for _, module in every}
+            every += [(path, module) for path, module in found if id(module) not in there]
+        return every
 
     def leaves(self, modules: Modules, batch: Batch) -> list[Tensor]:
         """Return every leaf that may receive a gradient, once."""
@@ -194,6 +224,7 @@ class Given:
             sharded=self.sharded,
             paged=held.ids(self.leaves(modules, _NOTHING)),
             room=held.room,
+            state=self.state,
         )
 
 

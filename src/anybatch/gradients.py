@@ -9,6 +9,7 @@ Kept apart, the sum also outlives a backward that fails: what grew of ``.grad`` 
 
     micro-batch:   p.grad (new) ──> p.grad +=          in place
                    p.grad ──> sum of its own +=        accumulator; float32 for half precision
+    hooks:         on leaves that have some, a copy of before, and on it what they return
     delivery:      p.grad = before + factor * sum
 """
 
@@ -20,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from anybatch.execution.hooks import LeafHooks
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -39,12 +42,19 @@ class Gradients:
         wide: sum half-precision gradients in float32. Default True.
         apart: keep every sum apart from ``.grad``, so that a failed backward costs one micro-batch;
             it takes one more set of gradients. Default False.
+        hooks: those of the parameters, suspended; None (default) fires none.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, wide: bool = True, apart: bool = False
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        wide: bool = True,
+        apart: bool = False,
+        hooks: LeafHooks | None = None,
     ) -> None:
         self.parameters = list(parameters)
+        self._hooks = hooks
         self._half: list[Tensor] = []
         self._choose(wide=wide, apart=apart)
         self._separated = 0
@@ -52,6 +62,8 @@ class Gradients:
         self._before: dict[Tensor, Tensor] = {}
         self._assigned: dict[Tensor, Tensor | None] = {}
         self._added: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._complete: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._hooked: dict[Tensor, Tensor | None] = {}
 
     def _choose(self, *, wide: bool, apart: bool) -> None:
         self._wide, self._apart = wide, apart
@@ -79,6 +91,11 @@ class Gradients:
     def added(self) -> bool:
         """Whether gradients were there before, to which the sum is added."""
         return bool(self._before)
+
+    @property
+    def hooks(self) -> LeafHooks | None:
+        """The hooks that fire once the sum is ready; None where there are none."""
+        return self._hooks or None
 
     def set_aside(self) -> None:
         """Take away the gradients that are there, so that the step starts from none."""
@@ -108,6 +125,8 @@ class Gradients:
         self._sums.clear()
         self._assigned.clear()
         self._added.clear()
+        self._complete.clear()
+        self._hooked.clear()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -207,8 +226,11 @@ class Gradients:
             shared: (parameter, sum) of all parameters -> the sums with those of other processes;
                 None (default) where there are none.
         """
-        if shared is None and _is_one(factor) and not self._sums and not self._before:
+        nothing = shared is None and _is_one(factor) and not self._sums and not self._before
+        if nothing and not self.hooks:
             return  # the sums are where they belong
+        if self.hooks:
+            self._separate()  # a hook may write to the one that it gets
         with torch.no_grad():
             totals = [self._total(parameter, factor) for parameter in self.parameters]
             if shared is not None:
@@ -229,6 +251,41 @@ class Gradients:
                 self._added.pop(parameter, None)
                 self._prepare(parameter, total)
 
+    def fire(self, *, in_order: bool) -> None:
+        """Fire the hooks of the parameters that have some, on the sums that `finish` was given.
+
+        What they find in ``.grad`` of other parameters is what will be there, and what they make of
+        it is delivered. What was there before is written to by `deliver` alone.
+
+        Args:
+            in_order: as in `LeafHooks.fire`.
+        """
+        hooks = self.hooks
+        assert hooks is not None
+        shown: dict[Tensor, Tensor | None] = dict(self._assigned)
+        shown |= {p: complete for p, (_, complete) in self._complete.items()}
+        for parameter, gradient in shown.items():
+            parameter.grad = gradient
+        for parameter in self._hooked:
+            parameter.grad = self._before.get(parameter)
+
+        def take(parameter: Tensor) -> Tensor | None:
+            before, total = self._before.get(parameter), self._hooked[parameter]
+            self._hooked[parameter] = None
+            shown[parameter] = None if before is None else before.detach().clone()
+            parameter.grad = shown[parameter]
+            return total
+
+        hooks.fire(list(self._hooked), take, in_order=in_order)
+        self._assigned.clear()
+        self._complete.clear()
+        for parameter, gradient in shown.items():
+            before, found = self._before.get(parameter), parameter.grad
+            if before is None or found is None or found is not gradient or not _is_plain(before):
+                self._assigned[parameter] = found
+            else:
+                self._complete[parameter] = before, found
+
     def deliver(self) -> None:
         """Make ``.grad`` what it was before the step plus the sum; nothing here can fail.
 
@@ -244,6 +301,9 @@ class Gradients:
                     before.add_(total)
                 else:
                     before.copy_(total)
+            for parameter, (before, complete) in self._complete.items():
+                parameter.grad = before
+                before.copy_(complete)
 
     def _total(self, parameter: Tensor, factor: float | Tensor) -> Tensor | None:
         total = self._sums.pop(parameter, parameter.grad)
@@ -253,12 +313,16 @@ class Gradients:
 
     def _prepare(self, parameter: Tensor, total: Tensor | None) -> None:
         before, dtype = self._before.get(parameter), gradient_dtype(parameter)
-        if total is None:
+        if self.hooks and self.hooks.fires(parameter, total):
+            self._hooked[parameter] = None if total is None else total.to(dtype)
+        elif total is None:
             self._assigned[parameter] = before
         elif before is None:
             self._assigned[parameter] = total.to(dtype)
         elif not (_is_plain(before) and _is_plain(total)):
             self._assigned[parameter] = _sum(before.to(total.dtype), total).to(dtype)
+        elif self.hooks:  # they may read it
+            self._complete[parameter] = before, total.add_(before).to(dtype)
         else:  # a half-precision sum is complete here, and rounded once when it is delivered
             ready = total if before.dtype == total.dtype else total.add_(before)
             self._added[parameter] = before, ready

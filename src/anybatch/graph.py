@@ -49,9 +49,14 @@ def spark(*, grad: bool) -> Tensor:
 
 def leaves(roots: list[Tensor]) -> list[Tensor]:
     """Return the leaf tensors whose gradient `roots` have."""
-    found = [node.variable for node in nodes(roots) if _ends(node)]
+    found = [node.variable for node in ends(roots)]
     found += [root for root in roots if root.is_leaf and root.requires_grad]
     return [leaf for leaf in found if not hasattr(leaf, SPARK)]
+
+
+def ends(roots: list[Tensor]) -> list[Any]:
+    """Return the AccumulateGrad nodes behind `roots`."""
+    return [node for node in nodes(roots) if _ends(node)]
 
 
 def now() -> int:

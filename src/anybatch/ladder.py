@@ -68,6 +68,7 @@ FIXED = ("parameters", "buffers", "gradients", "rounding")
 FAKE = "two rehearsals on tensors without data"
 REAL = "two rehearsals on a few real rows"
 PEAKS = "a line through measured peaks, and a tenth"
+UNDIVIDED = "a rehearsal of the whole batch on tensors without data, as it takes no fewer samples"
 
 
 def forecast(
@@ -107,6 +108,19 @@ def forecast(
         missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
+    try:
+        return _on_rows(case, state, room)
+    except (AnybatchError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # the step itself raises it, or the model takes batches of its own size alone
+        undivided = _undivided(case, state)
+        if undivided is None:
+            raise
+        return undivided
+
+
+def _on_rows(case: Case, state: State, room: int) -> Forecast:
+    """Return the forecast of rehearsals on a few real rows."""
     one = _of_one(case, state)
     if one is not None and _held_at(one, case, SMALL + 1) > room:
         return one
@@ -176,6 +190,36 @@ def _of_one(case: Case, state: State) -> Forecast | None:
         raise
     except (ValueError, IndexError):
         return None
+
+
+def _undivided(case: Case, state: State) -> Forecast | None:
+    """Return the forecast of a batch that cannot be divided, from fakes of it; None without.
+
+    A micro-batch of any size holds what all of it holds: the batch fits as it is, or not at all.
+    """
+    if case.lazy or case.everyone or case.lanes:
+        return None
+    try:
+        fakes = as_fakes(case)
+        size = case.size
+        peak = _line([rehearse.whole(replace(fakes, size=size), size)], (size,), PEAKS)
+    except Exception:  # the step raises what there is to say
+        return None
+    fixed = AffineTimeline(peak.owners, peak.events, peak.at(size).live, 0 * peak.slope)
+    return Forecast(
+        how=UNDIVIDED,
+        looked=fixed,
+        divided=fixed,
+        undivided=fixed,
+        kept=None,
+        update=state[0],
+        constant=state[1],
+        copied=0,
+        gradients=_gradients(case) if case.trains else 0,
+        look=rehearse.Look((), copies=False),
+        case=None,
+        indivisible=True,
+    )
 
 
 def _rehearsed(

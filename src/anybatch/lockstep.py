@@ -162,11 +162,12 @@ class Together:
         step = self._step
         detached = tree.map_tensors(Tensor.detach, outputs)
         if step.observe is not None:
-            self._shown[lane] = detached, MicroBatch(None, micro.targets, micro.size)
+            shown = step.loss.outputs(detached)  # not the terms, whose graph would stay
+            self._shown[lane] = shown, MicroBatch(None, micro.targets, micro.size)
         if self._normalize is None and not step.coupled:
-            self._count(step.loss.totals(step.scope(outputs, micro)))
+            self._count(step.totals(outputs, micro))
         if self._normalize is not None:
-            parts = step.loss.parts(outputs, micro, self._normalize.totals)
+            parts = step.parts(outputs, micro, self._normalize.totals)
             weights = self._normalize(parts, micro.size)
             self._normalize.count()
             return [part.numerator for part in parts], step.scaled(weights)

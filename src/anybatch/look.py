@@ -1,11 +1,12 @@
-"""The first look at a model: twice, at two numbers of rows, before its outputs are trusted.
+"""The first look at a model: a few rows of a batch, before its outputs are trusted.
 
 Splitting a batch rests on things that no shape of one forward pass can tell: along which dimension
-an output holds the samples (``[T, n, C]`` with T equal to n?), whether the outputs of some rows
-depend on the others (a BatchNorm written by hand, an LSTM that takes samples for time steps),
-whether forward writes to its inputs. So the first step of every kind of batch runs the model,
-without gradients, on the first micro-batch and on the last of its rows, in reverse order, and
-compares. What cannot be split is refused before anything has been computed with it.
+an output holds the samples (``[T, n, C]`` with T equal to n?), whether samples meet (a BatchNorm
+written by hand, an LSTM that takes samples for time steps), whether forward writes to its inputs.
+So the first step of every kind of batch runs the model on a few rows of the first micro-batch and
+on the last of these, in reverse order. Every number carries the samples that have had a part in it
+(`anybatch.proof`); the outputs at two sizes tell where they hold the samples. What cannot be split
+is refused before anything has been computed with it.
 
     forward(rows 0 1 2 3)  -> outputs [4, C], [T, 4, C], [K, D]
     forward(rows 3 2)      -> outputs [2, C], [T, 2, C], [K, D]     layout: 0, 1, none
@@ -15,51 +16,74 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.guard import Guard
+from anybatch.meeting import ForwardOf, looking
 from anybatch.memory_errors import out_of_memory
+from anybatch.modules import walk
+from anybatch.proof import congruent
+from anybatch.proof import rows as proof_rows
+from anybatch.proof.follow import Follow
+from anybatch.proof.masks import Masks
+from anybatch.proof.verdict import Forward, Verdict, ended, judge
 from anybatch.rng import Dice
-from anybatch.step import Layout, Step, copied
+from anybatch.step import Layout, Step, call_model, copied
+
+AGAIN = (10, 100, 1000)
+"""Steps of a signature in which samples are followed again: what a model does may change."""
 
 ENOUGH = 4
 """Rows of which half are still more than one: some layers cannot train on a single row."""
 
 
-def look(step: Step) -> None:
-    """Run forward at two sizes, compare, and tell `step` where the outputs hold the samples.
+class Norms(Protocol):
+    """Hears calls of batch normalisation, and passes them on.
 
-    Dice and buffers are left as they were.
+    Attributes:
+        follow: the mode that follows the forward which runs; None where none does.
+    """
+
+    follow: Follow | None
+
+
+def look(step: Step, norms: Norms | None = None) -> None:
+    """Run forward on a few rows and on half of them, and tell `step` what a split rests on.
+
+    Random states and buffers are left as they were.
 
     Args:
-        step: a step that has not begun; its `layout` and `copies` are set.
+        step: a step that has not begun; its `layout`, `copies` and `doubts` are set.
+        norms: hears the calls of batch normalisation. Default None: there are none.
 
     Raises:
         NotExactError: samples meet inside the model, or forward writes to a parameter.
         BatchError: an output that is no tensor depends on the number of rows.
         LossError: the outputs hold no tensor.
     """
-    dice, guard = Dice.now(), Guard(step)
-    whole, part = two_sizes(step)
-    dice.put_back()
-    with quietly(), torch.no_grad(), guard:
-        outputs = step.forward(whole)
-        drawn = not Dice.now().same_as(dice)
-        dice.put_back()
-        fewer = _forward_of_fewer(step, part)
-        dice.put_back()
+    before = Dice.now()
+    one = _Look(step, norms)
+    with quietly(), looking(), one.guard:
+        whole, part = one.whole(two_sizes(step, most=ENOUGH))
+        drawn = not Dice.now().same_as(before)
+        before.put_back()
+        fewer = one.fewer(part)
+        before.put_back()
+        one.backward()
+        before.put_back()
     step.forget_casts()
     step.buffers.restart()
+    outputs = one.outputs
     step.copies = written(whole) or written(part)
     if not step.loss.takes_outputs:
         step.layout, layout = (), rough_layout(outputs, fewer, whole.size, part.size)
@@ -68,24 +92,157 @@ def look(step: Step) -> None:
         step.layout, layout = layout, ()
     else:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
-    if drawn or step.local or step.copies or guard.own_dice:
+    verdict = one.verdict(layout or step.layout)
+    verdict.refuse()
+    step.doubts, step.looked = verdict.doubts, step.steps
+    if step.steps == 1:
+        found = one.at_full_size(whole)
+        before.put_back()
+        found.refuse()
+        step.doubts += found.doubts
+    if drawn or step.local or step.copies or one.guard.own_dice:
         return  # the rows are not the same, or need not come out the same
     apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
 
 
-def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
-    """Return the first rows of the batch, and the last of these in reverse; both are copies."""
+class _Look:
+    """Two forwards under masks."""
+
+    def __init__(self, step: Step, norms: Norms | None) -> None:
+        self.guard = Guard(step)
+        self.outputs: Any = None
+        self._step, self._norms = step, norms
+        self._trains = step.gradients is not None
+        self._runs: list[Forward] = []
+        self._strange = False
+        self._samples: Sequence[int] = ()
+        self._doubts: tuple[str, ...] = ()
+        self._masks = Masks()
+
+    def whole(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
+        """Run forward on the larger of two micro-batches; on more rows where it takes no fewer."""
+        whole, part = pair
+        outside = sys.exception()
+        try:
+            self.outputs = self._forward(whole)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            refused = isinstance(error, AnybatchError) or out_of_memory(error, outside=outside)
+            if refused or self._step.micro_batch <= ENOUGH:
+                raise
+            whole, part = two_sizes(self._step)
+            self.outputs = self._forward(whole)
+            self._doubts = ("samples were followed in groups, for it takes no fewer rows",)
+        return whole, part
+
+    def fewer(self, part: MicroBatch) -> Any:
+        """Return the outputs of `part`, or None where the model cannot take so few rows."""
+        outside = sys.exception()
+        try:
+            return self._forward(part, reverse=True)
+        except AnybatchError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if out_of_memory(error, outside=outside):
+                raise
+            return None  # the step itself will meet it if it must
+
+    def _forward(self, micro: MicroBatch, *, reverse: bool = False) -> Any:
+        if reverse:
+            samples = list(reversed(self._samples))[: micro.size]
+        else:
+            samples = proof_rows.samples_of_rows(micro.size)
+        try:
+            return self._follow(micro, samples, saved=False)[0]
+        except proof_rows.NeededError:
+            return self._follow(micro, samples, saved=True)[0]
+
+    def _follow(
+        self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True
+    ) -> tuple[Any, Follow]:
+        self._masks.age()
+        follow = Follow(self._step.model, self._masks)
+        if self._norms is not None:
+            self._norms.follow = follow
+        try:
+            outputs, hooked = proof_rows.forward(
+                follow, micro, samples, self._step.forward, graph=self._trains, saved=saved
+            )
+        finally:
+            if self._norms is not None:
+                self._norms.follow = None
+        self._strange |= hooked or proof_rows.strange_backward(outputs)
+        self._samples = self._samples or samples
+        if reads:
+            self._runs.append(ended(follow, samples, outputs))
+        return outputs, follow
+
+    def backward(self) -> None:
+        """Follow a backward, too, where one of these forwards has another than torch's own."""
+        step = self._step
+        if not (self._strange and self._trains) or step.batchnorm == "local":
+            return
+        whole, _ = two_sizes(step, most=len(self._samples))
+        if step.budgeted and whole.size > step.micro_batch:
+            self._doubts += ("no room to follow a backward that is not torch's own",)
+            return
+        inputs = tree.map_tensors(_leaf, whole.inputs)
+        rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
+        leaves = [p for p in step.model.parameters() if p.requires_grad]
+        moved = tree.map_tensors(lambda t: t.clone() if t.requires_grad else t, inputs)
+        self._norms = None  # their calls have been heard
+        micro = MicroBatch(moved, None, whole.size)
+        outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
+        proof_rows.backward(follow, outputs, leaves, rows)
+        self._runs[0].notes.backward += follow.notes.backward
+
+    def at_full_size(self, some: MicroBatch) -> Verdict:
+        """Compare the forward of the whole batch with that of a micro-batch, without data."""
+        step = self._step
+        sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
+        if len(sizes) < 2:
+            return Verdict()
+
+        def run(model: nn.Module, inputs: Any, size: int) -> None:
+            with ForwardOf(size, alone=False):
+                call_model(model, inputs)
+
+        with quietly():
+            rows = some.inputs, some.size
+            return congruent.compare(
+                step.model, walk(step.model), rows, sizes, run, trains=self._trains
+            )
+
+    def verdict(self, layout: Layout) -> Verdict:
+        """Return what the forwards say."""
+        whole, *others = self._runs
+        found = judge(whole, others[0] if others else None, layout)
+        return Verdict(found.meets, self._doubts + found.doubts)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a leaf that takes a gradient, where a tensor can have one."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.detach().clone().requires_grad_()
+
+
+def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
+    """Return the first rows of the batch, and the last of these in reverse; both are copies.
+
+    Args:
+        step: it has not begun.
+        most: of a micro-batch so many rows; 0 (default) is all of them.
+    """
     first, *others = islice(step.feed(), 1 if step.micro_batch >= ENOUGH else 2)
     if not others and first.size < 2:
         others = [first]  # a rank with one sample
     if not others:
-        half = first.size // 2
-        rows = tree.rows(first.inputs, first.size - half, first.size, first.size)
-        whole = copied(MicroBatch(first.inputs, None, first.size))
-        return whole, _alone(turned(rows, half), half, first.inputs)
+        return _halved(first, most)
     second = others[0]
+    if most:
+        first, second = _first(first, most // 2), _first(second, most // 2)
     try:
         both = tree.join(
             [first.inputs, second.inputs], sizes=[first.size, second.size], name="inputs"
@@ -93,8 +250,23 @@ def two_sizes(step: Step) -> tuple[MicroBatch, MicroBatch]:
     except AnybatchError:  # samples of different shapes, one at a time
         second = first
         both = tree.join([first.inputs] * 2, sizes=[first.size] * 2, name="inputs")
+    size = first.size + second.size
     part = _alone(turned(second.inputs, second.size), second.size, second.inputs)
-    return _alone(both, first.size + second.size, [first.inputs, second.inputs]), part
+    return _alone(both, size, [first.inputs, second.inputs]), part
+
+
+def _first(micro: MicroBatch, most: int) -> MicroBatch:
+    """Return the first rows of a micro-batch, at most so many."""
+    size = min(micro.size, most)
+    return MicroBatch(tree.rows(micro.inputs, 0, size, micro.size), None, size)
+
+
+def _halved(micro: MicroBatch, most: int) -> tuple[MicroBatch, MicroBatch]:
+    """Return rows of a micro-batch, and the last half of these in reverse."""
+    few = _first(micro, most or micro.size)
+    half = few.size // 2
+    rows = tree.rows(few.inputs, few.size - half, few.size, few.size)
+    return copied(few), _alone(turned(rows, half), half, micro.inputs)
 
 
 def _alone(inputs: Any, size: int, made_of: Any) -> MicroBatch:
@@ -129,19 +301,6 @@ def written(micro: MicroBatch) -> bool:
     """Say whether forward wrote to its inputs: they are copies that nobody else has."""
     tensors = [tensor for _, tensor in tree.tensors(micro.inputs)]
     return any(not tensor.is_inference() and tensor._version > 0 for tensor in tensors)
-
-
-def _forward_of_fewer(step: Step, part: MicroBatch) -> Any:
-    """Return the outputs of `part`, or None where the model cannot take so few rows."""
-    outside = sys.exception()
-    try:
-        return step.forward(part)
-    except AnybatchError:
-        raise
-    except (RuntimeError, ValueError, IndexError) as error:
-        if out_of_memory(error, outside=outside):
-            raise
-        return None  # the step itself will meet it if it must
 
 
 @contextmanager
@@ -191,7 +350,9 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
     if len(changed) > 1:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {path} has shape "
-            f"{grown}: compute what compares samples in the loss"
+            f"{grown}: compute what compares samples in the loss, and pad what is as long as the "
+            "longest row to a length that all micro-batches have (pad_packed_sequence(..., "
+            "total_length=x.shape[1]))"
         )
     raise BatchError(
         f"an output must hold each sample once along one dimension, and {path} has shape {grown}: "

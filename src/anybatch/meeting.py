@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 P = TypeVar("P")
 R = TypeVar("R")
 
@@ -45,6 +47,7 @@ class _Here(threading.local):
     forwards: int = 0
     alone: bool = False
     forward: bool = False
+    looks: bool = False
 
 
 _HERE = _Here()
@@ -100,6 +103,21 @@ def as_it_is() -> Iterator[None]:
         yield
     finally:
         _HERE.meeting, _HERE.alone, _HERE.samples = before
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Look at the model in the body: its outputs are compared, and let go."""
+    before, _HERE.looks = _HERE.looks, True
+    try:
+        yield
+    finally:
+        _HERE.looks = before
+
+
+def looks_here() -> bool:
+    """Say whether this thread looks at a model, or runs it without gradients."""
+    return _HERE.looks or not torch.is_grad_enabled()
 
 
 def samples_here() -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from anybatch.execution.hooks import service
 from anybatch.meter import Meter
 from anybatch.pager import key_of
 from anybatch.states import optimizers
@@ -29,9 +30,6 @@ OWNER = "paged parameters"
 
 PAGES = "pages"
 """The attribute of a mode that brings in what kernels read: where parameters are."""
-
-TAKES = "_anybatch_takes"
-"""What a hook is marked with that takes a gradient in when it has been added."""
 
 
 class Pages(Protocol):
@@ -139,6 +137,7 @@ def uncounted(meter: Meter, leaves: Iterable[Tensor], ids: frozenset[int]) -> It
         ids: of those of them whose memory comes and goes.
     """
 
+    @service
     def added(leaf: Tensor) -> None:
         if leaf.grad is not None and large(leaf.grad):
             meter.leave_out([leaf.grad])

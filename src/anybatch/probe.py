@@ -126,7 +126,7 @@ def _timed(step: Step, micro: MicroBatch) -> float:
 
     def train(micro: MicroBatch) -> None:
         parts = Parts(step, micro.inputs)
-        if step.coupled and len(parts) > 1:
+        if step.coupled:  # such a loss is never called with a part of the batch
             _train_in_parts(step, parts, micro)
             return
         loss = step.loss.whole(step.forward(micro), micro)

@@ -107,6 +107,9 @@ class Seen:
         copies: forward writes to its inputs.
         still: the first step drew nothing.
         lanes: what a look at lanes has found; None where there was none.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
+        looked: the step of the signature in which samples were followed last.
+        steps: steps of the signature so far.
     """
 
     coupled: bool
@@ -115,3 +118,6 @@ class Seen:
     copies: bool
     still: bool = False
     lanes: SeenInLanes | None = None
+    doubts: tuple[str, ...] = ()
+    looked: int = 0
+    steps: int = 0

@@ -10,14 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from anybatch.errors import AnybatchError, LossError, NotExactError, NotYetError
+from anybatch.errors import AnybatchError, NotExactError, NotYetError
 from anybatch.meeting import in_a_meeting
 from anybatch.norm.adaptive import Adaptive
 from anybatch.paged import paged
 from anybatch.ranks.crew import several
 
 
-def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
+def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
@@ -31,12 +31,6 @@ def refuse_now(model: Any, loss_fn: Any, micro_batch: Any, batchnorm: Any, rng: 
         )
     if rng not in ("lane", "batch"):
         raise ValueError(f'rng must be "lane" or "batch", and it is {rng!r}')
-    if loss_fn is None:
-        raise LossError(
-            "the denominator of a loss that the model computes itself must be declared, and "
-            "loss_fn is None: pass Loss.inside(count=lambda inputs, targets: ...), such as "
-            'lambda inputs, targets: (inputs["labels"] != -100).sum()'
-        )
 
 
 def as_function(loss_fn: Any) -> Callable[..., Tensor]:

@@ -34,8 +34,9 @@ from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]
 
-Phase = Literal["forward", "backward", "summed", "shown"]
-"""How far a micro-batch has come: "summed" when its gradients are in the sum."""
+Phase = Literal["forward", "backward", "summed", "shown", "fired"]
+"""How far a micro-batch has come: "summed" when its gradients are in the sum. The step
+is "fired" when hooks of parameters may have been."""
 
 
 class Moment(NamedTuple):
@@ -148,7 +149,7 @@ class Repeatable(ABC):
             targets = tree.rows(targets, seen, micro.size, micro.size)
         before, self.phase = self.phase, "shown"
         with nullcontext() if self.draws is None else self.draws.paused():
-            self.observe(tree.map_tensors(Tensor.detach, outputs), targets)
+            self.observe(tree.map_tensors(Tensor.detach, self.loss.outputs(outputs)), targets)
         self.phase = before
 
     def moment(self) -> Moment:
@@ -204,8 +205,8 @@ class Repeatable(ABC):
         return self.phase == "forward"
 
     def can_shrink(self) -> bool:
-        """Say whether the step may be tried smaller: not after the observer failed."""
-        return min(self.limit, self.batch.size) > 1 and self.phase != "shown"
+        """Say whether the step may be tried smaller: not after the observer or a hook failed."""
+        return min(self.limit, self.batch.size) > 1 and self.phase not in ("shown", "fired")
 
     def shrink(self, failure: Exception) -> None:
         """Halve what is computed at once, because of `failure`, and free what that holds."""

@@ -24,6 +24,7 @@ from anybatch.batchnorm import (
     counters,
     names_of_norms,
     refuse_lanes,
+    refuse_scripted_norms,
     running_statistics,
     training_batchnorms,
 )
@@ -39,7 +40,7 @@ from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
 from anybatch.lockstep import lockstep
-from anybatch.look import eager, look
+from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules
@@ -47,6 +48,7 @@ from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
 from anybatch.norm.late import Singles, listening
 from anybatch.norm.sites import OtherSitesError
+from anybatch.norm.strides import standard_strides
 from anybatch.outofcore.keeping import Keeping
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.unison import OffScriptError
@@ -134,7 +136,10 @@ class Runner:
             private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
             sharded=self._given.sharded,
             tries=tries or Tries(),
+            calls=self._given.calls(),
         )
+        if step.calls is not None:
+            before.patched.insert(0, step.calls.restart)
         if self._given.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:
@@ -212,7 +217,8 @@ class Runner:
         """
         run = partial(self._delivered, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
-            loss = whole_step(step, run, partial(self._prepare, step, modules, before))
+            with standard_strides():
+                loss = whole_step(step, run, partial(self._prepare, step, modules, before))
             if isinstance(step.away, Keeping):
                 step.moved += step.away.moved
                 step.remade += step.away.remade
@@ -225,6 +231,7 @@ class Runner:
         loss = self._once(step, modules, before)
         step.agree()
         step.everyone.moves(step.buffers)
+        step.fire_hooks()
         step.deliver()
         return loss
 
@@ -235,6 +242,8 @@ class Runner:
             loss = undivided(step)
             self._walked.add(step.signature)
             return loss
+        if step.batchnorm != "local":
+            refuse_scripted_norms(modules)
         while True:
             try:
                 if step.lanes:
@@ -286,7 +295,7 @@ class Runner:
             return self._without_samples(step, tracked, names)
         seen = self._seen.get(step.signature)
         lanes = None if seen is None else seen.lanes
-        if lanes is None or not lanes.current:
+        if lanes is None or not lanes.current or step.steps in AGAIN:
             lanes, step.ways = self._look_at_lanes(step, modules, before, lanes), None
         else:
             step.ways = lanes.ways
@@ -314,7 +323,14 @@ class Runner:
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
         self._seen[step.signature] = Seen(
-            step.coupled, frozenset(), step.layout, step.copies, lanes=lanes
+            step.coupled,
+            frozenset(),
+            step.layout,
+            step.copies,
+            lanes=lanes,
+            doubts=step.doubts,
+            looked=step.looked,
+            steps=step.steps,
         )
         return loss
 
@@ -334,7 +350,7 @@ class Runner:
         with attributes_of(step):
             watch = LaneLook(modules)
             with AloneNorms(step.counters, watch, rows=step.everyone.size) as alone:
-                look(step)
+                look(step, watch)
             refuse_looks(alone.called)
             slots = watch.slots()
         step.buffers.refuse_moved({})
@@ -346,9 +362,10 @@ class Runner:
         seen = self._seen.get(step.signature)
         if not step.batch.size:
             return self._streamed_or_gathered(step, None)
-        if seen is None:
+        if seen is None or step.steps in AGAIN:
             with self._given.hearing(), self._listening(before), attributes_of(step):
                 look(step)
+        if seen is None:
             step.discover = discoverer(step, before, self._given.closure)
         try:
             # what the first look has not come to
@@ -380,7 +397,16 @@ class Runner:
         moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
         drew = step.draws is not None or (step.drew_any() if seen is None else not seen.still)
         coupled = step.found == COUPLED
-        self._seen[step.signature] = Seen(coupled, moving, step.layout, step.copies, not drew)
+        self._seen[step.signature] = Seen(
+            coupled,
+            moving,
+            step.layout,
+            step.copies,
+            not drew,
+            doubts=step.doubts,
+            looked=step.looked,
+            steps=step.steps,
+        )
         return loss
 
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
@@ -403,6 +429,7 @@ class Runner:
         )
         if seen is not None:
             step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
+            step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
 

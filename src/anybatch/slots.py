@@ -22,6 +22,7 @@ from anybatch.kept import Kept, fill
 from anybatch.meeting import forwards_here
 from anybatch.modules import Modules
 from anybatch.norm.sites import Site, Way
+from anybatch.proof.follow import Follow
 
 
 class LaneLook:
@@ -29,6 +30,9 @@ class LaneLook:
 
     Args:
         modules: of the step.
+
+    Attributes:
+        follow: the mode that follows the forward which runs; None where none does.
     """
 
     def __init__(self, modules: Modules) -> None:
@@ -40,10 +44,13 @@ class LaneLook:
         self._sizes: list[int] = []
         self._sites: list[tuple[int, Site]] = []
         self._first = forwards_here() + 1
+        self.follow: Follow | None = None
 
     def heard(self, x: Tensor) -> None:
         """Take in a normalisation of `x`."""
         self._sizes.append(x.numel())
+        if self.follow is not None:
+            self.follow.heard(x)
 
     def met(self, site: Site) -> None:
         """Take in a place where samples meet.

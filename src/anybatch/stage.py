@@ -12,21 +12,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from anybatch import tree
 from anybatch.batch import TensorBatch
 from anybatch.batchnorm import counters
 from anybatch.buffers import ForwardBuffers
 from anybatch.case import Case
 from anybatch.device import Link
+from anybatch.errors import LossError
 from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.look import quietly
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.watched import Rehearsed, Watched
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import tensors_of
 from anybatch.norm.alone import AloneNorms
-from anybatch.paged import TAKES, uncounted
+from anybatch.paged import uncounted
 from anybatch.step import Step
 from anybatch.undo import Before, no_optimizer_step, uninterrupted
 
@@ -49,23 +50,31 @@ def own_rows(case: Case, rows: int) -> TensorBatch:
 
 @contextmanager
 def put_back(case: Case) -> Iterator[Before]:
-    """Run the body on a case without its gradients, and put back whatever it moved."""
+    """Run the body on a case without its gradients, and put back whatever it moved.
+
+    Raises:
+        LossError: the loss draws from an iterator, which cannot be put back.
+    """
+    if case.state is not None and case.state.iterators:
+        raise LossError(
+            "a loss must have state that can be restored where a step is rehearsed, and it reaches "
+            f"an iterator ({', '.join(case.state.iterators)}): give micro_batch=, which rehearses "
+            "nothing, or count in an attribute"
+        )
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
-    hooks = [] if case.fake else [found for found in map(_hooks, case.leaves) if found]
     kept = Kept()
     kept.modules((module for _, module in case.modules), attributes=not case.fake)
-    for held in (*hooks, *case.loss.functions()):
-        kept.container(held) if isinstance(held, dict) else kept.function(held)
+    state = None if case.state is None else case.state.snapshot(values=True)
     try:
-        for found in hooks:  # what a hook adds up elsewhere must not hear of a rehearsal
-            for key in [key for key, hook in found.items() if not hasattr(hook, TAKES)]:
-                del found[key]
+        before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
         with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
             yield before
     finally:
         with uninterrupted():
             kept.put_back()
+            if case.state is not None and state is not None:
+                case.state.restore(state)
             failures = before.put_back()
         for failure in failures:
             raise failure
@@ -79,11 +88,6 @@ def _alone(case: Case) -> AbstractContextManager[Any]:
 def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
     """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
     return uninterrupted() if case.fake else nullcontext()
-
-
-def _hooks(leaf: Tensor) -> dict[Any, Any]:
-    """Return the hooks that run when the gradient of a leaf has been added."""
-    return getattr(leaf, "_post_accumulate_grad_hooks", None) or {}
 
 
 @contextmanager
@@ -110,13 +114,14 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
     buffers = tensors_of((module for _, module in case.modules), "_buffers")
     return Step(
         model=case.model,
-        loss=case.loss,
+        loss=Rehearsed(case.loss) if type(case.loss) is Watched else case.loss,
         batch=case.batch(count),
         micro_batch=n,
         link=link,
         buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
         gradients=gradients,
         batchnorm=case.batchnorm,
+        calls=LossCalls(case.state) if case.state else None,
     )
 
 

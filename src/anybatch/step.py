@@ -20,13 +20,17 @@ from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
-from anybatch.errors import LossError
-from anybatch.loss.declared import Scope
+from anybatch.errors import LossError, NotExactError
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.declared import Part, Scope, Total
+from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
+from anybatch.norm.strides import one_row
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
+from anybatch.rng import Dice
 
 
 class Scaler(Protocol):
@@ -55,6 +59,9 @@ class Step(Repeatable):
         layout: where the outputs hold the samples; None until somebody has looked.
         signature: the kind of the batch and the modes of the modules.
         copies: forward writes to its inputs, so it gets copies of them.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
+        looked: the step of its signature in which samples were followed last; 0 is none.
+        steps: steps of its signature, this one included.
         own: ids of the leaves that the step itself made.
         discover: told the roots of every backward of the first step of a signature.
         batchnorm: "exact" or "local".
@@ -81,6 +88,7 @@ class Step(Repeatable):
         sharded: takes the gradients of a model that was spread; None where there is none.
         away: where saved tensors may go; None (default) lets all of them stay.
         deliver: writes what the step has made, once all ranks have made it. Default: nothing.
+        calls: compares the state of the loss around its calls; None (default) where it has none.
     """
 
     link: Link
@@ -88,6 +96,9 @@ class Step(Repeatable):
     signature: Any = None
     layout: Layout | None = None
     copies: bool = False
+    doubts: tuple[str, ...] = ()
+    looked: int = 0
+    steps: int = 1
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"
@@ -111,6 +122,43 @@ class Step(Repeatable):
     sharded: Sharded | None = None
     away: Away | None = None
     deliver: Callable[[], None] = lambda: None
+    calls: LossCalls | None = None
+
+    def restart(self) -> None:
+        """Begin again, the state of the loss as it was, too."""
+        super().restart()
+        if self.calls is not None:
+            self.calls.restart()
+
+    def totals(self, outputs: Any, micro: MicroBatch) -> list[Total] | None:
+        """Return the terms of the whole batch's loss; None where it couples samples.
+
+        A loss that changes state of its own is taken so, too: it is called once.
+        """
+        scope = self.scope(outputs, micro)
+        if self.calls is None:
+            return self.loss.totals(scope)
+        return self.calls.watched(partial(self.loss.totals, scope))
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return a micro-batch's part of each of `totals`.
+
+        Raises:
+            NotAPartError: it is no part of them, or the loss changes state of its own.
+        """
+        if self.calls is None:
+            return self.loss.parts(outputs, micro, totals)
+        found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
+        if self.calls.changed:
+            self.calls.noted += self.calls.changed
+            raise NotAPartError
+        return found
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss of the whole batch, from all outputs."""
+        if self.calls is None:
+            return self.loss.whole(outputs, micro)
+        return self.calls.called(partial(self.loss.whole, outputs, micro))
 
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""
@@ -175,10 +223,13 @@ class Step(Repeatable):
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
         """Call the model, with the dice of the whole batch where it has some."""
+        if micro.size == 1:
+            one_row()
+        forward = partial(call_model, self.model, micro.inputs)
+        if self.divided:
+            forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, alone=self.divided):
-            if draws is None:
-                return call_model(self.model, micro.inputs)
-            return draws.forward(micro, partial(call_model, self.model, micro.inputs))
+            return forward() if draws is None else draws.forward(micro, forward)
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
@@ -242,7 +293,9 @@ class Step(Repeatable):
 
         Not where saved tensors leave: what is sent has room when they are gone.
         """
-        if self.gradients is not None and self.everyone.several and self.away is None:
+        if self.gradients is None or self.gradients.hooks:  # they get the sum over all ranks
+            return
+        if self.everyone.several and self.away is None:
             every = self.gradients.parameters
             self.everyone.offer([p for p in every if id(p) not in self.private])
 
@@ -273,6 +326,26 @@ class Step(Repeatable):
         every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
         totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
+
+    def fire_hooks(self) -> None:
+        """Fire the hooks of the leaves, once: whatever fails from here on is not done again.
+
+        Raises:
+            NotExactError: one draws random numbers, and there are several ranks.
+        """
+        if self.gradients is None or not self.gradients.hooks:
+            return
+        several = self.everyone.several
+        dice = Dice.now() if several else None
+        self.phase = "fired"
+        with _outside_autocast(self.where):
+            self.gradients.fire(in_order=not several)
+        if dice is not None and not Dice.now().same_as(dice):
+            raise NotExactError(
+                "a hook on a parameter must give the same on all ranks, and one drew random "
+                "numbers, which differ from rank to rank: draw them from a generator that is "
+                "seeded alike on every rank"
+            )
 
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
         """Return `size` rows of outputs that hold `of`; what holds no samples as it is.

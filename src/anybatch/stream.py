@@ -77,7 +77,7 @@ class Streaming:
             self._refuse_coupled(micro)
         outputs = step.forward(micro)  # 9
         normalize = self.normalize or self._first(outputs, micro)
-        parts = step.loss.parts(outputs, micro, normalize.totals)  # 10
+        parts = step.parts(outputs, micro, normalize.totals)  # 10
         weights = normalize(parts, micro.size)  # 11
         with step.sending(micro, normalize.correction):
             trained = step.backward([part.numerator for part in parts], weights)  # 12
@@ -92,7 +92,7 @@ class Streaming:
             return
         dice = Dice.now()
         with torch.no_grad():
-            coupled = step.loss.totals(step.scope(step.forward(micro), micro)) is None
+            coupled = step.totals(step.forward(micro), micro) is None
         step.forget_casts()
         dice.put_back()
         if coupled:
@@ -100,7 +100,7 @@ class Streaming:
 
     def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
         """Find what the loss of the whole batch is divided by, from its first outputs."""
-        totals = self.step.loss.totals(self.step.scope(outputs, micro))
+        totals = self.step.totals(outputs, micro)
         self.normalize = normalization(self.step, totals)
         return self.normalize
 

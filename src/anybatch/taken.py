@@ -38,7 +38,7 @@ def value_of_all(step: Step, rows: Rows) -> Tensor:
     """Return the loss of the whole batch without a gradient; a rank without samples joins in."""
     if isinstance(step.loss, Contrastive):
         return _of_rows(step, step.loss, rows, _here(step, rows)).detach()
-    return step.loss.whole(rows.outputs, _whole(rows)).detach()
+    return step.whole(rows.outputs, _whole(rows)).detach()
 
 
 def loss_of_all(step: Step, rows: Rows) -> Taken:
@@ -63,9 +63,7 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
     if isinstance(step.loss, Contrastive):
         loss = _of_rows(step, step.loss, rows, tree.map_tensors(lambda _: next(given), outputs))
     else:  # the loss gets copies, for it may write to them; nobody else keeps them
-        loss = step.loss.whole(
-            tree.map_tensors(lambda _: next(given).clone(), outputs), _whole(rows)
-        )
+        loss = step.whole(tree.map_tensors(lambda _: next(given).clone(), outputs), _whole(rows))
     if graph.reaches_before(loss, moment):
         raise LossError(
             "a loss must compute from the outputs and targets it is given, and it uses a tensor "

@@ -334,7 +334,9 @@ def _join_leaf(path: str, column: list[Any], dim: int | None, sizes: Sequence[in
         if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
             raise BatchError(
                 f"micro-batches must agree in all dimensions but that of the samples, and {path} "
-                f"has shapes {', '.join(map(str, shapes))}: pad to a fixed length"
+                f"has shapes {', '.join(map(str, shapes))}: pad to a fixed length, that of the "
+                "whole batch, not of the longest row of a micro-batch (pad_packed_sequence(..., "
+                "total_length=x.shape[1]))"
             )
         return (torch.cat if isinstance(column[0], Tensor) else np.concatenate)(column, dim)
     if [_entries(leaf) for leaf in column] == list(sizes):

@@ -30,6 +30,7 @@ from torch.overrides import _pop_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from anybatch.errors import NotExactError
+from anybatch.execution.hooks import LeafHooks
 from anybatch.meeting import back_to, where
 from anybatch.modules import Modules
 from anybatch.rng import Dice
@@ -166,10 +167,14 @@ class Before:
 
     The modes are here because an interrupt may come at the first instruction of an ``__exit__``,
     and what that was to undo is then still on; `patched` holds what undoes all else of that kind.
+
+    Attributes:
+        hooks: those of the leaves, once they are suspended.
     """
 
     def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
         self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in parameters]
+        self.hooks = LeafHooks()
         self.buffers = note_buffers(modules)
         self.dice = Dice.now()
         self.grad_mode = torch.is_grad_enabled()
@@ -186,13 +191,19 @@ class Before:
         }
 
     def add(self, leaves: Iterable[Tensor]) -> None:
-        """Note the gradients of more leaves, which have not been touched yet.
+        """Note the gradients of more leaves, which have not been touched yet; suspend their hooks.
 
         Args:
             leaves: tensors that turn up during the step; those already noted are left out.
         """
         noted = {id(parameter) for parameter, _ in self.gradients}
-        self.gradients += [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in noted]
+        more = [leaf for leaf in leaves if id(leaf) not in noted]
+        self.gradients += [(leaf, leaf.grad) for leaf in more]
+        self.hooks.suspend(more)
+
+    def suspend_hooks(self) -> None:
+        """Let no hook of the leaves fire until `hooks` lets them."""
+        self.hooks.suspend(leaf for leaf, _ in self.gradients)
 
     def holds(self, leaves: Iterable[Tensor]) -> bool:
         """Say whether the step gives a gradient to one of `leaves`."""
@@ -208,6 +219,7 @@ class Before:
         failures: list[Exception] = []
         steps: list[Callable[[], None]] = [self._leave_modes, *self.patched, self.dice.put_back]
         steps.append(partial(back_to, self._where))
+        steps.append(self.hooks.restore)
         steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
         none: tuple[dict[str, Tensor | None], set[str]] = ({}, set())
         steps += [

@@ -305,7 +305,7 @@ def test_batchnorm_is_that_of_the_batch_or_local_by_name(tmp_path: Path) -> None
     assert [int(split[name]) for name in counts] == [3] * len(counts)
     assert [int(local[name]) for name in counts] == [3 + 3 + 1] * len(counts)
     plan = json.loads((tmp_path / "split" / "plan.json").read_text())
-    assert (plan["mechanism"], plan["exact"]) == ("lanes", True)
+    assert (plan["mechanism"], plan["exact"]["state"]) == ("lanes", "shown")
     near, far = (
         max(float((found[name] - whole[name]).abs().max()) for name in whole if name not in counts)
         for found in (split, local)

@@ -31,6 +31,7 @@ from tests.claims.test_dice import (
     vectors,
 )
 from tests.claims.test_out_of_memory import Fault, Fuse, above, at
+from tests.faults import in_backward
 from tests.oracle import assert_exact, same, snapshot, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -251,9 +252,10 @@ def test_a_compiled_function_that_draws_is_refused() -> None:
         Engine(Noisy(Fn(drop)), F.cross_entropy, micro_batch=4, rng="batch").backward(*data())
 
 
-def test_a_hook_that_adds_noise_to_a_gradient_is_refused() -> None:
+def test_a_hook_that_adds_noise_to_what_flows_back_is_refused() -> None:
+    """One on a parameter fires once: tests/claims/test_parameter_hooks.py."""
     model = Noisy(nn.Dropout(0.3))
-    model.head.weight.register_hook(lambda gradient: gradient + torch.randn_like(gradient))
+    in_backward(model.head, lambda gradient: gradient + torch.randn_like(gradient))
     x, y = data()
     before = snapshot(model)
     with pytest.raises(NotExactError, match=r"and randn_like draws anew \(a hook on a gradient"):

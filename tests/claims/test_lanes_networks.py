@@ -73,7 +73,7 @@ def in_lanes(loss: Any, model: nn.Module, x: Tensor, y: Tensor, *, micro_batch: 
     engine = Engine(model, loss, micro_batch=micro_batch)
     found = engine.backward(x, y)
     assert engine.plan is not None
-    assert (engine.plan.mechanism, engine.plan.exact) == ("lanes", True)
+    assert (engine.plan.mechanism, bool(engine.plan.exact)) == ("lanes", True)
     assert engine.last is not None
     assert engine.last.micro_batches == -(-len(x) // micro_batch)
     assert engine.last.moved_bytes > 0

@@ -175,9 +175,10 @@ def test_every_place_is_come_by_once_a_lane_or_more() -> None:
         for warm in (False, True):
             calls, lanes = calls_of(kind, warm=warm), -(-N // MICRO_BATCH)
             least = {place: calls.get(place, 0) for place in places}
-            once = ["loss"] if kind == "coupled" else []
+            once = ["hook of a parameter", *(["loss"] if kind == "coupled" else [])]
             assert all(n >= lanes for place, n in least.items() if place not in once), least
             assert least["loss"] >= 1
+            assert least["hook of a parameter"] == 1
 
 
 @pytest.mark.large

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.faults import in_backward
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -125,7 +126,7 @@ def test_in_the_observer(kind: str, index: int) -> None:
 @pytest.mark.parametrize("kind", KINDS[:5])
 def test_in_backward(kind: str, index: int) -> None:
     model, step = setting(kind)
-    handle = model.last.weight.register_hook(fail_at(index, BoomError()))
+    handle = in_backward(model.last, fail_at(index, BoomError()))
     before = snapshot(model)
     with pytest.raises(BoomError):
         step()

@@ -27,6 +27,7 @@ from tests.claims.test_dice import (
     trained,
 )
 from tests.claims.test_ranks import SHARDS, shard
+from tests.faults import in_backward
 from tests.oracle import state_of
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def of_row(
         engine = engines.setdefault(id(copied), made)
         now = tuple(n - (N - len(x)) * (r == left) for r, n in enumerate(sizes))
         other_dice(rank)
-        hook = copied.get_parameter("head.weight").register_hook(Short(short and rank == left))
+        hook = in_backward(copied.get_submodule("head"), Short(short and rank == left))
         found = engine.backward(shard(x, now, rank), shard(y, now, rank))
         hook.remove()
         retries.append(engine.last.retries if engine.last else 0)

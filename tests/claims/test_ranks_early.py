@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.faults import in_backward
 from tests.oracle import assert_exact, same, snapshot, state_after, state_of
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
@@ -226,7 +227,7 @@ def failing(rank: int, _size: int, place: str, error: str, apart: bool) -> Any:
     before, said, handles = snapshot(model), "", []
     if rank == SIZE - 1:
         hook = Fails(PLACES[place] if error in ERRORS else 0, ERRORS.get(error, ValueError()))
-        handles = [model.first.weight.register_hook(hook)]
+        handles = [in_backward(model.first, hook)]
     try:
         engine.backward(x, y)
     except BaseException as caught:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.faults import in_backward
 from tests.oracle import same, snapshot
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def failing(
     elif place == "first":
         handle = model[0].register_forward_hook(fails)
     else:
-        handle = model[0].weight.register_hook(fails)
+        handle = in_backward(model[0], fails)
     said = ""
     try:
         engine.backward(x, y)

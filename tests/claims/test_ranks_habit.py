@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.faults import in_backward
 from tests.oracle import assert_exact, same, state_of
 from tests.ranks.pool import Pool, ranks
 from torch import Tensor, nn
@@ -163,7 +164,7 @@ def failing(rank: int, _size: int, where: str, error: str) -> Any:
     if where == "forward":
         layer.register_forward_pre_hook(fail)
     else:
-        layer.weight.register_hook(fail)
+        in_backward(layer, fail)
     x, y = (mine(rank, shards, t) for t in batch_of(0, shards))
     for _ in range(TIMES + 2):
         model.zero_grad()

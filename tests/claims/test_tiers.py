@@ -22,7 +22,7 @@ FRONT = "anybatch"
 # Lowest first; a name stands for the module and, if it is a package, for all that is in it.
 TIERS = {
     "base": "errors units",
-    "parts of plans": "_divisions _memory _pace _scale",
+    "parts of plans": "_divisions _memory _pace _scale proof.evidence",
     "cards": "cards",
     "pure": "_plan timeline choice",
     "room": "room filling",
@@ -39,7 +39,7 @@ TIERS = {
     "reach updates measure repeatable stage "
     "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "
     "slots turns lanes notes surroundings ranks dice gathered segments states.optimizers "
-    "states.parts prepared",
+    "states.parts prepared proof execution",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
     "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.oracle import assert_exact
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch import BudgetError, tree
 from anybatch.meter import Meter
@@ -20,6 +21,7 @@ transformers = pytest.importorskip(
 from benchmarks.integrations.transformers.families import collate  # noqa: E402
 from tests.integrations.trainings import arguments, train  # noqa: E402
 from tests.integrations.truth import BY_NAME, N, double  # noqa: E402
+from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutput  # noqa: E402
 
 from anybatch.integrations.transformers import Trainer  # noqa: E402
 
@@ -107,3 +109,114 @@ def test_an_evaluation_between_steps_changes_no_step(tmp_path: Path) -> None:
         train(Trainer, model, family.rows(N, 0), tmp_path, how, **given, **often)
         ends.append({name: p.detach().clone() for name, p in model.named_parameters()})
     assert all(torch.equal(ends[1][name], p) for name, p in ends[0].items())
+
+
+@dataclass
+class Named(ModelOutput):  # type: ignore[misc]
+    """What a model of transformers returns, within another."""
+
+    y: Tensor | None = None
+    h: Tensor | None = None
+
+
+class Told(nn.Module):
+    """A model that returns what it is told to, of its loss, outputs `y` [n, 2] and `h` [n, 3]."""
+
+    def __init__(self, told: Any, names: tuple[str, ...] = ("labels",), config: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.y, self.h = nn.Linear(3, 2).double(), nn.Linear(3, 3).double()
+        self.told, self.names = told, names
+        if config is not None:
+            self.config = config
+
+    def forward(self, x: Tensor, **labels: Tensor) -> Any:
+        y, h = self.y(x), self.h(x)
+        return self.told(nn.functional.mse_loss(y, labels[self.names[0]]), y, h)
+
+
+class Passing:
+    """A config with names that are not wanted at inference."""
+
+    def __init__(self) -> None:
+        self.keys_to_ignore_at_inference = ["hidden", "past_key_values"]
+
+
+RETURNED = {
+    "tuple": lambda loss, y, h: (loss, y),
+    "tuple of three": lambda loss, y, h: (loss, y, h),
+    "loss in a tuple": lambda loss, y, h: (loss,),
+    "nested tuples": lambda loss, y, h: (loss, (y, (h, y + 1))),
+    "one nested tuple": lambda loss, y, h: (loss, ((y,),)),
+    "tuple with a dict": lambda loss, y, h: (loss, {"y": y, "h": h}),
+    "dict": lambda loss, y, h: {"loss": loss, "logits": y},
+    "dict of three": lambda loss, y, h: {"loss": loss, "logits": y, "hidden": h},
+    "loss in a dict": lambda loss, y, h: {"loss": loss},
+    "loss last": lambda loss, y, h: {"logits": y, "hidden": h, "loss": loss},
+    "a name of ours": lambda loss, y, h: {"loss": loss, "outputs": (y, h)},
+    "numbers for names": lambda loss, y, h: {"loss": loss, "1": y, "0": h},
+    "dict with tuples": lambda loss, y, h: {"loss": loss, "logits": y, "hidden": (h, (y, h))},
+    "output": lambda loss, y, h: SequenceClassifierOutput(
+        loss=loss, logits=y, hidden_states=(h, y)
+    ),
+    "outputs in outputs": lambda loss, y, h: {"loss": loss, "logits": y, "text": Named(y=y, h=h)},
+    "past": lambda loss, y, h: {"loss": loss, "logits": y, "past_key_values": ((h, h), (y, y))},
+    "list": lambda loss, y, h: [loss, y, h],
+    "samples second": lambda loss, y, h: (loss, y.T, h.T[None]),
+    "without rows": lambda loss, y, h: (loss, y, h.mean()),
+    "whole numbers": lambda loss, y, h: (loss, y.argmax(1), h > 0),
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "loss only": {"prediction_loss_only": True},
+    "ignored": {"ignore_keys": ["hidden"]},
+}
+
+
+def structure(found: Any) -> Any:
+    """Return types, names and shapes of a tree."""
+    if isinstance(found, Tensor):
+        return tuple(found.shape), found.dtype
+    if isinstance(found, dict):
+        return type(found), {name: structure(one) for name, one in found.items()}
+    return type(found), [structure(one) for one in found] if found is not None else None
+
+
+@pytest.mark.parametrize("config", [None, Passing()], ids=["bare", "config"])
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_is_predicted_keeps_its_structure(
+    tmp_path: Path, name: str, asked: str, config: Any
+) -> None:
+    found = [
+        predicted(kind, Told(RETURNED[name], config=config), tmp_path, asked, how)
+        for kind, how in (
+            (transformers.Trainer, {}),
+            (Trainer, {"micro_batch": 2}),
+            (Trainer, {"memory": "1GiB"}),
+        )
+    ]
+    want = dict(tree.tensors(found[0]))
+    for ours in found[1:]:
+        assert structure(ours) == structure(found[0])
+        assert_exact(dict(tree.tensors(ours)), want)
+
+
+def predicted(kind: Any, model: Told, folder: Path, asked: str, how: dict[str, Any]) -> Any:
+    draw = torch.Generator().manual_seed(1)
+    batch = {"x": torch.randn(7, 3, generator=draw, dtype=torch.float64)}
+    batch |= {n: torch.randn(7, 2, generator=draw, dtype=torch.float64) for n in model.names}
+    trainer = kind(model, arguments(folder, label_names=list(model.names)), **how)
+    options = {"prediction_loss_only": False} | ASKED[asked]
+    return trainer.prediction_step(model.eval(), batch, **options)
+
+
+@pytest.mark.parametrize("names", [("labels",), ("a", "b")])
+def test_labels_of_several_names_keep_their_structure(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    told, how = RETURNED["tuple"], {"micro_batch": 2}
+    want = predicted(transformers.Trainer, Told(told, names), tmp_path, "plain", {})
+    got = predicted(Trainer, Told(told, names), tmp_path, "plain", how)
+    assert structure(got) == structure(want)
+    assert_exact(dict(tree.tensors(got)), dict(tree.tensors(want)))

@@ -54,16 +54,6 @@ def test_steps_epochs_and_logs_are_those_of_accumulation(tmp_path: Path) -> None
     assert ours.get_total_train_batch_size(ours.args) == own.get_total_train_batch_size(own.args)
 
 
-def test_the_arguments_of_the_person_stay_theirs(tmp_path: Path) -> None:
-    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    trainer = Trainer(BY_NAME["GPT-2"].model(), args)
-    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
-    assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (
-        8,
-        1,
-    )
-
-
 def test_memory_is_a_ceiling_and_the_plan_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
+from anybatch import NotExactError
 from anybatch.norm.moments import merged, moments_of
 from anybatch.norm.ranks import GlobalBatchNorm, GroupMeeting
 from anybatch.ranks.group import group_of
@@ -118,6 +119,107 @@ def test_an_engine_meets_for_layers_that_would_meet_by_themselves(
     loss.backward()
     for got in workers.run(work):
         assert_exact(got, state(model, loss))
+
+
+class Named(nn.Module):
+    """One BatchNorm under two names of one module, and in a list that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.first = nn.Linear(2, 3), nn.BatchNorm1d(3)
+        self.second, self.every = self.first, [self.first]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 2] -> [n, 3]."""
+        x = self.inside(x)
+        for norm in (self.first, self.second, *self.every):
+            x = norm(x).tanh()
+        return x
+
+
+def twice(name: str) -> nn.Module:
+    """Make a model that uses a BatchNorm more than once."""
+    torch.manual_seed(7)
+    norm = nn.BatchNorm1d(3)
+    nn.init.uniform_(norm.weight)
+    block = nn.Sequential(norm, nn.Tanh())
+    models = {
+        "two places of a sequence": lambda: nn.Sequential(nn.Linear(2, 3), norm, nn.Tanh(), norm),
+        "a block in two places": lambda: nn.Sequential(nn.Linear(2, 3), block, block),
+        "in two parents": lambda: nn.Sequential(nn.Linear(2, 3), block, nn.Sequential(norm)),
+        "two names, and a list": Named,
+    }
+    return models[name]().double()
+
+
+def of_all(rank: int, size: int, name: str) -> dict[str, Tensor]:
+    """Return what the rows of all ranks give, when each trains on its own."""
+    model, (x, y) = anybatch.global_batchnorm(twice(name)), batch()
+    begin = sum(SHARDS[size][:rank])
+    own = slice(begin, begin + SHARDS[size][rank])
+    F.cross_entropy(model(x[own, :, 0, 0] - 50), y[own], reduction="sum").div(N).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    return state(model, torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two places of a sequence",
+        "a block in two places",
+        "in two parents",
+        "two names, and a list",
+    ],
+)
+def test_a_layer_that_is_used_twice_is_one_of_all_ranks_wherever_it_is(
+    pool: tuple[int, Pool], name: str
+) -> None:
+    model, (x, y) = twice(name), batch()
+    F.cross_entropy(model(x[:, :, 0, 0] - 50), y).backward()
+    for got in pool[1].run(of_all, name):
+        assert_exact(got, state(model, torch.zeros(())))
+
+
+def one_evaluates(rank: int, size: int, track: bool) -> Tensor | None:
+    model, (x, _) = anybatch.global_batchnorm(make({"track_running_stats": track})).eval(), batch()
+    return model(x[:4]).detach() if rank == 0 else None
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_a_rank_evaluates_while_no_other_one_does(pool: tuple[int, Pool], *, track: bool) -> None:
+    # without running statistics it waited for the others
+    found = pool[1].run(one_evaluates, track)
+    x, _ = batch()
+    assert_exact({"": found[0]}, {"": make({"track_running_stats": track}).eval()(x[:4])})
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input).relu()
+
+
+def patched() -> nn.Module:
+    layer = nn.BatchNorm1d(3)
+    layer.forward = torch.relu  # type: ignore[method-assign, assignment]
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Activated(3), patched(), nn.LazyBatchNorm1d(), nn.LazyBatchNorm2d(), nn.LazyBatchNorm3d(),
+        nn.utils.parametrizations.weight_norm(nn.BatchNorm1d(3), dim=None),
+    ],
+    ids=["forward", "forward of the object", "lazy 1d", "lazy 2d", "lazy 3d", "parametrized"],
+)  # fmt: skip
+def test_a_layer_that_does_something_besides_is_refused_before_any_is_replaced(
+    layer: nn.Module,
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(layer))
+    with pytest.raises(NotExactError, match=rf"these have .*: 1.0 \({type(layer).__name__}\)"):
+        anybatch.global_batchnorm(model)
+    assert type(model[0]) is nn.BatchNorm1d
 
 
 def copied(rank: int, size: int) -> dict[str, Tensor]:

@@ -58,7 +58,7 @@ def counted(way: dict[str, Any], samples: int, pixels: int) -> dict[str, Any]:
     return {
         "mechanism": engine.plan.mechanism,
         "micro_batch": engine.last.micro_batch,
-        "exact": engine.plan.exact,
+        "exact": bool(engine.plan.exact),
         "kernels": len(live),
         "peak": int(meter.peak),
         "budget": engine.plan.memory.budget if engine.plan.memory is not None else None,

@@ -22,6 +22,7 @@ from anybatch.ladder import forecast
 from anybatch.loss.watched import Watched
 from anybatch.meter import Meter
 from anybatch.norm.adaptive import Fixed
+from anybatch.proof.evidence import FORESEEN
 from anybatch.updates import state_tensors
 from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
@@ -123,7 +124,7 @@ def settled(way: Way, bytes_: int) -> Plan:
         mechanism="undivided" if way.name == "undivided" else "streaming",
         accumulate="accumulator" if way.apart else "in place",
         loss="",
-        exact=False,
+        exact=FORESEEN,
         reasons=(),
         memory=Memory(ROOM, "as given", bytes_, (), bytes_, bytes_, "foreseen before"),
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -183,7 +184,8 @@ class Lesson:
         self._start.put_back()
         try:
             with mode:
-                outputs = call_model(step.model, (copied(micro) if step.copies else micro).inputs)
+                inputs = (copied(micro) if step.copies else micro).inputs
+                outputs = step.loss.run(partial(call_model, step.model, inputs), inputs)
             return Run(mode.met, outputs, Dice.now())
         finally:
             step.buffers.restart()

@@ -38,8 +38,10 @@ from lightning.pytorch import Callback, LightningModule  # noqa: E402
 from anybatch.integrations.lightning_handed import Handed, drops_gradients  # noqa: E402
 from anybatch.integrations.lightning_metrics import apart  # noqa: E402
 from anybatch.integrations.lightning_refused import (  # noqa: E402
+    refuse_accumulation,
     refuse_backward,
     refuse_trainer,
+    refuse_unreached,
 )
 from anybatch.integrations.lightning_step import (  # noqa: E402
     Log,
@@ -47,7 +49,9 @@ from anybatch.integrations.lightning_step import (  # noqa: E402
     Present,
     Rows,
     Seen,
+    SkippedError,
     Step,
+    skips,
 )
 
 WAY_OUT = (
@@ -79,7 +83,8 @@ class WholeBatch(Callback):  # type: ignore[misc]
     micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that). What it returns beside
     the loss reaches ``on_train_batch_end`` put together in the same way, and tensors with rows one
     after another. A torchmetrics metric of the module is updated once, with all rows; what its call
-    returns inside ``training_step`` is that of some rows. Validation is Lightning's own.
+    returns inside ``training_step`` is that of some rows. Where it returns None for a batch,
+    whatever the rows hold, Lightning skips the batch. Validation is Lightning's own.
 
     Where nothing looks at gradients between two steps, those of the last one are dropped before the
     next, not in its middle; they are not there again after a step that failed.
@@ -97,7 +102,8 @@ class WholeBatch(Callback):  # type: ignore[misc]
 
     Raises:
         ImportError: lightning is not installed.
-        ValueError: when training begins, ``accumulate_grad_batches``, or a BatchSizeFinder.
+        ValueError: when training begins, ``accumulate_grad_batches``, or a BatchSizeFinder; at the
+            step, where the first was set later.
         NotYetError: when training begins, a strategy or a precision that has not been tried.
         LossError: at the first step, where the loss is not known.
 
@@ -147,7 +153,16 @@ class WholeBatch(Callback):  # type: ignore[misc]
         def whole_step(batch: Any, *rest: Any) -> Any:
             self._present.rest = rest
             seen = Seen()
-            loss = self._run(module, "training_step", function_of(own), batch, seen)
+            try:
+                loss = self._run(module, "training_step", function_of(own), batch, seen)
+            except SkippedError:
+                logged: list[Any] = []
+                with logging_to(module, lambda *given, **named: logged.append((given, named))):
+                    if not skips(own, batch, *rest):
+                        raise
+                for given, named in logged:
+                    module.log(*given, **named)
+                return None
             extra = seen.extra()
             return {"loss": loss, **extra} if extra else loss
 
@@ -162,6 +177,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
     def _run(self, module: Any, name: str, step: Step, batch: Any, seen: Seen) -> Tensor:
         """Return the loss of the whole batch, whose backward hands over its gradients."""
         trainer, log = self._present.trainer, self._present.log
+        refuse_accumulation(trainer)
         part = self._part(module, name, step)
         part.as_now(module)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -195,6 +211,12 @@ class WholeBatch(Callback):  # type: ignore[misc]
         del trainer, pl_module, loss
         refuse_backward(handed=any(one.waits for one in self._handed))
 
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Refuse an update without the gradients of the batch."""
+        del trainer
+        waits = bool(self._handed) and self._handed[-1].waits
+        refuse_unreached(waits=waits and pl_module.automatic_optimization)
+
     def on_train_batch_end(self, *_given: Any) -> None:
         """Forget what was not handed over."""
         self._handed.clear()
@@ -215,6 +237,12 @@ class WholeBatch(Callback):  # type: ignore[misc]
         self._present.trainer = None
         self._handed.clear()
         self._parts.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or another process begins with: what was asked for, and plans."""
+        fresh = WholeBatch()
+        lasting = ("_asked", "_how", "_plans")
+        return vars(fresh) | {name: vars(self)[name] for name in lasting}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plans, so that a run goes on in the same parts."""
@@ -269,7 +297,7 @@ def function_of(method: Any) -> Step:
 
 
 @contextmanager
-def logging_to(module: Any, log: Log) -> Iterator[None]:
+def logging_to(module: Any, log: Callable[..., None]) -> Iterator[None]:
     """Let ``module.log`` take values aside in the body."""
     before = vars(module).get("log")
     vars(module)["log"] = log

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from anybatch.errors import NotYetError
+from anybatch.errors import NotExactError, NotYetError
 
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 LINE = "self.manual_backward(whole_loss(self, self.my_loss, batch))"
@@ -28,7 +28,7 @@ def refuse_trainer(trainer: Any, module: Any) -> None:
         ValueError: a step would not be one batch, or the batch be changed.
         NotYetError: not possible today.
     """
-    _refuse_accumulation(trainer)
+    refuse_accumulation(trainer)
     _refuse_places(trainer, module)
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise NotYetError(
@@ -37,7 +37,12 @@ def refuse_trainer(trainer: Any, module: Any) -> None:
         )
 
 
-def _refuse_accumulation(trainer: Any) -> None:
+def refuse_accumulation(trainer: Any) -> None:
+    """Refuse a step that is not one batch, whenever that was set.
+
+    Raises:
+        ValueError: it is several, or a part of one.
+    """
     of_finder = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder)]
     if of_finder:
         raise ValueError(
@@ -87,4 +92,18 @@ def refuse_backward(*, handed: bool) -> None:
             "with WholeBatch manual_backward must be given the loss of the whole batch, and this "
             "one was computed in one piece, which cannot be split afterwards: write its lines as a "
             f"method, def my_loss(self, rows), and {LINE}"
+        )
+
+
+def refuse_unreached(*, waits: bool) -> None:
+    """Refuse an update by a module whose own ``backward`` leaves the gradients of the batch out.
+
+    Raises:
+        NotExactError: they still wait.
+    """
+    if waits:
+        raise NotExactError(
+            "backward must reach the loss of the whole batch, which hands over its gradients, and "
+            "after backward they still wait: call loss.backward() without inputs=, or return None "
+            "from training_step to skip a batch"
         )

@@ -13,12 +13,14 @@ Source: Lightning 2.6, ``LightningModule.log`` and ``_AutomaticOptimization``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Number
 from threading import local
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from anybatch import tree
@@ -39,6 +41,32 @@ REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 """What becomes of the values of micro-batches, by ``reduce_fx``; else the mean over samples."""
 
 
+class SkippedError(LossError):
+    """Raised where ``training_step`` returned None, which skips a batch."""
+
+
+class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode in which nothing may be computed."""
+
+    def __torch_dispatch__(self, *_given: Any, **_named: Any) -> Any:
+        """Refuse a kernel."""
+        raise SkippedError("something is computed")
+
+
+def skips(step: Callable[..., Any], *given: Any) -> bool:
+    """Say whether ``training_step`` skips a batch, and does so before it computes anything.
+
+    None for some rows says nothing of the batch: they may be too few, or one of them not finite.
+    And a forward before it would have moved buffers and dice. Nothing of that can be where no
+    kernel runs: then this call is what Lightning alone would do.
+    """
+    try:
+        with Untouched():  # type: ignore[no-untyped-call]
+            return step(*given) is None
+    except SkippedError:
+        return False
+
+
 class Log:
     """What stands in for ``LightningModule.log`` while micro-batches run; a lane is a thread.
 
@@ -54,6 +82,9 @@ class Log:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Log:
         return self
+
+    def __reduce__(self) -> tuple[type[Log], tuple[()]]:
+        return Log, ()
 
     def begin(self) -> None:
         """Begin a micro-batch of this lane."""
@@ -81,6 +112,12 @@ class Log:
         if isinstance(value, Metric):
             self.metrics[name] = value
             return
+        if not isinstance(value, Tensor | Number):
+            raise ValueError(
+                "a value that is logged must be a number, a tensor of one or a metric, and "
+                f"self.log({name!r}, ...) was given {type(value).__name__}: log its parts by their "
+                "names, with self.log_dict for instance, or leave it out"
+            )
         value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
         if value.numel() != 1:
             raise ValueError(
@@ -136,6 +173,12 @@ class Rows(nn.Module):
         self._present.log.begin()
         found = self._step(self.module, rows, *self._present.rest)
         loss = found.get("loss") if isinstance(found, Mapping) else found
+        if found is None:
+            raise SkippedError(
+                "training_step must skip a batch before it looks at rows, by batch_idx for "
+                "instance, and it returned None for some rows of one: return a loss of zero "
+                "(loss * 0), or leave such a batch out of the loader"
+            )
         if not isinstance(loss, Tensor):
             raise LossError(
                 "training_step must return its loss, or a dict with 'loss', for all rows it is "

@@ -3,7 +3,8 @@
 A Trainer makes a large batch of small ones: ``per_device_train_batch_size``, tried until it fits,
 times ``gradient_accumulation_steps``. Whether their sum is the gradient of the batch depends on the
 model: only one that takes ``num_items_in_batch`` divides by the tokens of all of them. Here the
-product of both numbers is one batch, and each step hands it to one `Engine.backward`:
+product of both numbers is one batch while it trains, and each step hands it to one
+`Engine.backward`:
 
     loader          per_device_train_batch_size * gradient_accumulation_steps samples
     training_step   micro-batches that fit `memory`, divided by what the whole batch has
@@ -15,7 +16,6 @@ Source: transformers 5.23, ``Trainer.training_step`` and ``Trainer.compute_loss`
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,11 +31,6 @@ from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, m
 from anybatch.integrations.transformers_experts import evenly_over_all
 from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
 from anybatch.integrations.transformers_padding import Trimmed
-from anybatch.integrations.transformers_refused import (
-    WAY_OUT,
-    refuse_arguments,
-    refuse_overridden,
-)
 from anybatch.integrations.transformers_resume import History
 from anybatch.loss.heard import OfModel
 from anybatch.norm.adaptive import Adaptive
@@ -49,6 +44,16 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 )
 from transformers.utils import logging  # noqa: E402
 
+from anybatch.integrations.transformers_refused import (  # noqa: E402
+    WAY_OUT,
+    Overrides,
+    Reached,
+    refuse_accumulation,
+    refuse_arguments,
+    refuse_count,
+    refuse_loader,
+)
+
 logger = logging.get_logger("transformers.trainer.anybatch")
 
 
@@ -57,17 +62,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Write ``memory="8GiB"`` instead of guessing ``per_device_train_batch_size`` and
     ``gradient_accumulation_steps``. Their product is the batch of a rank, from one call of the
-    collator; `args` are copied, and in the copy the first is the product and the second is 1. So a
+    collator; while `train` runs, the first is the product and the second is 1 in `args`. So a
     step is one batch of the loader: steps, epochs, logs, checkpoints and callbacks count as before,
-    and ``on_substep_end`` is never called. With ``dataloader_drop_last`` the last batch of an epoch
-    is left out where it is not whole. The batch is padded to its longest row by the collator; what
-    of that a micro-batch does not need is cut off again (`transformers_padding`).
+    and ``on_substep_end`` is never called. What is set between two calls of `train` counts, as it
+    does there; what would accumulate in the middle of one is refused at the step. With
+    ``dataloader_drop_last`` the last batch of an epoch is left out where it is not whole. The batch
+    is padded to its longest row by the collator; what of that a micro-batch does not need is cut
+    off again (`transformers_padding`).
 
     The loss of the model is heard (`anybatch.loss.heard`): a weighted sum of torch's own losses
     needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
     ``compute_loss_func`` work as they do there; a function that couples the samples is computed
     once on the outputs of all. Evaluation is the Trainer's own, in parts that fit where `memory`,
     `micro_batch` or `plan` is given, one process evaluates and the loss is the model's.
+
+    Of what a subclass overrides all is called as there, in any order of classes, but for what the
+    engine takes the place of: that is refused with the name of the class.
 
     Args:
         model: as for `transformers.Trainer`, and so are `args`, `others` and `named`.
@@ -85,15 +95,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     Raises:
         ImportError: transformers or accelerate is not installed.
-        ValueError: ``auto_find_batch_size``, which changes the batch.
+        ValueError: ``auto_find_batch_size``, which changes the batch; gradients would be
+            accumulated over several batches of the loader.
         NotYetError: DeepSpeed, FSDP, DataParallel, a compiled model, fused losses.
-        NotExactError: `compute_loss` is overridden.
+        NotExactError: `compute_loss`, or another method that is not called, is overridden.
         LossError: at the first step, where the loss of the model is not known.
 
     Example:
         >>> trainer = Trainer(model, args, train_dataset=data, memory="8GiB")
         >>> trainer.train()
     """
+
+    _train_batch_size: int
 
     def __init__(
         self,
@@ -109,20 +122,51 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ) -> None:
         given = transformers.TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(given)
-        refuse_overridden(self, transformers.Trainer)
+        self._overrides = Overrides(self, Trainer, transformers.Trainer)
+        self._overrides.refuse()
         self.engine: Engine | None = None
         self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
         self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
         self._heard: Trimmed | None = None
         self._given: GivenLoss | None = None
-        self._made_for: tuple[int, int] = (0, 0)
+        self._made_for: tuple[int, ...] = ()
+        self._folded = 1
         self._told: Plan | None = None
         self._history = History()
         self._evaluates: Evaluation | None = None
-        super().__init__(model, folded(given), *others, **named)
+        super().__init__(model, given, *others, **named)
+        self._reached = Reached(self)
+        self.callback_handler.add_callback(self._reached)
+
+    def _inner_training_loop(self, *given: Any, **named: Any) -> Any:
+        """Run the loop, in which a step is one batch of the loader."""
+        refuse_arguments(self.args)
+        with self._one_batch_a_step():
+            return super()._inner_training_loop(*given, **named)
+
+    @contextmanager
+    def _one_batch_a_step(self) -> Iterator[None]:
+        """Fold accumulation into the batch in the body; what is set there meanwhile stays."""
+        args, times = self.args, self.args.gradient_accumulation_steps
+        before = args.per_device_train_batch_size, self._train_batch_size
+        folded = before[0] * times, before[1] * times
+        args.per_device_train_batch_size, self._train_batch_size = folded
+        args.gradient_accumulation_steps, self._folded = 1, times
+        try:
+            yield
+        finally:
+            self._folded = 1
+            if args.gradient_accumulation_steps == 1:
+                args.gradient_accumulation_steps = times
+            if args.per_device_train_batch_size == folded[0]:
+                args.per_device_train_batch_size = before[0]
+            if self._train_batch_size == folded[1]:
+                self._train_batch_size = before[1]
 
     def get_train_dataloader(self) -> Any:
         """Return the loader; its batches stay on the host, from where micro-batches are sent."""
+        if self._overrides.prepare:  # which would find them on the device
+            return super().get_train_dataloader()
         accelerator = self.accelerator
         placed, accelerator.device_placement = accelerator.device_placement, False
         try:
@@ -134,11 +178,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Add the gradient of the whole batch, over all ranks, and return its loss."""
+        self._reached.step = True
+        self._overrides.refuse()
+        refuse_accumulation(self)
+        refuse_loader(self, self._folded)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inputs = self._prepare_inputs(inputs) if self._overrides.prepare else inputs
         engine = self._engine_for(inner)
+        if self._heard is not None and self._overrides.counts and self.model_accepts_loss_kwargs:
+            refuse_count(self, transformers.Trainer, inputs, num_items_in_batch)
         rows, labels = self._split(dict(inputs))
         if self._given is not None:
             self._given.items = self._items(num_items_in_batch)
@@ -166,13 +217,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
         A class that evaluates in its own way, such as one that generates, does so.
         """
-        step = super().prediction_step
-        plain = getattr(step, "__func__", None) is transformers.Trainer.prediction_step
+        step, overrides = super().prediction_step, self._overrides
+        plain = overrides.behind("prediction_step") is None and not overrides.counts
         asked = any(value is not None for value in self._asked.values())
         if plain and asked and may_divide(self, model, inputs):
+            overrides.refuse()
+            rows = self._prepare_inputs(inputs) if overrides.prepare else inputs
             with self._around(model), self.compute_loss_context_manager():
                 found = self._evaluation_of(model).step(
-                    self, dict(inputs), ignore_keys, loss_only=prediction_loss_only
+                    self, dict(rows), ignore_keys, loss_only=prediction_loss_only
                 )
             if found is not None:
                 return found
@@ -211,7 +264,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _engine_for(self, model: nn.Module) -> Engine:
         """Return the engine of a model and its optimizer."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        made_for = id(model), id(optimizer)
+        losses = self.compute_loss_func, self.label_smoother
+        made_for = (id(model), id(optimizer), *map(id, losses))
         if self.engine is None or self._made_for != made_for:
             self._heard = self._given = None
             subject, loss = self._loss_of(model)
@@ -255,14 +309,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._asked["plan"] is None:
             self._history.load(checkpoint)
-
-
-def folded(args: Any) -> Any:
-    """Return a copy of training arguments in which a step is one batch of the loader."""
-    args = copy.copy(args)
-    args.per_device_train_batch_size *= args.gradient_accumulation_steps
-    args.gradient_accumulation_steps = 1
-    return args
 
 
 @contextmanager

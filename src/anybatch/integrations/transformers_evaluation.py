@@ -63,10 +63,10 @@ class Evaluation:
         Raises:
             BudgetError: a single sample does not fit.
         """
-        if ignored is None:
-            config = getattr(trainer.model, "config", None)
+        if ignored is None and hasattr(trainer.model, "config"):
+            config = trainer.model.config
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        found = self._run(inputs, ignored, loss_only=loss_only)
+        found = self._run(inputs, ignored or [], loss_only=loss_only)
         if found is None or loss_only:
             return None if found is None else (found[0], None, None)
         labels = tuple(inputs[name].detach() for name in trainer.label_names)

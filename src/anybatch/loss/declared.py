@@ -58,16 +58,21 @@ class Scope:
 
 @dataclass(frozen=True)
 class Total:
-    """A term of the whole batch's loss: its weight c and denominator D (None: not yet known)."""
+    """A term of the whole batch's loss: its weight c and denominator D (None: not yet known).
+
+    Attributes:
+        sums: it is a plain sum, of any part and of the whole. Default False.
+    """
 
     weight: float
     denominator: Number | None
     term: Term | None = None
+    sums: bool = False
 
     @property
     def adds(self) -> bool:
         """Whether denominators of parts add up to that of the whole: that of a sum is 1."""
-        return self.term is None or self.term.divides
+        return not self.sums and (self.term is None or self.term.divides)
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Loss(ABC):
     """Whether the loss is computed from the outputs; else the outputs hold it."""
     couples = False
     """Whether samples meet in it, whatever the outputs are."""
+    believed = False
+    """Whether a person's word, which nothing has shown, says what the present step divides by."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:
@@ -125,16 +132,23 @@ class Loss(ABC):
         return Ratio(num, den)
 
     @staticmethod
-    def inside(*, count: Callable[[Any, Any], Number]) -> Loss:
-        """Declare what a loss computed inside the model is divided by.
+    def inside(*, count: Callable[[Any, Any], Number] | None) -> Loss:
+        """Declare what a loss is divided by that the model computes, where it cannot be traced.
+
+        ``Engine(model)`` traces it, and most models need no declaration. Where a count contradicts
+        what is traced, it is refused with both numbers; where nothing can be traced it is believed.
 
         Args:
-            count: ``count(inputs, targets)`` -> the denominator of the mean that the model takes,
-                such as the number of targets that are not ignored; it adds up over samples.
+            count: ``count(inputs, targets)`` -> the denominator of the mean that the model takes;
+                it adds up over samples. Count what the model counts: one that shifts its labels
+                divides by those that are left. None: the loss is a plain sum, divided by nothing.
 
         Returns:
-            The loss that the model returns: a 0-dim tensor, an object with ``.loss``, or a mapping
-            with ``"loss"``.
+            The loss that the model returns: a 0-dim tensor, an object with ``.loss``, a mapping
+            with ``"loss"``, or a tuple that begins with it.
+
+        Raises:
+            LossError: at a step, where `count` contradicts what the model divides by.
         """
         return Inside(count)
 
@@ -151,6 +165,23 @@ class Loss(ABC):
         Source: MBS, Algorithm 1, line 11, Eq. 14.
         """
         return Algorithm1(fn)
+
+    def run(self, forward: Callable[[], Any], inputs: Any) -> Any:
+        """Run the model's forward on some rows of a batch that is divided.
+
+        Args:
+            forward: runs the model; returns its outputs.
+            inputs: of these rows.
+
+        Returns:
+            The outputs, or what this loss makes of them.
+        """
+        del inputs
+        return forward()
+
+    def outputs(self, found: Any) -> Any:
+        """Return the outputs of the model in what `run` returned."""
+        return found
 
     @abstractmethod
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -176,6 +207,8 @@ class Loss(ABC):
 
 class Ratio(Loss):
     """`Loss.ratio`."""
+
+    believed = True
 
     def __init__(self, num: Callable[..., Tensor], den: Callable[[Any], Number]) -> None:
         self.name = "declared: sum / count of targets"
@@ -207,6 +240,8 @@ class Ratio(Loss):
 
 class PerSample(Loss):
     """`Loss.per_sample`."""
+
+    believed = True
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         self.name = "declared: mean over samples"
@@ -243,13 +278,14 @@ class PerSample(Loss):
 
 
 class Inside(Loss):
-    """`Loss.inside`."""
+    """`Loss.inside`, believed; an engine compares it with what is traced (`model_loss`)."""
 
     takes_outputs = False
+    believed = True
 
-    def __init__(self, count: Callable[[Any, Any], Number]) -> None:
-        self.name = "inside the model, its count declared"
-        self._count = count
+    def __init__(self, count: Callable[[Any, Any], Number] | None) -> None:
+        self.name = f"inside the model, {'a sum' if count is None else 'its count declared'}"
+        self.count = count
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the model's loss."""
@@ -258,13 +294,17 @@ class Inside(Loss):
 
     def totals(self, scope: Scope) -> list[Total] | None:
         """Count over the whole batch."""
+        if self.count is None:
+            return [Total(1.0, 1, sums=True)]
         batch = scope.batch
-        return [Total(1.0, None if batch is None else self._count(batch.inputs, batch.targets))]
+        return [Total(1.0, None if batch is None else self.count(batch.inputs, batch.targets))]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Turn the micro-batch's mean back into its sum; a mean over nothing is no part."""
-        count = self._count(micro.inputs, micro.targets)
         loss = loss_inside(outputs)
+        if self.count is None:
+            return [Part(loss, lambda: 1)]
+        count = self.count(micro.inputs, micro.targets)
         whole = totals[0].denominator
         # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut,
         # or comes along with nothing where others wait for its backward.
@@ -318,9 +358,15 @@ def scalar(value: Any, what: str) -> Tensor:
 
 def loss_inside(outputs: Any) -> Tensor:
     """Return the loss that a model computed itself."""
-    value = outputs
+    return scalar(loss_among(outputs), "a model with its loss inside")
+
+
+def loss_among(outputs: Any) -> Any:
+    """Return what stands for the loss among what a model returned; None where nothing does."""
+    if isinstance(outputs, Tensor):
+        return outputs
     if isinstance(outputs, Mapping):
-        value = outputs.get("loss")
-    elif not isinstance(outputs, Tensor):
-        value = getattr(outputs, "loss", None)
-    return scalar(value, "a model with its loss inside")
+        return outputs.get("loss")
+    if isinstance(outputs, tuple | list) and not hasattr(outputs, "loss"):
+        return outputs[0] if outputs else None
+    return getattr(outputs, "loss", None)

@@ -13,12 +13,14 @@ sum of known losses is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
@@ -28,6 +30,8 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
 from anybatch.loss.quiet import Quiet
+from anybatch.meeting import looks_here
+from anybatch.norm.alone import AloneNorms
 
 Weighted = list[tuple[float, HeardTerm]]
 Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
@@ -56,6 +60,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self.checked: set[Any] = set()
+        self.crossed: set[Any] = set()
         self._apart: dict[Any, bool] = {}
         self._first: dict[Any, tuple[int, Shapes]] = {}
 
@@ -71,49 +76,101 @@ class Sizes:
         m, others = self._first.setdefault(kind, (n, shapes))
         if n != m:
             self._first.clear()
-            self._apart[form] = all(
-                weight == other and all(_grow(a, b, n, m) for a, b in zip(xs, ys, strict=True))
-                for (weight, xs), (other, ys) in zip(shapes, others, strict=True)
-            )
+            terms = list(zip(shapes, others, strict=True))
+            pairs = [p for (_, xs), (_, ys) in terms for p in zip(xs, ys, strict=True)]
+            same = all(weight == other for (weight, _), (other, _) in terms)
+            self._apart[form] = same and all(_grow(a, b, n, m) for a, b in pairs)
+            if any(_crossed(a, b, n, m) for a, b in pairs):
+                self.crossed.add(form)
 
     def apart(self, terms: Weighted) -> bool:
         """Say whether it is so; not where one size is all that was seen."""
         return self._apart.get(_form(terms), False)
+
+    def meets(self, terms: Weighted) -> bool:
+        """Say whether a form of loss has been seen to compare samples."""
+        return _form(terms) in self.crossed
+
+
+class Tracer:
+    """Runs a model and finds the terms of the loss that it returns.
+
+    Args:
+        model: any module that returns its loss: a 0-dim tensor, an object with ``.loss``, a mapping
+            with ``"loss"``, or a tuple that begins with it.
+
+    Attributes:
+        sizes: what forwards of two sizes have shown.
+        logits: bytes of the largest logits of the last forward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sizes = Sizes()
+        self.quiet = Quiet(model)
+        self.logits = 0
+
+    def run(
+        self,
+        forward: Callable[[], Any],
+        inputs: Any,
+        loss_of: Callable[[Any], Any] = loss_inside,
+    ) -> tuple[Any, Heard]:
+        """Run a model on some rows, and follow its loss.
+
+        Args:
+            forward: runs the model; returns its outputs.
+            inputs: of these rows: any tree of tensors [n, ...].
+            loss_of: takes the loss out of the outputs.
+
+        Returns:
+            The outputs, and the terms of the loss.
+        """
+        hearing = Hearing(inputs)
+        with self.quiet.around(hearing):
+            outputs = forward()
+        loss = loss_of(outputs)
+        heard = Heard(loss=loss)
+        heard.terms, heard.odd = hearing.combination(loss), tuple(hearing.odd)
+        if heard.terms is None and not heard.odd:
+            heard.odd = made_by(loss)
+        if heard.terms is None:
+            self.quiet.forget()
+        heard.rows = hearing.rows
+        self.logits = max((term.bytes for term in hearing.terms), default=0)
+        self.sizes.note(heard, inputs)
+        if looks_here():  # else the logits would stay until their backward is done
+            # Labels that say where a sample stands among gathered rows are others in each batch.
+            some = slice(1 if _gathers() else None)
+            heard["losses of"] = [
+                _by_sample(t, heard.rows) for given in hearing.arguments for t in given[some]
+            ]
+        return outputs, heard
 
 
 class Overheard(nn.Module):
     """A model whose forward returns what was heard of its loss.
 
     Args:
-        model: any module that returns its loss: a 0-dim tensor, an object with ``.loss``, a mapping
-            with ``"loss"``, or a tuple that begins with it.
+        model: any module that returns its loss, as for `Tracer`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
-        self.sizes = Sizes()
-        self.quiet = Quiet(model)
-        self.logits = 0
+        self.tracer = Tracer(model)
+
+    @property
+    def logits(self) -> int:
+        """Bytes of the largest logits of the last forward."""
+        return self.tracer.logits
 
     def forward(self, *args: Any, **kwargs: Any) -> Heard:
         """Run the model, and listen."""
-        inputs = (args, kwargs)
-        hearing = Hearing(inputs)
-        with self.quiet.around(hearing):
-            outputs = self.model(*args, **kwargs)
-        loss = first_loss(outputs)
-        heard = Heard(loss=loss)
-        heard.terms, heard.odd = hearing.combination(loss), tuple(hearing.odd)
-        if heard.terms is None:
-            self.quiet.forget()
-        heard.rows = hearing.rows
-        self.logits = max((term.bytes for term in hearing.terms), default=0)
-        self.sizes.note(heard, inputs)
-        if not torch.is_grad_enabled():  # else the logits would stay until their backward is done
+        forward = partial(self.model, *args, **kwargs)
+        outputs, heard = self.tracer.run(forward, (args, kwargs), first_loss)
+        if looks_here():
             heard.update(_rest(outputs))
-            heard["losses of"] = [_by_sample(t, heard.rows) for t in hearing.scores]
         return heard
 
 
@@ -127,9 +184,12 @@ class OfModel(Loss):
 
     takes_outputs = False
 
-    def __init__(self, model: Overheard, way_out: str = "declare Loss.inside(count=...)") -> None:
-        self.name = "inside the model, as heard"
-        self._model, self._way_out = model, way_out
+    def __init__(
+        self, model: Overheard | Tracer, way_out: str = "declare Loss.inside(count=...)"
+    ) -> None:
+        self.name = "inside the model, as traced"
+        self._tracer = model.tracer if isinstance(model, Overheard) else model
+        self._way_out = way_out
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the model's loss."""
@@ -143,7 +203,7 @@ class OfModel(Loss):
             LossError: the loss is not a weighted sum of known losses over samples.
         """
         terms = self._terms(scope.outputs)
-        if not self._model.sizes.apart(terms):
+        if not self._tracer.sizes.apart(terms):
             raise LossError(
                 f"every row that a loss inside the model is taken of must belong to one sample, "
                 f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
@@ -210,31 +270,34 @@ class OfModel(Loss):
         """Say whether the parts make up the whole, and the first is what was heard; once a kind."""
         shapes = tuple(t.shape[1:] for _, t in tree.tensors(batch.inputs))
         kind = term.form, term.index, scope.size, scope.first.size, shapes
-        if not torch.as_tensor(term.count).is_cuda:  # which would have to be waited for
-            first = _counted(term, scope.first.inputs, scope.first.size, scope.first.size)
-            if first is None or float(first) != float(term.count):
-                return False
-        if kind in self._model.sizes.checked:
-            return True
-        parts = list(batch.micro_batches(scope.first.size))
+        checked = kind in self._tracer.sizes.checked
+        if checked and torch.as_tensor(term.count).is_cuda:
+            return True  # a device would have to be waited for
+        first = _counted(term, scope.first.inputs, scope.first.size, scope.first.size)
+        if first is None or float(first) != float(term.count):
+            return False
+        parts = [] if checked else list(batch.micro_batches(scope.first.size))
         if sum(micro.size for micro in parts) != scope.size:
-            return True  # a rehearsal of the first few: what it divides by does not matter
+            return True  # or a rehearsal of the first few: what it divides by does not matter
         counts: list[known.Count | None] = [
             _counted(term, micro.inputs, micro.size, scope.first.size) for micro in parts
         ]
         there = [float(count) for count in counts if count is not None]
-        same = len(there) == len(counts) and sum(there) == float(whole)
-        if not (same and float(term.count) in there):  # of lanes the first is not that of row 0
+        if len(there) < len(counts) or sum(there) != float(whole):
             return False
-        self._model.sizes.checked.add(kind)
+        self._tracer.sizes.checked.add(kind)
         return True
+
+
+def made_by(loss: Any) -> tuple[str, ...]:
+    """Return the name of the operation that a loss comes from, where it has a graph."""
+    node = loss.grad_fn if isinstance(loss, Tensor) else None
+    return () if node is None else (node.name().removesuffix("0").removesuffix("Backward"),)
 
 
 def first_loss(outputs: Any) -> Any:
     """Return the loss that a model returned."""
-    if isinstance(outputs, tuple) and outputs:
-        return outputs[0]
-    return loss_inside(outputs) if not isinstance(outputs, Mapping) else _of_mapping(outputs)
+    return _of_mapping(outputs) if isinstance(outputs, Mapping) else loss_inside(outputs)
 
 
 def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
@@ -250,11 +313,23 @@ def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
 def _rest(outputs: Any) -> dict[str, Any]:
     if isinstance(outputs, Mapping):
         return {str(key): value for key, value in outputs.items() if key != "loss"}
-    return {"outputs": outputs[1:]} if isinstance(outputs, tuple) else {}
+    rest = outputs[1:] if isinstance(outputs, tuple) else ()
+    return {str(place): value for place, value in enumerate(rest)}
+
+
+def _gathers() -> bool:
+    """Say whether forward has called `anybatch.all_gather`, where micro-batches are to wait."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, AloneNorms) and mode.gathered for mode in modes)
 
 
 def _by_sample(tensor: Tensor, rows: int) -> Tensor:
-    """Return the logits with the samples first, where they are in proportion."""
+    """Return logits or labels with the samples first, where they are in proportion.
+
+    What is whole numbers is made what the look at a model compares: labels that belong to another
+    sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
+    """
+    tensor = tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
     whole = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
     return tensor.reshape(rows, -1) if whole else tensor
 
@@ -277,9 +352,20 @@ def _counted(term: HeardTerm, inputs: Any, size: int, heard: int) -> known.Count
 
 
 def _grow(a: torch.Size, b: torch.Size, n: int, m: int) -> bool:
-    """Say whether shapes for n and for m samples are in proportion, in their first dimension."""
+    """Say whether shapes for n and for m samples are in proportion, in their first dimension.
+
+    It holds the same number of rows of every sample: half as many as samples are of a part of
+    the batch (test_a_part_of_the_batch_is_refused).
+    """
     alike = a[1:] == b[1:] or 1 in (n, m)  # one sample may be squeezed away
-    return prod(a) * m == prod(b) * n and alike
+    every = all(k == 1 or (len(x) > 0 and x[0] % k == 0) for x, k in ((a, n), (b, m)))
+    return prod(a) * m == prod(b) * n and alike and every
+
+
+def _crossed(a: torch.Size, b: torch.Size, n: int, m: int) -> bool:
+    """Say whether another dimension than the first grows with the samples: they are compared."""
+    pairs = zip(a[1:], b[1:], strict=False)
+    return len(a) == len(b) and any(i != j and i * m == j * n for i, j in pairs)
 
 
 def _form(terms: Weighted) -> Any:

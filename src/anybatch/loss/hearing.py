@@ -96,7 +96,7 @@ class Hearing(TorchFunctionMode):
 
     Attributes:
         terms: the known functionals that were called, in order.
-        scores: their first arguments, which hold the logits.
+        arguments: of each those that have rows, such as logits and labels.
         odd: names of functions that did something to a term that is not followed.
         rows: samples that the model is called with.
     """
@@ -106,7 +106,7 @@ class Hearing(TorchFunctionMode):
         self.rows = rows_of(inputs)
         self._aside = False
         self.terms: list[HeardTerm] = []
-        self.scores: list[Tensor] = []
+        self.arguments: list[list[Tensor]] = []
         self.odd: list[str] = []
         self._recipes = Recipes(inputs)
         self._sums: dict[int, Sum] = {}
@@ -199,7 +199,7 @@ class Hearing(TorchFunctionMode):
         value = sums / count if divides else sums.clone()
         left_out = {*with_rows, *entry.parameters}  # what a graph would be kept for
         first = next(iter(with_rows.values()))
-        self.scores.append(first)
+        self.arguments.append(list(with_rows.values()))
         self._add(
             value,
             HeardTerm(

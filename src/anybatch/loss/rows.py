@@ -39,6 +39,15 @@ QUERIES = frozenset(
 PROPERTIES = frozenset("shape ndim dtype requires_grad layout".split())
 
 
+READS = frozenset("__int__ __index__ __invert__".split())
+"""Names that begin like those of writes, and write nothing."""
+STATEFUL = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+    "poisson batch_norm instance_norm".split()
+)
+"""Functions that draw at random, or may move statistics."""
+
+
 def axis_after(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, axis: int, size: int
 ) -> int | None:

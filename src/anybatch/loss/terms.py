@@ -7,7 +7,7 @@ same calls for a micro-batch with numbers, and follows nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class Term:
         arguments: what it was called with, by name.
         constants: names of the arguments that are tensors and hold no samples (class weights).
         numerator: the sum over the rows.
+        samples: whose rows they are. Default 0: nobody has counted.
+        axes: name -> the dimension along which an argument holds samples. Default none.
     """
 
     index: int
@@ -36,6 +38,8 @@ class Term:
     arguments: dict[str, Any]
     constants: tuple[str, ...]
     numerator: Tensor
+    samples: int = field(default=0, kw_only=True)
+    axes: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -68,9 +72,16 @@ class Term:
     def part_of(self, other: Term) -> bool:
         """Say the same where the options are known not to depend on the size.
 
-        A rehearsal takes a constant without data for the one that was watched.
+        A rehearsal takes a constant without data for the one that was watched. The rows must be as
+        long as those of `other`, the whole batch's: what a model cuts to the longest row of a
+        micro-batch is no part of what it gives for all (the test of lengths in
+        tests/loss/test_state.py).
         """
-        return self._is_like(other, _looks_the_same)
+        return self._is_like(other, _looks_the_same) and all(
+            _rows_alike(self.arguments[name], self.samples, whole, other.samples, other.axes[name])
+            for name, whole in other.arguments.items()
+            if name in other.axes
+        )
 
     def _is_like(self, other: Term, same: Callable[[Any, Any], bool]) -> bool:
         return self.function is other.function and all(
@@ -88,10 +99,12 @@ class Numerators(TorchFunctionMode):
 
     Args:
         terms: the terms of the whole batch; `found` holds the same calls on other samples.
+        samples: how many those are.
     """
 
-    def __init__(self, terms: list[Term]) -> None:
+    def __init__(self, terms: list[Term], samples: int) -> None:
         super().__init__()
+        self._samples = samples
         self.found: list[Term] = []
         self._terms = {term.index: term for term in terms}
         self._calls = 0
@@ -110,9 +123,18 @@ class Numerators(TorchFunctionMode):
             if term is not None and func is term.function:
                 arguments = known.bind(func, args, kwargs or {})
                 sums = known.numerator(func, arguments)
-                self.found.append(Term(term.index, func, arguments, term.constants, sums))
+                own = (term.index, func, arguments, term.constants, sums)
+                self.found.append(Term(*own, samples=self._samples))
                 return sums
         return func(*args, **(kwargs or {}))
+
+
+def _rows_alike(part: Any, n: int, whole: Any, size: int, axis: int) -> bool:
+    """Say whether `part` holds `n` samples as `whole` holds `size`, but for how many they are."""
+    if not isinstance(part, Tensor) or part.dim() != whole.dim():
+        return False
+    pairs = enumerate(zip(part.shape, whole.shape, strict=True))
+    return all(i * size == j * n if dim == axis else i == j for dim, (i, j) in pairs)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -94,8 +94,10 @@ class Watch(TorchFunctionMode):
         touched = [t for t in _tensors(args, kwargs) if id(t) in self._touched]
         if touched and name == "device":
             return self._device
-        if touched and (self._writes(name, args, kwargs) or not all(map(self._intact, touched))):
+        if touched and not all(map(self._intact, touched)):
             raise UnfollowableError
+        if self._writes(name, args, kwargs) or name in rows.STATEFUL:
+            raise UnfollowableError  # to state of its own, if not to these: it would stay
         result = func(*args, **kwargs)
         self._follow(name, args, kwargs, result, touched)
         return result
@@ -113,7 +115,10 @@ class Watch(TorchFunctionMode):
         constants = tuple(n for n in entry.constants if not self._is_sample(arguments.get(n)))
         empty = _nothing()
         self._sums[id(empty)] = {len(self.terms): 1.0}
-        self.terms.append(Term(index, func, arguments, constants, empty))
+        axes = {name: self._axes.get(id(arguments[name]), ANY) for name in entry.rows}
+        axes = {name: axis for name, axis in axes.items() if axis != ANY}
+        own = (index, func, arguments, constants, empty)
+        self.terms.append(Term(*own, samples=self._size, axes=axes))
         for name in entry.rows:
             if isinstance(arguments[name], Tensor):
                 self._note(name, (), arguments[name])
@@ -160,7 +165,7 @@ class Watch(TorchFunctionMode):
         own = bool(args) and id(args[0]) in self._sums  # a term added to in place
         return (
             (in_place and not own)
-            or name.startswith(("__set", "__del", "__i"))
+            or (name.startswith(("__set", "__del", "__i")) and name not in rows.READS)
             or kwargs.get("out") is not None
             or bool(kwargs.get("inplace"))
         )

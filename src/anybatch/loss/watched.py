@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
-from anybatch.fakes import is_fake
 from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.terms import Numerators, Term
 from anybatch.loss.watch import Watch, same_calls
@@ -48,9 +48,25 @@ class Watched(Loss):
 
     def totals(self, scope: Scope) -> list[Total] | None:
         """Watch the loss of the whole batch, without data."""
-        if any(isinstance(fn, nn.Module) and list(fn.buffers()) for fn in self.functions()):
-            return self._totals_of_module(scope)
-        return self._totals(scope)
+        lazy = scope.batch is None
+        real = scope.first.targets if scope.batch is None else scope.batch.targets
+        whole = self._watch(scope, scope.size, None if lazy else real)
+        if whole is None or not self._holds_at_all_sizes(whole, scope):
+            return None
+        found = whole[0] if not scope.everyone else self._of_everyone(whole, scope)
+        if found is None:
+            return None
+        late = lazy and any(term.divides for _, term in found)
+        if late and len(found) > 1:
+            return None  # one late denominator can be made good at the end, not two
+        if lazy:  # each micro-batch is loaded with rows as long as its own
+            found = [(weight, replace(term, axes={})) for weight, term in found]
+        try:
+            return [
+                Total(weight, None if late else term.denominator(), term) for weight, term in found
+            ]
+        except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
+            return None
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Call the loss, and take the numerators from it.
@@ -60,7 +76,7 @@ class Watched(Loss):
                 on them (``squeeze()`` of a single sample).
         """
         terms = [total.term for total in totals if total.term is not None]
-        mode, outside = Numerators(terms), sys.exception()
+        mode, outside = Numerators(terms, micro.size), sys.exception()
         try:
             with mode:
                 call_loss(self._fn, outputs, micro.targets)
@@ -76,37 +92,6 @@ class Watched(Loss):
     def functions(self) -> tuple[Any, ...]:
         """Return the callable."""
         return (self._fn,)
-
-    def _totals_of_module(self, scope: Scope) -> list[Total] | None:
-        """Watch a loss that has buffers; one that moves them is called once, on the whole."""
-        buffers = [b for fn in self.functions() for b in fn.buffers()]
-        before = [buffer.clone() for buffer in buffers]
-        totals = self._totals(scope)
-        pairs = zip(buffers, before, strict=True)
-        moved = not all(is_fake(a) or torch.equal(a, b) for a, b in pairs)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
-        return None if moved else totals
-
-    def _totals(self, scope: Scope) -> list[Total] | None:
-        lazy = scope.batch is None
-        real = scope.first.targets if scope.batch is None else scope.batch.targets
-        whole = self._watch(scope, scope.size, None if lazy else real)
-        if whole is None or not self._holds_at_all_sizes(whole, scope):
-            return None
-        found = whole[0] if not scope.everyone else self._of_everyone(whole, scope)
-        if found is None:
-            return None
-        late = lazy and any(term.divides for _, term in found)
-        if late and len(found) > 1:
-            return None  # one late denominator can be made good at the end, not two
-        try:
-            return [
-                Total(weight, None if late else term.denominator(), term) for weight, term in found
-            ]
-        except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
-            return None
 
     def _of_everyone(self, here: tuple[Weighted, Watch], scope: Scope) -> Weighted | None:
         """Return the terms that were found here, weighted as in the loss of all processes."""
@@ -155,6 +140,30 @@ class Watched(Loss):
         except Exception:  # whatever it did with data that is not there: not known
             return None
         return None if found is None else (found, watch)
+
+
+class Rehearsed(Watched):
+    """The same where fewer rows are tried than the batch has.
+
+    A loss that closes over something for every sample of the batch (labels, weights) takes all of
+    them only. A step calls it so; in a rehearsal of fewer rows a sum of the outputs stands for it.
+    """
+
+    def __init__(self, loss: Watched) -> None:
+        super().__init__(loss._fn)
+        self._held = loss._held
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss as the person wrote it, if it can be had, with a gradient in any case."""
+        outside = sys.exception()
+        try:
+            return super().whole(outputs, micro)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            of_fakes = type(error).__module__ != "builtins"  # they have no data to tell
+            if of_fakes or out_of_memory(error, outside=outside):
+                raise
+        floats = [t for _, t in tree.tensors(outputs) if t.is_floating_point() or t.is_complex()]
+        return torch.stack([t.sum().abs() for t in floats]).sum()
 
 
 def _shape_only(tensor: Tensor, axis: int | None, size: int) -> Tensor:

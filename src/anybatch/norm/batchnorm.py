@@ -27,6 +27,7 @@ from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
 from anybatch.norm.moments import HALF, Moments, accumulated, merged, moments_of
 from anybatch.norm.sites import END, Route, Site, site_of
+from anybatch.norm.strides import standard
 from anybatch.paged import paged
 from anybatch.unseen import Unseen
 
@@ -310,11 +311,13 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
             return torch.stack([inverse, *(sums * inverse).div_(-total.count)])
 
     if not x.numel() or ctx.layer.empty:  # the kernel would divide by the number of values
-        zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
+        with Unseen(dy):  # who waits may send away what a mode has seen being made
+            zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
         if needs[0]:
             reduce(place, zeros, _added, finish)
         none = (zeros[0].clone() if need else None for need in needs[1:3])
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
+    dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
     _, dw, db = torch.ops.aten.native_batch_norm_backward(
         *(dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps),
         [False, True, True],
@@ -342,7 +345,8 @@ def _to_input(
         eps: added to the variance.
         factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
     """
-    own = weight if weight is None or weight.is_leaf else weight.detach()  # which brings it back
+    # a kernel, so it brings the weight back: of half precision it is a copy that may have left
+    own = None if weight is None else weight.detach()
     with paged().here_for(own), Unseen(factors, *(() if own is None else (own,))):
         scale, shift, slope = (factors if own is None else factors * own).unbind()
         along = scale.view([1, -1] + [1] * (x.dim() - 2))

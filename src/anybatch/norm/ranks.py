@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
+from anybatch.errors import NotExactError
 from anybatch.meeting import meeting_in
 from anybatch.norm.batchnorm import BatchPlace, batch_norm
 from anybatch.norm.moments import Moments, merged_in_order
@@ -87,13 +90,13 @@ class GlobalBatchNorm(_BatchNorm):
             input: [n, C, ...]; n may differ between ranks, and be 0 on some.
         """
         self._check_input_dim(input)
-        trains = self.training or (self.running_mean is None and self.running_var is None)
-        if not trains or not _several(self.process_group):
+        # without running statistics, too, a rank evaluates by itself: the others may not come
+        if not self.training or not _several(self.process_group):
             return super().forward(input)
         with meeting_in(GroupMeeting(group_of(self.process_group))):
             place = BatchPlace()
             out, total = batch_norm(input, self.weight, self.bias, self.eps, place)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(total)
         return out
 
@@ -124,15 +127,19 @@ def global_batchnorm(model: nn.Module, *, group: Any = None) -> nn.Module:
 
     Forward and backward are then those of one process with all rows; gradients of parameters are
     those of this rank's rows, as in any data-parallel loop. Inside `Engine` nothing needs to be
-    replaced: there BatchNorm is that of all micro-batches and all ranks anyway.
+    replaced: there BatchNorm is that of all micro-batches and all ranks anyway. In evaluation mode
+    a rank normalises by itself, as in ``SyncBatchNorm``.
 
     Args:
-        model: its ``BatchNorm1d``, ``2d``, ``3d`` and ``SyncBatchNorm`` layers are replaced in
-            place; parameters and buffers stay the same tensors.
+        model: its ``BatchNorm1d``, ``2d``, ``3d`` and ``SyncBatchNorm`` layers become others in
+            place, so under every name that they have; parameters and buffers stay as they are.
         group: a process group of ``torch.distributed``, on gloo or NCCL. Default all ranks.
 
     Returns:
-        The model; the new layer, where the model is itself a BatchNorm layer.
+        The model.
+
+    Raises:
+        NotExactError: a layer has a forward of its own, parametrized weights, or is lazy.
 
     Example:
         >>> model = anybatch.global_batchnorm(model)
@@ -140,10 +147,18 @@ def global_batchnorm(model: nn.Module, *, group: Any = None) -> nn.Module:
 
     Source: AGBN, Algorithms 1-5.
     """
-    if isinstance(model, _BatchNorm) and not isinstance(model, nn.LazyBatchNorm1d):
-        return _replaced(model, group)
-    for name, child in model.named_children():
-        setattr(model, name, global_batchnorm(child, group=group))
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    odd = [f"{name or 'the model'} ({type(m).__name__})" for name, m in layers if not _usual(m)]
+    if odd:
+        raise NotExactError(
+            "global_batchnorm must know what a BatchNorm layer does, and these have a forward of "
+            f"their own, parametrized weights, or have not seen a batch yet: {', '.join(odd)}. "
+            "Run a batch through lazy layers before; for others use anybatch.Engine, which needs "
+            "no layer replaced"
+        )
+    for _, layer in layers:
+        layer.__class__ = GlobalBatchNorm
+        layer.process_group = group
     return model
 
 
@@ -168,11 +183,11 @@ def plain(layers: list[nn.Module]) -> Iterator[None]:
                 layer.__dict__.pop("forward", None)
 
 
-def _replaced(layer: _BatchNorm, group: Any) -> GlobalBatchNorm:
-    new = GlobalBatchNorm.__new__(GlobalBatchNorm)
-    new.__dict__.update(layer.__dict__)
-    new.process_group = group
-    return new
+def _usual(layer: _BatchNorm) -> bool:
+    """Say whether a layer does what torch's do, and nothing besides."""
+    torchs = _BatchNorm.forward, nn.SyncBatchNorm.forward, GlobalBatchNorm.forward
+    own = type(layer).forward not in torchs or "forward" in vars(layer)
+    return not (own or is_parametrized(layer) or isinstance(layer, LazyModuleMixin))
 
 
 def _several(handle: Any) -> bool:

@@ -28,7 +28,7 @@ from anybatch.outofcore.course import Course
 from anybatch.outofcore.mover import Mover, gone
 from anybatch.outofcore.recipes import Recipe, read
 from anybatch.outofcore.recording import STAYED, Cut, Remake
-from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays, same
+from anybatch.outofcore.saved import SMALL, Handle, Saved, Stays, probe, same, uncounted
 from anybatch.outofcore.watch import Watch
 from anybatch.outofcore.weights import is_weight, may_move
 
@@ -92,6 +92,8 @@ class Step:
         with self._lock:
             self._mover.settle()
             saved = packed.saved
+            if self._watch is None:
+                _require_counted()
             if not self._over:
                 self._cut(Cut(False, saved.number))
             if self._watch is not None:
@@ -129,14 +131,14 @@ class Step:
             saved.out = saved.back = None
 
     def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
-        """Return what is known of a storage, if nothing has written to it since."""
+        """Return what is known of a storage, if no write to it has been counted since."""
         place = storage._cdata
         found = self._places.get(place)
         saved = None if found is None else found()
         there = None if saved is None else saved.here()
         if saved is None or there is None or there._cdata != place:
             return None
-        if saved.version == tensor._version:
+        if saved.unchanged(tensor) is not False:
             return saved
         if self._watch is not None:
             self._watch.replaced(saved)
@@ -210,7 +212,22 @@ class Step:
                 self._drop(saved, tensor, self.course)
             elif self._on_demand(saved):
                 self._mover.send_now(saved)
-        return Handle(saved, tensor)
+        elif saved.unchanged(tensor) is None:
+            self._join(saved, tensor, storage)
+        handle = Handle(saved, tensor)
+        if self._watch is not None:
+            self._watch.handles(handle, storage)
+        return handle
+
+    def _join(self, saved: Saved, tensor: Tensor, storage: Any) -> None:
+        """Take in another count of writes: what was written under it is in no copy yet."""
+        saved.counts.append((probe(tensor), tensor._version))
+        if saved.recipe is None:
+            self._mover.renew(saved, storage)
+        else:  # what it makes is what was there before those writes
+            saved.recipe = None
+            saved.holds(storage)
+            self._leave_course()
 
     def _bring(self, saved: Saved) -> Any:
         """Return a storage, in memory."""
@@ -310,3 +327,10 @@ class Step:
 
     def _living(self) -> list[Saved]:
         return [saved for ref in self._saved if (saved := ref()) is not None]
+
+
+def _require_counted() -> None:
+    """Require that no node asks for what was written after it was saved, where nobody watched."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and node.name().startswith("RreluWithNoise") and node._saved_training:
+        raise uncounted("aten.rrelu_with_noise")

@@ -74,6 +74,18 @@ class Mover:
         self._jobs.append(saved.out)
         self.out += saved.size
 
+    def renew(self, saved: Saved, storage: Any) -> None:
+        """Copy out once more what was copied, as it is now; it goes if it had gone."""
+        if not saved.copied:
+            return
+        kept = saved.storage
+        self.ended.append((saved.key, saved.out))
+        saved.key, saved.out, saved.copied, saved.storage = self.key(), None, False, storage
+        if kept is None:
+            self.send_now(saved)
+        else:
+            self.send(saved)
+
     def free(self, saved: Saved) -> None:
         """Give up the memory, once the copy has ended."""
         self.arrived(saved)

@@ -242,7 +242,10 @@ class _Reader:
             return None
         made = node._input_metadata[nr]
         shape, dtype = tuple(made.shape), made.dtype
-        constants = [_signed(getattr(node, f"_saved_{one}")) for one in rule.constants]
+        names = [f"_saved_{one}" for one in rule.constants]
+        if not all(hasattr(node, name) for name in names):  # this torch saves others
+            return None
+        constants = [_signed(getattr(node, name)) for name in names]
         constants += [shape, dtype] if rule.shaped else []
         constants += [nr] if name == "SplitBackward0" else []
         return Operation(rule, operands, tuple(constants), shape, dtype)

@@ -25,7 +25,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
-"""Those that layer normalisation is used with; its node does not know which."""
+"""Those that layers and groups are normalised with; their nodes do not know which."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,30 @@ def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Te
     return found
 
 
-def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, *constants: Any) -> Tensor:
-    found: Tensor = aten.native_group_norm(x, weight, bias, *constants)[0]
-    return found
+def _group_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    samples: int,
+    channels: int,
+    size: int,
+    groups: int,
+) -> Tensor:
+    """Normalise with the epsilon that gives a sample what it had: from 2.14 on no node tells it."""
+    found: Tensor
+    for eps in EPSILONS:
+        one = aten.native_group_norm(x[:1], weight, bias, 1, channels, size, groups, eps)
+        if torch.equal(one[2], rstd[:1]):
+            sizes = (samples, channels, size, groups)
+            found, _, ours = aten.native_group_norm(x, weight, bias, *sizes, eps)
+            if torch.equal(ours, rstd):
+                return found
+            del found, ours
+    parts = (x.reshape(samples, groups, -1) - mean.unsqueeze(2)) * rstd.unsqueeze(2)
+    shape = (1, channels, *(1,) * (x.dim() - 2))
+    return (parts.view_as(x) * weight.view(shape) + bias.view(shape)).to(x.dtype)
 
 
 def _layer_norm(
@@ -162,7 +183,9 @@ RULES = {
     ),
     "CudnnBatchNormBackward0": Rule(_cudnn_batch_norm, ("input", "weight", "bias"), ("epsilon",)),
     "NativeGroupNormBackward0": Rule(
-        _group_norm, ("input", "weight", "bias"), ("N", "C", "HxW", "group", "eps")
+        _group_norm,
+        ("input", "weight", "bias", "result1", "result2"),
+        ("N", "C", "HxW", "group"),
     ),
     "NativeLayerNormBackward0": Rule(
         _layer_norm,

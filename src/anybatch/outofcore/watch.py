@@ -19,7 +19,10 @@ from torch import Tensor
 
 from anybatch.meter import FOREIGN, Meter, tensors_in
 from anybatch.outofcore.recording import Cut, Recording, Remake
-from anybatch.outofcore.saved import Saved
+from anybatch.outofcore.saved import Handle, Saved
+
+RRELU = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
+RRELU_TAKES = ("self", "noise", "lower", "upper", "training")
 
 
 class Apart:
@@ -63,6 +66,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         super().__init__(device)
         self._moving = self._most = 0
         self._alive: dict[int, Any] = {}
+        self._handles: dict[int, list[weakref.ref[Handle]]] = {}
         self._cuts: list[Cut] = []
         self._sizes: list[int] = []
         self._used: list[set[int]] = [set()]
@@ -123,6 +127,10 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         weakref.finalize(saved, self._dropped, number).atexit = False
         self._rest[-1] = self.live - self._moving
 
+    def handles(self, handle: Handle, storage: Any) -> None:
+        """Take in what autograd was given for a tensor on a storage that lives."""
+        self._handles.setdefault(storage._cdata, []).append(weakref.ref(handle))
+
     def lives(self, saved: Saved) -> None:
         """A storage that may move is in memory, or will be at once."""
         number = saved.number
@@ -178,9 +186,23 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         """Run one kernel, and count."""
         if func._schema.is_mutable and not torch.is_grad_enabled():
             self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs or {}):
+                self._writes(str(func), tensor)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._rest[-1] = max(self._rest[-1], self.live - self._moving)
         return result
+
+    def _writes(self, kernel: str, tensor: Tensor) -> None:
+        """Note a write to what is saved; where autograd counts it, that is another error."""
+        for storage in self._storages(tensor):
+            for ref in self._handles.get(storage._cdata, ()):
+                handle = ref()
+                there = None if handle is None else handle.saved.here()
+                if handle is None or there is None or there._cdata != storage._cdata:
+                    continue  # it has died, and another has its address
+                if handle.writer is None and handle.overlaps(tensor):
+                    handle.writer = kernel
 
     def _see(self, tensor: Tensor, owner: str, least: int = 0) -> None:
         if owner == FOREIGN and tensor.requires_grad and tensor.is_leaf:
@@ -202,6 +224,15 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def _dropped(self, number: int) -> None:
         self._ends[number] = len(self._cuts)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a kernel writes to; RReLU draws noise in training alone."""
+    if func in RRELU and not dict(zip(RRELU_TAKES, args, strict=False), **kwargs).get("training"):
+        return
+    for i, one in enumerate(func._schema.arguments):
+        if one.alias_info is not None and one.alias_info.is_write:
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(one.name))
 
 
 def _is_result(tensor: Tensor) -> bool:

@@ -5,8 +5,8 @@ another order or frozen differently, or engines that are called in another order
 look like any other. DistributedDataParallel hides the first of these by sending the weights of rank
 0, once. Here every step begins with a few numbers that all compare.
 
-    every step   parameters: names, shapes, dtypes, frozen or not; which engine it is; the scale;
-                 whether BatchNorm is adaptive
+    every step   parameters: names, shapes, dtypes, frozen or not; how many hooks they have; which
+                 engine it is; the scale; whether BatchNorm is adaptive
     first step   the values of all parameters
 
 Source: design of this project, section 5.4.
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.errors import RankError
+from anybatch.execution.hooks import LeafHooks
 from anybatch.modules import Modules
 
 Named = list[tuple[str, Tensor]]
@@ -36,6 +37,7 @@ class Alike(NamedTuple):
         values: of the parameters, before the first step has ended; then 0.
         scale: what gradients are multiplied by.
         adaptive: whether BatchNorm is.
+        hooks: of how many hooks the parameters have.
     """
 
     form: float
@@ -43,6 +45,7 @@ class Alike(NamedTuple):
     values: float
     scale: float
     adaptive: float
+    hooks: float
 
 
 WORDS = {
@@ -53,6 +56,8 @@ WORDS = {
     "order": "step the same engines in the same order, and {}: make and call them alike",
     "values": "begin with the same parameters, and {}: seed every rank alike before the model is "
     "built, load the same checkpoint, or use DistributedDataParallel, which sends those of rank 0",
+    "hooks": "have hooks on the same parameters, which get the gradient of all ranks on each, and "
+    "{}: register them alike on every rank",
     "scale": "scale gradients alike, and {}: give every rank a GradScaler in the same state",
 }
 
@@ -97,6 +102,12 @@ class Form:
         if known != self._known:
             self._known, self._number = known, zlib.crc32(repr(known).encode())
         return self._number
+
+
+def hooks_of(named: Named, hooks: LeafHooks) -> int:
+    """Return a number of 32 bits made of how many hooks parameters have; 0 where none has any."""
+    counts = [(at, *hooks.count(p)) for at, (_, p) in enumerate(named) if p in hooks]
+    return zlib.crc32(repr(counts).encode()) if counts else 0
 
 
 def values_of(named: Named) -> int:

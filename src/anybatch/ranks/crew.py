@@ -130,7 +130,9 @@ class Crew:
         """Return the most samples that all ranks have had in a step; 0 where there is none yet."""
         return self._most.get(trains, 0)
 
-    def join(self, here: Here, kind: Any, named: Named, scale: float = 1.0) -> Everyone:
+    def join(
+        self, here: Here, kind: Any, named: Named, scale: float = 1.0, hooks: int = 0
+    ) -> Everyone:
         """Return the batch over all ranks; the dice may be others then.
 
         Args:
@@ -138,6 +140,7 @@ class Crew:
             kind: of the batch; steps of one kind run the same collectives.
             named: the parameters, which all ranks must have alike.
             scale: what gradients are multiplied by. Default 1.
+            hooks: a number that the hooks of the parameters give. Default 0: there are none.
         """
         self._kind = kind, here.lanes, here.coupled
         if self._unison is not None and self._rolls:
@@ -147,7 +150,7 @@ class Crew:
         if self._unison is None:
             self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
         else:
-            alike = self._alike(self._unison.group, named, scale)
+            alike = self._alike(self._unison.group, named, scale, hooks)
             scripts, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
             self.everyone = Ranks(self._unison, here, alike, scripts, dense, self._habit)
             most = self.most(trains=bool(here.trains))
@@ -155,11 +158,11 @@ class Crew:
             self._most[bool(here.trains)] = max(known, self.everyone.size)
         return self.everyone
 
-    def _alike(self, group: Group, named: Named, scale: float) -> Alike:
+    def _alike(self, group: Group, named: Named, scale: float, hooks: int) -> Alike:
         order = group.orders.get(self, 0)
         self._counts = not order and not has_lazy(named)  # which get values in their first step
         values = 0 if order else values_of(named)
-        return Alike(self._form.number(named), order, values, scale, self._adaptive)
+        return Alike(self._form.number(named), order, values, scale, self._adaptive, hooks)
 
     def end(self) -> Amended:
         """Let nobody keep what not all can keep, and remember what this kind of step has run.

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anybatch.execution.hooks import service
 from anybatch.ranks.everyone import Take
 from anybatch.ranks.group import Group
 from anybatch.undo import uninterrupted
@@ -83,7 +84,9 @@ class Pieces:
                 self._send_next(take)
 
         hooks = [
-            self._parameters[at].register_post_accumulate_grad_hook(partial(ready, at, k))  # type: ignore[no-untyped-call]
+            self._parameters[at].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                service(partial(ready, at, k))
+            )
             for k, piece in enumerate(self._pieces)
             for at in piece
             if self._parameters[at].requires_grad

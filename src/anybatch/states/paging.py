@@ -18,10 +18,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from anybatch.execution.hooks import service
 from anybatch.hold import Hold
 from anybatch.meter import Meter
 from anybatch.norm.intercept import ESCAPES
-from anybatch.paged import TAKES
 from anybatch.pager import key_of
 from anybatch.paging import OTHERS, PLAIN, Paging
 from anybatch.states import optimizers
@@ -93,12 +93,12 @@ class PagedModel:
             self.pages.add(key, tensor.untyped_storage(), kind, number)
 
     def _hook(self, parameter: Tensor, number: int) -> None:
+        @service
         def accumulated(leaf: Tensor) -> None:
             with torch._C.DisableTorchFunction():
                 if leaf.grad is not None:
                     self._take(leaf.grad, GRADIENT, number)
 
-        setattr(accumulated, TAKES, True)
         handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
         self._removers[id(parameter)] = handle.remove
 

@@ -118,7 +118,7 @@ def explained(known: Known) -> list[Section]:
         Fact("Micro-batch", f"{plan.micro_batch} samples"),
         Fact("Mechanism", plan.mechanism),
         Fact("Gradients", plan.accumulate),
-        Fact("Exact", "yes" if plan.exact else "no", _EXACT[plan.exact]),
+        Fact("Exact", plan.exact.state, f"{_EXACT[plan.exact.state]}: {plan.exact.by}"),
         *(() if plan.states is None else (Fact("Optimizer's state", str(plan.states)),)),
         *(() if plan.pace is None else _pace(plan.pace)),
     )
@@ -145,8 +145,9 @@ def _pace(pace: Pace) -> tuple[Fact, ...]:
 
 
 _EXACT = {
-    True: "the gradient is that of the undivided mini-batch, up to rounding",
-    False: "the gradient is not that of the undivided mini-batch",
+    "shown": "the gradient is that of the undivided mini-batch, up to rounding",
+    "not shown": "nothing speaks against it, and it could not be shown",
+    "inexact": "the gradient is not that of the undivided mini-batch",
 }
 
 

@@ -1,0 +1,1 @@
+"""Models and losses that couple samples, hidden on purpose, beside honest twins."""

@@ -1,0 +1,1 @@
+"""Networks in which samples do not couple, or only in BatchNorm: none may be refused."""

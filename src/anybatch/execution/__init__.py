@@ -1,0 +1,1 @@
+"""One step: how it is run, and how it is undone."""

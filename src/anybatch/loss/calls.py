@@ -1,0 +1,164 @@
+"""The calls of a loss in a step: one that changes state is noticed, one that reads what is not its.
+
+A micro-batch's outputs are all that a loss may take from forward. What forward leaves elsewhere,
+in an attribute or a dict, is that of the last micro-batch when the loss of the whole batch is
+taken. So where forward has changed a place that the loss reaches, the loss is called under a look
+at the attributes that it reads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from anybatch.errors import LossError
+from anybatch.loss.state import Change, LossState
+
+T = TypeVar("T")
+
+
+class LossCalls:
+    """The calls of one step.
+
+    Args:
+        state: of the loss, as it is when the step begins.
+        noted: the paths are added to, of the state for which a loss is called once. Default: a new
+            list.
+
+    Attributes:
+        changed: paths of the state that the last call has changed.
+    """
+
+    def __init__(self, state: LossState, noted: list[str] | None = None) -> None:
+        self.changed: list[str] = []
+        self.noted = [] if noted is None else noted
+        self._state, self._start = state, state.snapshot(values=True)
+        self._left: list[Change] | None = None
+
+    def restart(self) -> None:
+        """Restore the state that the step began with."""
+        self._state.restore(self._start)
+        self._left = None
+
+    def watched(self, call: Callable[[], T]) -> T | None:
+        """Return what a call without data returns, and None where it is not to be trusted.
+
+        State that it changes is restored. Nothing is called that draws from an iterator, which
+        cannot be.
+
+        Raises:
+            LossError: it reads what forward has changed.
+        """
+        if self._state.iterators:
+            self.changed = self._state.iterators
+            self.noted += self.changed
+            return None
+        before = self._state.snapshot()
+        misses = [cached.cache_info().misses for cached in self._state.caches]
+        found = self.called(call)
+        for cached, count in zip(self._state.caches, misses, strict=True):
+            if cached.cache_info().misses != count:  # it would hold tensors without data
+                cached.cache_clear()
+        if self.changed:
+            self.noted += self.changed
+            self._state.restore(before)
+        return None if self.changed else found
+
+    def called(self, call: Callable[[], T]) -> T:
+        """Return what a call returns.
+
+        Raises:
+            LossError: it reads what forward has changed.
+        """
+        state = self._state
+        before = state.snapshot()
+        if self._left is None:
+            self._left = state.changes(self._start, drawn=False)
+        if self._left:
+            with reads(self._left) as found:
+                result = call()
+            _refuse(found)
+        else:
+            result = call()
+        self.changed = [change.path for change in state.changes(before)]
+        return result
+
+
+def _refuse(found: list[str]) -> None:
+    """Refuse a loss that reads what forward has left.
+
+    Raises:
+        LossError: it does.
+    """
+    if found:
+        raise LossError(
+            "a loss must compute from the outputs and targets it is given, and it reads "
+            f"{', '.join(dict.fromkeys(found))}, which forward left elsewhere than in its "
+            "outputs and which belongs to one micro-batch only: return it from the model, as one "
+            "value a sample; what is computed from all samples (a mean), compute in the loss"
+        )
+
+
+@contextmanager
+def reads(changes: Iterable[Change]) -> Iterator[list[str]]:
+    """Collect the paths of the changed places that the body reads.
+
+    An attribute is read when the object is asked for it, and not once the body has set it. What a
+    function names itself (a global, a variable around it) is taken for read.
+    """
+    found: list[str] = []
+    classes: dict[type, dict[tuple[int, str], str]] = {}
+    for change in changes:
+        if change.owner is None:
+            found.append(change.path)
+        else:
+            paths = classes.setdefault(type(change.owner), {})
+            paths[id(change.owner), change.name] = change.path
+    undo = [_spied(cls, paths, found) for cls, paths in classes.items()]
+    try:
+        yield found
+    finally:
+        for back in reversed(undo):
+            back()
+
+
+def _spied(cls: type, paths: dict[tuple[int, str], str], found: list[str]) -> Callable[[], None]:
+    """Let the objects of a class tell what is read of them; return what ends that."""
+    get: Any = cls.__getattribute__
+    put: Any = cls.__setattr__
+    own = {n: vars(cls)[n] for n in ("__getattribute__", "__setattr__") if n in vars(cls)}
+    ids = {owner for owner, _ in paths}
+
+    def get_and_tell(self: Any, name: str) -> Any:
+        path = paths.get((id(self), name))
+        if path is not None:
+            found.append(path)
+        elif name == "__dict__" and id(self) in ids and not _torch_asks():
+            found.extend(path for (owner, _), path in paths.items() if owner == id(self))
+        return get(self, name)
+
+    def put_and_forget(self: Any, name: str, value: Any) -> None:
+        paths.pop((id(self), name), None)
+        put(self, name, value)
+
+    def back() -> None:
+        for name in ("__getattribute__", "__setattr__"):
+            if name in own:
+                type.__setattr__(cls, name, own[name])
+            else:
+                type.__delattr__(cls, name)
+
+    try:
+        type.__setattr__(cls, "__getattribute__", get_and_tell)
+        type.__setattr__(cls, "__setattr__", put_and_forget)
+    except TypeError:  # a class of C, or a function: taken for read
+        found.extend(paths.values())
+        return lambda: None
+    return back
+
+
+def _torch_asks() -> bool:
+    """Say whether torch asks for all attributes: its modules look their tensors up so."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.")

@@ -1,0 +1,281 @@
+"""The loss that a model returns, as `Engine(model)` takes it: traced, and nothing declared.
+
+    Engine(model)                            traced, or refused
+    Engine(model, Loss.inside(count=...))    traced where it can be, and compared with the count;
+                                             believed where it cannot
+
+A count is compared in two places, which must be in proportion: of a micro-batch and of the whole
+batch. Which unit a person counts in (samples, tokens, pixels) does not matter.
+
+    count     15 of  80          contradicted: a decoder shifts its labels, and one of every
+    traced    14 of  72          sample is left out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch.batch import MicroBatch
+from anybatch.errors import LossError
+from anybatch.fakes import is_fake
+from anybatch.loss.declared import Inside, Loss, Number, Part, Scope, Total, loss_among
+from anybatch.loss.heard import Heard, OfModel, Tracer
+from anybatch.loss.hearing import TermOfAll
+
+WAY_OUT = (
+    "declare Loss.inside(count=...) if it is a mean, or mark the part in which samples meet with "
+    "anybatch.coupled, or give micro_batch >= the batch size"
+)
+
+ROUNDING = 1e-4
+"""What counts that are no whole numbers, such as sums of class weights, may differ by."""
+
+
+class ModelLoss(OfModel):
+    """The loss that a model returns.
+
+    Args:
+        model: any module that returns its loss: a 0-dim tensor, an object with ``.loss``, a mapping
+            with ``"loss"``, or a tuple that begins with it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(Tracer(model), WAY_OUT)
+        self.name = "inside the model"
+        self._model = model
+
+    def run(self, forward: Callable[[], Any], inputs: Any) -> Any:
+        """Run the model, and trace its loss.
+
+        Raises:
+            LossError: it returns none, or is compiled.
+        """
+        if is_compiled(self._model):
+            raise LossError(
+                "the loss that a model returns must be traced to divide its batch, and a model "
+                "that torch.compile has compiled as a whole cannot be: compile its parts, take the "
+                f"loss outside of it, or {WAY_OUT}"
+            )
+        outputs, heard = self._tracer.run(forward, inputs, returned_loss)
+        heard["outputs"] = outputs
+        return heard
+
+    def outputs(self, found: Any) -> Any:
+        """Return the outputs of the model."""
+        return found["outputs"] if isinstance(found, Heard) else found
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the model's loss."""
+        del micro
+        return returned_loss(self.outputs(outputs))
+
+
+class DeclaredLoss(ModelLoss):
+    """`Loss.inside` of a model whose loss is traced as far as that can be done.
+
+    Args:
+        model: the model.
+        declared: what a person says of its loss.
+
+    Attributes:
+        believed: the present step divides by what the person says, and nothing has shown it.
+    """
+
+    def __init__(self, model: nn.Module, declared: Inside) -> None:
+        super().__init__(model)
+        self.name = declared.name
+        self._declared = declared
+        self._counts: dict[int, Counts] = {}
+        self._compared = False
+
+    def run(self, forward: Callable[[], Any], inputs: Any) -> Any:
+        """Run the model, and trace its loss where that can be done."""
+        if is_compiled(self._model):
+            return forward()
+        outputs, heard = self._tracer.run(forward, inputs)
+        heard["outputs"] = outputs
+        return heard
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the model's loss."""
+        return self._declared.whole(self.outputs(outputs), micro)
+
+    def totals(self, scope: Scope) -> list[Total]:
+        """Return what is traced, where it is; else what is declared.
+
+        Raises:
+            LossError: they contradict each other.
+        """
+        declared = self._declared.totals(scope)
+        assert declared is not None
+        traced = self._traced(scope)
+        self.believed, self._counts = traced is None, {}
+        if traced is None:
+            return declared
+        for index, total in enumerate(traced):
+            self._refuse_other_kind(total)
+            counts = Counts(scope.size, declared[0].denominator, total.denominator)
+            if not counts.unknown:
+                self._counts[index] = counts
+        return traced
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return a micro-batch's numerators.
+
+        Raises:
+            LossError: its count is not in proportion to what the model divides by.
+        """
+        self._compare(outputs, micro)
+        if any(total.term is not None for total in totals):
+            return super().parts(outputs, micro, totals)
+        return self._declared.parts(self.outputs(outputs), micro, totals)
+
+    def describe(self, totals: list[Total]) -> str:
+        """Return the loss in words."""
+        return super().describe(totals) if any(total.term for total in totals) else self.name
+
+    def _traced(self, scope: Scope) -> list[Total] | None:
+        """Return the terms of the loss; None where they are not known."""
+        terms = scope.outputs.terms if isinstance(scope.outputs, Heard) else None
+        if not terms:
+            return None
+        if self._tracer.sizes.meets(terms):
+            names = " + ".join(dict.fromkeys(term.name for _, term in terms))
+            raise LossError(
+                "samples must not meet in a loss with a declared count, and the arguments of "
+                f"{names} grow with the samples in two dimensions: mark that part with "
+                "anybatch.coupled, or give micro_batch >= the batch size"
+            )
+        try:
+            return super().totals(scope)
+        except LossError:
+            return None
+
+    def _refuse_other_kind(self, total: Total) -> None:
+        """Refuse a mean that was declared a sum, and a sum that was declared a mean."""
+        term, mean = total.term, self._declared.count is not None
+        if term is None or isinstance(term, TermOfAll) or term.divides == mean:
+            return
+        says, does = ("a mean", "a sum") if mean else ("a sum", "a mean")
+        raise LossError(
+            f"Loss.inside must say what the model does, and it says that the loss is {says}, while "
+            f"{term.name} in it is {does}: leave the declaration out, Engine(model) traces it"
+        )
+
+    def _compare(self, outputs: Any, micro: MicroBatch) -> None:
+        """Refuse a count of a micro-batch that another one, or the whole batch, contradicts."""
+        count, terms = self._declared.count, isinstance(outputs, Heard) and outputs.terms
+        if count is None or not terms:
+            return
+        here = count(micro.inputs, micro.targets)
+        for index, (_, term) in enumerate(terms):
+            counts = Counts(micro.size, here, term.count)
+            # A value that all parts share is the same whatever is counted.
+            if not term.divides or isinstance(term, TermOfAll) or counts.unknown:
+                continue
+            if counts.on_device and self._compared:
+                continue  # every comparison waits for the device
+            other = self._counts.setdefault(index, counts)
+            counts.refuse_other(other, term.name)
+            self._compared |= bool(counts.traced != 0)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What some samples are divided by, as it is declared and as it is traced.
+
+    Attributes:
+        samples: how many.
+        declared: what a person's count says.
+        traced: what the model divides by.
+    """
+
+    samples: int
+    declared: Number | None
+    traced: Number | None
+
+    @property
+    def unknown(self) -> bool:
+        """Whether one of them is not known, or is one of a rehearsal."""
+        return any(one is None or is_fake(one) for one in (self.declared, self.traced))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether reading them waits for a device."""
+        return any(isinstance(one, Tensor) and one.is_cuda for one in (self.declared, self.traced))
+
+    def numbers(self) -> tuple[float, float]:
+        """Return both as numbers."""
+        assert self.declared is not None
+        assert self.traced is not None
+        return float(self.declared), float(self.traced)
+
+    def refuse_other(self, other: Counts, name: str) -> None:
+        """Refuse counts that are not in proportion to those of `other` samples.
+
+        Raises:
+            LossError: with all numbers.
+        """
+        (a, b), (c, d) = other.numbers(), self.numbers()
+        if same(a * d, c * b):
+            return
+        raise LossError(
+            f"Loss.inside(count=...) must count what the model divides by: of {self.samples} "
+            f"samples count says {c:g} and the model divides by {d:g} ({name}), of {other.samples} "
+            f"it says {a:g} and the model divides by {b:g}. Leave the declaration out: "
+            "Engine(model) traces what the model counts (a causal model shifts its labels, and "
+            "drops one of each sample)"
+        )
+
+
+def returned_loss(outputs: Any) -> Tensor:
+    """Return the loss that a model returned, which must be one number.
+
+    Raises:
+        LossError: there is none.
+    """
+    loss = loss_among(outputs)
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    raise LossError(
+        "without a loss_fn a model must return its loss, as a 0-dim tensor, as .loss, as ['loss'] "
+        f"or first in a tuple, and it returned {_told(outputs)}: give a loss_fn, "
+        "Engine(model, loss_fn), or the labels from which the model computes its loss"
+    )
+
+
+def _told(outputs: Any) -> str:
+    """Return what came, in words."""
+    if isinstance(outputs, Tensor):
+        return f"a tensor of shape {tuple(outputs.shape)}"
+    if isinstance(outputs, Mapping):
+        return f"a mapping of {', '.join(map(str, outputs)) or 'nothing'}"
+    if isinstance(outputs, tuple | list):
+        first = _told(outputs[0]) if outputs else "nothing"
+        return f"a {type(outputs).__name__} that begins with {first}"
+    return f"{type(outputs).__name__}"
+
+
+def same(a: float, b: float) -> bool:
+    """Say whether two counts agree: whole numbers exactly, others but for rounding."""
+    if math.isnan(a) or math.isnan(b):
+        return True
+    whole = a.is_integer() and b.is_integer()
+    return a == b if whole else math.isclose(a, b, rel_tol=ROUNDING)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Say whether a model is compiled as a whole."""
+    return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
+
+
+def loss_of(model: nn.Module, loss_fn: Loss | None) -> Loss:
+    """Return the loss of an engine: that of the model where none is given."""
+    if loss_fn is None:
+        return ModelLoss(model)
+    return DeclaredLoss(model, loss_fn) if isinstance(loss_fn, Inside) else loss_fn

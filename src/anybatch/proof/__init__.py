@@ -1,0 +1,12 @@
+"""Whether samples meet: shown without tolerance, on a few rows, before a batch is split.
+
+Outputs that look alike at two sizes are no proof: a gate of 0 hides what is behind it, float32
+allows for a difference, and draws allow none at all. Here every number of a few rows carries the
+set of samples that have had a part in it, through every kernel, beside the real values.
+
+This folder knows kernels, tensors and modules. It knows no engine, no plan and no mechanism.
+
+Read `masks` (the sets, and where they are kept), `rules` (what a kernel does to them), `follow`
+(the mode that sees every kernel), `verdict` (what is concluded), `congruent` (the kernels of the
+whole batch beside those of a micro-batch), `evidence` (what a plan says of it).
+"""

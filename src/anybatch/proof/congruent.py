@@ -1,0 +1,267 @@
+"""The forward of the whole batch beside that of a micro-batch, on tensors without data.
+
+A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost
+batches of a fixed size, a factor that is the number of samples. Without data the whole batch costs
+no memory, and the same functions must be called with the same numbers for it and for a micro-batch.
+
+    48 samples   linear  batch_norm [48]   mul 0.5    relu
+    12 samples   linear  batch_norm [12]   mul 0.5    relu      congruent
+    12 samples   linear  batch_norm [12]   mul 2.0              another number, another function
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from anybatch.batchnorm import counters
+from anybatch.fakes import Fakes, forget_fakes
+from anybatch.modules import Modules, walk
+from anybatch.norm.alone import AloneNorms
+from anybatch.norm.sites import Site
+from anybatch.proof.verdict import WHOLE, Verdict, other_rows
+
+QUERIES = frozenset(
+    "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
+    "view reshape expand expand_as view_as clone detach to type float double half bfloat16 "
+    "requires_grad_ is_floating_point is_complex __getitem__ unbind __iter__ element_size "
+    "data_ptr nelement ndimension get_device is_pinned storage_offset __format__".split()
+)
+"""Functions that compute nothing, or whose way through depends on how rows lie in memory."""
+
+
+@dataclass
+class Seen:
+    """What a forward has called.
+
+    Attributes:
+        functions: (module, function), in order.
+        numbers: (module, kernel, numbers) of pointwise kernels, in order.
+        norms: (module, values of a channel) of calls of batch normalisation, in order.
+        made: tensors without data that were made.
+    """
+
+    functions: list[tuple[str, str]] = field(default_factory=list)
+    numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
+    norms: list[tuple[str, int]] = field(default_factory=list)
+    made: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
+        super().__init__()
+        self._seen, self._path = seen, path
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in QUERIES:
+            self._seen.functions.append((self._path(), name))
+        return func(*args, **(kwargs or {}))
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self._path = seen, path
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        schema = getattr(func, "_schema", None)
+        # a number by itself is a loss inside the model, whose numbers are traced
+        real = isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
+        if schema is not None and real and torch.Tag.pointwise in func.tags:
+            given = tuple(a for a in args if isinstance(a, int | float) and type(a) is not bool)
+            self._seen.numbers.append((self._path(), schema.name.split("::")[1], given))
+        return result
+
+
+class _Norms:
+    """Hears calls of batch normalisation."""
+
+    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
+        self._seen, self._path = seen, path
+
+    def heard(self, x: Tensor) -> None:
+        """Take in what is normalised."""
+        self._seen.norms.append((self._path(), x.numel() // max(x.shape[1], 1)))
+
+    def met(self, site: Site) -> None:
+        """Nothing is to be done there."""
+
+
+class _Paths:
+    """The path of the module that runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self.stack: list[str] = []
+
+    def now(self) -> str:
+        """Return it."""
+        return self.stack[-1] if self.stack else "forward"
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """Go into a module."""
+        kind, name = type(module).__name__, self._names.get(id(module), "")
+        self.stack.append(f"{name} ({kind})" if name else kind)
+
+    def leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
+        """Come out of it."""
+        if self.stack:
+            self.stack.pop()
+
+
+def sizes_of(samples: int, micro_batch: int) -> list[int]:
+    """Return the whole batch, and the sizes of its micro-batches; a single sample is left out.
+
+    Kernels of one row lie in memory in other ways, and take other ways through.
+    """
+    tail = samples % micro_batch
+    return [samples, *(n for n in {max(micro_batch, 2), tail} if 2 <= n < samples)]
+
+
+def compare(
+    model: nn.Module,
+    modules: Modules,
+    rows: tuple[Any, int],
+    sizes: Sequence[int],
+    run: Callable[[nn.Module, Any, int], Any],
+    *,
+    trains: bool,
+) -> Verdict:
+    """Compare the forwards of several numbers of samples, the first of which is the whole batch.
+
+    Args:
+        model: it is copied.
+        modules: of it.
+        rows: inputs of some rows, and how many.
+        sizes: numbers of samples.
+        run: ``run(model, inputs, samples)`` calls it.
+        trains: with a graph; else without gradients.
+    """
+    seen = [Seen() for _ in sizes]
+    said = _traced(model, modules, rows, sizes, run, seen, trains=trains)
+    if any(one() is not None for each in seen for one in each.made):
+        forget_fakes()  # a walk over all objects, so only where something has kept one
+    if said:
+        why = f"forward of {sizes[0]} samples could not be traced without data ({said[:80]})"
+        return Verdict("", (why,))
+    whole, *others = seen
+    doubts: tuple[str, ...] = ()
+    for size, part in zip(sizes[1:], others, strict=True):
+        found = _differ(whole, part, sizes[0], size)
+        if found.meets:
+            return found
+        doubts += found.doubts
+    return Verdict("", tuple(dict.fromkeys(doubts)))
+
+
+def _traced(
+    model: nn.Module,
+    modules: Modules,
+    rows: tuple[Any, int],
+    sizes: Sequence[int],
+    run: Callable[[nn.Module, Any, int], Any],
+    seen: list[Seen],
+    *,
+    trains: bool,
+) -> str:
+    """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
+    try:
+        fakes = Fakes()
+        twin = fakes.copy(model, [module for _, module in modules])
+        for size, each in zip(sizes, seen, strict=True):
+            _trace(
+                fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0], trains=trains
+            )
+    except Exception as error:  # whatever a model does with data that is not there
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    return ""
+
+
+def _trace(
+    fakes: Fakes,
+    model: nn.Module,
+    inputs: Any,
+    size: int,
+    run: Callable[[nn.Module, Any, int], Any],
+    seen: Seen,
+    *,
+    whole: int,
+    trains: bool,
+) -> None:
+    paths = _Paths(model)
+    heard = _Norms(seen, paths.now)
+    hooks = nn.modules.module
+    before = hooks.register_module_forward_pre_hook(paths.enter)
+    after = hooks.register_module_forward_hook(paths.leave, always_call=True)
+    norms = AloneNorms(counters(walk(model)), heard, rows=whole)
+    try:
+        functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now)
+        with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
+            run(model, inputs, size)
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
+    if len(whole.norms) != len(part.norms):
+        path = (whole.norms or part.norms)[0][0]
+        told = f"{len(whole.norms)} calls for {n} samples and {len(part.norms)} for {m}"
+        return Verdict(other_rows(path, told))
+    for (path, a), (other, b) in zip(whole.norms, part.norms, strict=True):
+        if path != other or a * m != b * n:
+            told = f"{a} values of a channel for {n} samples and {b} for {m}"
+            return Verdict(other_rows(path, told))
+    if set(whole.functions) != set(part.functions):
+        some = set(whole.functions) ^ set(part.functions)
+        path, name = next(one for one in (*whole.functions, *part.functions) if one in some)
+        here = n if (path, name) in set(whole.functions) else m
+        return Verdict(
+            "forward must compute the same for any number of samples when the batch is split, and "
+            f"{path} calls {name} for {here} samples and not for {m if here == n else n}: a "
+            f"branch on the number of samples. Take it out, or {WHOLE}"
+        )
+    if whole.functions != part.functions:
+        why = f"forward calls other functions for {n} samples than for {m}"
+        return Verdict("", (why,))
+    for mine, its in zip(whole.numbers, part.numbers, strict=False):
+        path, kernel, given = mine
+        if (path, kernel) != its[:2]:
+            break
+        if given != its[2]:
+            return Verdict(
+                "forward must compute the same for any number of samples when the batch is split, "
+                f"and {path} computes {kernel} with {_told(given)} for {n} samples and with "
+                f"{_told(its[2])} for {m}: a number that depends on how many there are. Compute "
+                f"with it in the loss, or {WHOLE}"
+            )
+    return Verdict()
+
+
+def _told(numbers: Sequence[Any]) -> str:
+    return ", ".join(f"{number:.6g}" for number in numbers)

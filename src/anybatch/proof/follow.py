@@ -1,0 +1,396 @@
+"""The mode that follows samples through every kernel of a forward, and of a backward if asked.
+
+Real values flow as they would; the masks flow beside them (`anybatch.proof.rules`). What is noted
+on the way: the module and the kernel in which samples first meet, numbers that Python reads of
+several samples, kernels that could not be followed, and the rows that each call of batch
+normalisation holds.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from anybatch.proof.ask import ask
+from anybatch.proof.masks import CUT, SAMPLES, Masks, fold, several, union
+from anybatch.proof.rules import Call, has_rule, masks_after, sliced
+
+NORMS = {
+    "native_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "cudnn_batch_norm": 5,
+    "miopen_batch_norm": 5,
+}
+"""Kernels of batch normalisation, and where they take their training flag."""
+
+TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
+"""Kernels that read rows of a table."""
+
+LOSSES = frozenset(
+    (
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "_log_softmax",
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "_ctc_loss",
+    )
+)
+"""Kernels that a loss inside a model ends in: what they are given must be rows."""
+
+
+class NormCall(NamedTuple):
+    """A call of batch normalisation.
+
+    Attributes:
+        path: of the module.
+        rows: set of samples -> how many values of a channel have that set.
+        cut: the batch was cut by position before.
+        values: of a channel.
+    """
+
+    path: str
+    rows: dict[int, int]
+    cut: bool
+    values: int
+
+
+@dataclass
+class Notes:
+    """What has been noted.
+
+    Attributes:
+        read: places where Python reads a number of several samples: (module, kind).
+        unfollowed: kernels that could not be followed: (module, kernel, error).
+        lost: where samples had met that came into a loss inside the model; "" where none did.
+        norms: calls of batch normalisation, in order.
+        frequencies: tables whose gradient is scaled by how often a batch has each entry.
+        shuffles: random orders that were drawn: (module, how long).
+        backward: where samples meet in backward.
+        operators: kernels that are no torch kernels, and higher-order ones.
+    """
+
+    read: list[tuple[str, str]] = field(default_factory=list)
+    unfollowed: list[tuple[str, str, str]] = field(default_factory=list)
+    lost: str = ""
+    norms: list[NormCall] = field(default_factory=list)
+    frequencies: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+    shuffles: list[tuple[str, int]] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)
+
+
+class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follow samples in the body.
+
+    Args:
+        model: whose modules are named.
+        masks: of all tensors that samples have had a part in.
+
+    Attributes:
+        masks: of all tensors that samples have had a part in.
+        notes: what has been noted.
+        backward: kernels belong to a backward pass.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, model: nn.Module, masks: Masks) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks, self.notes, self.backward = masks, Notes(), False
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._thread = threading.get_ident()
+
+    @property
+    def path(self) -> str:
+        """The module that runs."""
+        return self._stack[-1] if self._stack else "forward"
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Keep the path of the module that runs in the body."""
+        hooks = nn.modules.module
+        before = hooks.register_module_forward_pre_hook(self._enter)
+        after = hooks.register_module_forward_hook(self._leave, always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+            self._stack.clear()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == self._thread:
+            kind = type(module).__name__
+            name = self._names.get(id(module), "")
+            self._stack.append(f"{name} ({kind})" if name else kind)
+
+    def _leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
+        if threading.get_ident() == self._thread and self._stack:
+            self._stack.pop()
+
+    def seed(self, tensor: Tensor, samples: list[int]) -> None:
+        """Say that the rows of a tensor are these samples."""
+        bits = [1 << sample for sample in samples]
+        rows = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
+        self.masks.put(tensor, rows.reshape([-1] + [1] * (tensor.dim() - 1)))
+
+    def heard(self, x: Tensor) -> None:
+        """Take in a call of batch normalisation for training, of [n, C, ...]."""
+        mask = self.masks.of(x)
+        channels = max(x.shape[1], 1)
+        if mask is None:
+            self.notes.norms.append(NormCall(self.path, {}, False, x.numel() // channels))
+            return
+        values, counts = torch.unique(mask & SAMPLES, return_counts=True)
+        each = x.numel() // mask.numel()
+        pairs = zip(values.tolist(), counts.tolist(), strict=True)
+        rows = {value: count * each // channels for value, count in pairs}
+        cut = bool((mask & CUT).any())
+        self.notes.norms.append(NormCall(self.path, rows, cut, x.numel() // channels))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a kernel, and note the masks of its results."""
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # control flow: its kernels come one by one, or not at all
+            self.notes.operators.append(f"{self.path} ({func})")
+            return func(*args, **kwargs)
+        name = schema.name.split("::")[1]
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        masks: dict[int, Tensor] = {}
+        for one in operands:
+            mask = self.masks.of(one)
+            if mask is not None:
+                masks[id(one)] = mask
+        if name in NORMS and _trains(schema, args) and not self.backward:
+            return self._normalised(func, args, kwargs, masks)
+        written = _written(schema, args, kwargs)
+        if name == "randperm":
+            self.notes.shuffles.append((self.path, int(args[0])))
+        if not masks:
+            return self._without(func, args, kwargs, written)
+        call = Call(name, func, args, kwargs, [], masks, self.backward)
+        self._look_before(call, operands)
+        if name == "_local_scalar_dense":
+            return func(*args, **kwargs)
+        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        before = self._before(call, written, views=views)
+        result = func(*args, **kwargs)
+        call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        if views and not written:
+            self._viewed(call)
+        else:
+            self._made(call, operands, written, before)
+        return result
+
+    def _without(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> Any:
+        """Run a kernel in which no sample has a part: what it writes to has none any more."""
+        result = func(*args, **kwargs)
+        for one in written:
+            self.masks.write(one, None)
+        return result
+
+    def _look_before(self, call: Call, operands: list[Tensor]) -> None:
+        """Note what shows in the operands alone."""
+        if call.name == "_local_scalar_dense":
+            if several(call.masks[id(operands[0])]) and not _ours():
+                kind = "number" if operands[0].is_floating_point() else "count"
+                self.notes.read.append((self.path, kind))
+        elif call.name in TABLES and call.argument("scale_grad_by_freq"):
+            self.notes.frequencies.append(self.path)
+        elif call.name in LOSSES and not self.notes.lost and not self.backward:
+            first = call.args[0]
+            if several(call.mask(first)):
+                self.notes.lost = self.masks.origin(first) or self.path
+        if self.backward:
+            self._check_linear(call, operands)
+
+    def _before(self, call: Call, written: list[Tensor], *, views: bool) -> Any:
+        """Return the arguments as they are now, for a kernel that will be asked itself."""
+        if views or has_rule(call.name, call.func):
+            return call.args, call.kwargs
+        ids = {id(one) for one in written}
+        return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
+
+    def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
+        if any(one.layout != torch.strided for one in (*call.results, *operands)):
+            self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
+            return
+        found = masks_after(call)
+        if found is None:
+
+            def unfollowed(error: str) -> None:
+                self.notes.unfollowed.append((self.path, call.name, error))
+
+            found = list(ask(call, before, unfollowed))
+        place = self._origin(call, operands)
+        results = call.results or written
+        note = self.masks.write if written else self.masks.put
+        for one, mask in zip(results, found, strict=False):
+            note(one, _fitting(mask, one), place)
+
+    def _origin(self, call: Call, operands: list[Tensor]) -> str:
+        """Return where samples have met before this call, or that they meet in it."""
+        for one in operands:
+            if several(call.mask(one)) and (place := self.masks.origin(one)):
+                return place
+        return f"{self.path}, in {call.name}"
+
+    def _viewed(self, call: Call) -> None:
+        """Note the masks of views."""
+        x = next((a for a in tree_leaves(call.args) if isinstance(a, Tensor)), None)
+        mask = call.mask(x)
+        if x is None or mask is None:
+            return
+        found = _view(call, mask.expand(x.shape))
+        if found is None:
+            return
+        masks, chosen = sliced(call, found)
+        for one, view in zip(call.results, masks, strict=False):
+            self.masks.join(one, view)
+            if chosen:
+                self.masks.taint(one, f"{self.path}, in {chosen}")
+
+    def _normalised(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[int, Tensor]
+    ) -> Any:
+        """Run batch normalisation by rows of its own, which was asked for or is no batch.
+
+        With batchnorm="local" each micro-batch is normalised by itself. One row of n x C channels
+        is each sample by itself (instance_norm).
+        """
+        result = func(*args, **kwargs)
+        x, mask = args[0], masks.get(id(args[0]))
+        if mask is not None:
+            folded = fold(mask, range(2, mask.dim())) if x.shape[0] == 1 else mask
+            self.masks.put(result[0], union([mask, folded]), self.masks.origin(x))
+            if x.shape[0] == 1:
+                for one in result[1:3]:
+                    rows = fold(mask, range(2, mask.dim()), keep=False)
+                    self.masks.put(one, rows.reshape(-1) if one.numel() else None)
+        return result
+
+    def _check_linear(self, call: Call, operands: list[Tensor]) -> None:
+        """Note where a sum over samples is used in a way that is not linear in it.
+
+        In backward the gradients of parameters are sums over samples. A kernel that is not linear
+        in such a sum, or that brings it together with one sample's numbers, gives to the whole
+        batch another gradient than to its parts.
+        """
+        mixed = [
+            one
+            for one in operands
+            if (one.is_floating_point() or one.is_complex()) and several(call.mask(one))
+        ]
+        if not mixed:
+            return
+        ids = {id(one) for one in mixed}
+        others = [one for one in operands if id(one) in call.masks and id(one) not in ids]
+        others = [one for one in others if one.is_floating_point()]
+        if call.name in ADDITIVE:
+            return
+        twice = len(mixed) > 1
+        divides = call.name.startswith("div") and any(call.args[1] is one for one in mixed)
+        if call.name in LINEAR and not (others or twice or divides):
+            return
+        node = torch._C._current_autograd_node()
+        where = "a hook of a parameter" if node is None else node.name()
+        self.notes.backward.append(f"the backward of {where}, in {call.name}")
+
+
+ADDITIVE = frozenset(
+    "add add_ sub sub_ neg sum cat stack copy_ clone detach _to_copy _unsafe_view mean "
+    "select_backward slice_backward expand view t transpose permute unsqueeze squeeze reshape "
+    "index index_select as_strided slice select split unbind alias split_with_sizes "
+    "_foreach_add_ new_zeros zeros_like empty_like ones_like new_empty_strided new_zeros_strided "
+    "is_same_size accumulate_grad_ zero_ constant_pad_nd view_as_real real imag "
+    "index_put_ index_put index_add index_add_ embedding_dense_backward slice_scatter narrow "
+    "_reshape_alias _foreach_add fill_".split()
+)
+"""Kernels that only add up and move numbers."""
+
+LINEAR = ADDITIVE | frozenset(
+    "mul mul_ div div_ mm addmm bmm mv dot linear where masked_fill masked_fill_ "
+    "threshold_backward fft_irfft _fft_c2r _fft_c2c _fft_r2c tril triu convolution_backward "
+    "_weight_norm_interface_backward addmv addr outer ger native_dropout_backward "
+    "cumsum flip".split()
+)
+"""Kernels that are linear in one operand when the others are constants."""
+
+
+def _ours() -> bool:
+    """Say whether it is this library that reads, and not what the model has written."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "anybatch.proof.")):
+            return bool(name.startswith("anybatch."))
+        frame = frame.f_back
+    return False
+
+
+def _trains(schema: Any, args: tuple[Any, ...]) -> bool:
+    at = 3 if schema.overload_name == "no_stats" else NORMS[schema.name.split("::")[1]]
+    return bool(args[at])
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a kernel writes to."""
+    if not schema.is_mutable:
+        return []
+    found = []
+    for at, one in enumerate(schema.arguments):
+        if one.alias_info is not None and one.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(one.name)
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
+
+
+def _fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """Return the mask in a form that broadcasts to a tensor: else all of it for each number."""
+    if mask is None:
+        return None
+    try:
+        torch.broadcast_to(mask, tensor.shape)
+    except RuntimeError:
+        return fold(mask, range(mask.dim())).reshape([1] * tensor.dim())
+    return mask
+
+
+def _view(call: Call, full: Tensor) -> list[Tensor] | None:
+    """Return the same views of a mask; None where the storage tells."""
+    if call.name == "as_strided":
+        return None
+    if call.name == "view_as_real":
+        return [full.unsqueeze(-1).expand(*full.shape, 2)]
+    if call.name == "view_as_complex":
+        return [fold(full, [full.dim() - 1], keep=False)]
+    for one in (full, full.contiguous()):
+        try:
+            found = call.func(one, *call.args[1:], **call.kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            continue
+        return [view for view in tree_leaves(found) if isinstance(view, Tensor)]
+    return None

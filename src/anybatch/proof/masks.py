@@ -1,0 +1,259 @@
+"""Masks: the set of samples that have had a part in each number of a tensor.
+
+A mask is a uint8 tensor that broadcasts to the shape of its tensor. Bit i stands for sample i;
+three more bits follow integers that speak of places among samples:
+
+    bits 0-3   sample 0-3 has had a part in the number
+    EARLIER    a sample of an earlier call has
+    PLACE      the number is a place among samples (an index that ``nonzero`` or ``sort`` has made)
+    LOOSE      the dimension of samples is in an order, or in a choice, that the samples have made
+    CUT        the dimension of samples was cut by position
+
+A tensor of rows [4, C] has the mask [[1], [2], [4], [8]]: it stays that small for as long as
+samples stay apart. Masks are kept by storage, so that views and writes in place share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SAMPLES, EARLIER, PLACE, LOOSE, CUT = 0x1F, 0x10, 0x20, 0x40, 0x80
+ALL = 0x0F
+"""What a number gets that no sample has a part in by its value, and all have by their places."""
+
+ROWS = 4
+"""The most samples that can be told apart."""
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def shrink(mask: Tensor) -> Tensor:
+    """Return the mask with a size of 1 in every dimension along which it does not change."""
+    for d in range(mask.dim()):  # first those of which there is one, or comparing takes memory
+        if mask.shape[d] > 1 and mask.stride(d) == 0:
+            mask = mask.narrow(d, 0, 1)
+    for d in range(mask.dim()):
+        if mask.shape[d] > 1:
+            first = mask.narrow(d, 0, 1)
+            if bool((mask == first).all()):
+                mask = first
+    return mask
+
+
+def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
+    """Return the union of a mask along `dims`, which are not negative."""
+    for d in sorted(dims, reverse=True):
+        if mask.shape[d] > 1:
+            bits = [((mask >> bit) & 1).amax(d, keepdim=True) << bit for bit in range(8)]
+            mask = torch.stack(bits).sum(0).to(torch.uint8)
+        elif mask.shape[d] == 0:
+            shape = list(mask.shape)
+            shape[d] = 1
+            mask = mask.new_zeros(shape)
+        if not keep:
+            mask = mask.squeeze(d)
+    return mask
+
+
+def union(masks: Iterable[Tensor | None]) -> Tensor | None:
+    """Return the union of masks that broadcast to each other; None where there is none."""
+    found: Tensor | None = None
+    for mask in masks:
+        if mask is not None:
+            found = mask if found is None else found | mask
+    return found
+
+
+def total(mask: Tensor) -> int:
+    """Return the union of all of a mask as a number."""
+    return int(fold(mask, range(mask.dim())).reshape(()))
+
+
+def several(mask: Tensor | None) -> bool:
+    """Say whether some number has had a part of more than one sample."""
+    if mask is None:
+        return False
+    samples = mask & SAMPLES
+    return bool(((samples & (samples - 1)) != 0).any())
+
+
+def samples_of(bits: int) -> list[int]:
+    """Return the samples that a set holds."""
+    return [i for i in range(ROWS + 1) if bits >> i & 1]
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """Return which part of its storage a tensor is."""
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+@dataclass
+class _Record:
+    """The masks of a storage.
+
+    Attributes:
+        alive: keeps the storage's address from being given to another one.
+        nbytes: of the storage.
+        owner: the tensor that was made with it.
+        views: masks of the tensors that lie in it.
+        flat: the mask of every element; None where the views are all alike.
+        origin: the operation in which samples first met; "" where they have not.
+    """
+
+    alive: StorageWeakRef
+    nbytes: int
+    owner: Geometry | None = None
+    views: dict[Geometry, Tensor] = field(default_factory=dict)
+    flat: Tensor | None = None
+    origin: str = ""
+
+    def gone(self) -> bool:
+        """Say whether the storage is no more."""
+        return bool(self.alive.expired())  # type: ignore[no-untyped-call]
+
+
+def _aged(mask: Tensor) -> Tensor:
+    return ((mask & SAMPLES) != 0).to(torch.uint8) * EARLIER
+
+
+class Masks:
+    """The masks of all tensors that samples have had a part in."""
+
+    EVERY = 64
+    """New records after which those of storages that are gone are given up."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+        self._new_ones = 0
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the mask of a tensor; None where no sample has had a part in it."""
+        record = self._record(tensor)
+        if record is None or not tensor.numel():
+            return None
+        place = geometry(tensor)
+        mask = record.views.get(place)
+        if mask is None:
+            part = self._part(record, tensor)
+            if part is not None:
+                mask = shrink(part)
+            else:  # the same bytes as another dtype
+                mask = fold(self._flat(record), [0]).reshape([1] * tensor.dim())
+            record.views[place] = mask
+        return mask if bool(mask.any()) else None
+
+    def origin(self, tensor: Tensor) -> str:
+        """Return where samples met that have had a part in `tensor`; "" where they have not."""
+        record = self._record(tensor)
+        return "" if record is None else record.origin
+
+    def put(self, tensor: Tensor, mask: Tensor | None, origin: str = "") -> None:
+        """Note the mask of a tensor that has just been made."""
+        self._note(tensor, mask, origin, written=False)
+
+    def write(self, tensor: Tensor, mask: Tensor | None, origin: str = "") -> None:
+        """Note the mask of a tensor that has just been written to."""
+        self._note(tensor, mask, origin, written=True)
+
+    def join(self, tensor: Tensor, mask: Tensor) -> None:
+        """Note a view, and what it adds to the mask of the tensor that it is a view of."""
+        record = self._record(tensor)
+        if record is None or tensor.layout != torch.strided:
+            return
+        place, mask = geometry(tensor), shrink(mask.expand(tensor.shape))
+        old = record.views.get(place)
+        record.views[place] = mask if old is None else old | mask
+        if old is not None and record.flat is not None and bool((mask & ~old).any()):
+            part = self._part(record, tensor)
+            if part is not None:
+                part.copy_(mask.expand(tensor.shape))
+
+    def taint(self, tensor: Tensor, origin: str) -> None:
+        """Say where the samples met that have had a part in a view."""
+        record = self._record(tensor)
+        if record is not None:
+            record.origin = record.origin or origin
+
+    def age(self) -> None:
+        """Make all samples so far those of an earlier call."""
+        for record in self._records.values():
+            record.views = {place: _aged(mask) for place, mask in record.views.items()}
+            record.flat = None if record.flat is None else _aged(record.flat)
+            record.origin = ""
+
+    def _record(self, tensor: Tensor) -> _Record | None:
+        if tensor.layout != torch.strided:
+            return None
+        try:
+            return self._records.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
+            return None
+
+    def _note(self, tensor: Tensor, mask: Tensor | None, origin: str, *, written: bool) -> None:
+        if tensor.layout != torch.strided:
+            return
+        record = self._record(tensor)
+        if record is None:
+            if mask is None or not bool(mask.any()):
+                return
+            record = self._new(tensor)
+            if record is None:
+                return
+        zeros = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
+        mask = zeros if mask is None else shrink(mask.expand(tensor.shape))
+        met = origin if several(mask) else ""
+        place = geometry(tensor)
+        every = tensor.numel() * tensor.itemsize >= record.nbytes and not tensor._is_view()
+        if record.owner is None or (place == record.owner if written else every):
+            record.views, record.flat, record.owner, record.origin = {place: mask}, None, place, met
+            return
+        if written:
+            part = self._part(record, tensor)
+            if part is not None:
+                part.copy_(mask.expand(tensor.shape))
+            else:
+                self._flat(record).bitwise_or_(fold(mask, range(mask.dim())).reshape(()))
+            record.views = {}
+            record.origin = record.origin or met
+        record.views[place] = mask
+
+    def _new(self, tensor: Tensor) -> _Record | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return None
+        self._new_ones += 1
+        if self._new_ones % self.EVERY == 0:
+            self._records = {k: r for k, r in self._records.items() if not r.gone()}
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        record = _Record(weak, storage.nbytes())
+        self._records[storage._cdata] = record
+        return record
+
+    def _part(self, record: _Record, tensor: Tensor) -> Tensor | None:
+        """Return the mask of every element of a tensor; None where these are no elements of it."""
+        offset, shape, stride, dtype = geometry(tensor)
+        flat = self._flat(record)
+        assert record.owner is not None
+        if record.owner[3].itemsize != dtype.itemsize:
+            return None
+        last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+        if last > len(flat):  # the storage has grown
+            flat = record.flat = torch.cat([flat, flat.new_zeros(last - len(flat))])
+        return flat.as_strided(shape, stride, offset)
+
+    @staticmethod
+    def _flat(record: _Record) -> Tensor:
+        if record.flat is None:
+            assert record.owner is not None
+            offset, shape, stride, dtype = record.owner
+            mask = record.views[record.owner]
+            count = max(record.nbytes // dtype.itemsize, 1)
+            record.flat = torch.zeros(count, dtype=torch.uint8, device=mask.device)
+            record.flat.as_strided(shape, stride, offset).copy_(mask.expand(shape))
+        return record.flat

@@ -1,0 +1,167 @@
+"""A few rows of a batch run under masks: forward, and backward where that is not torch's own.
+
+Where forward keeps samples apart, so do the derivatives that torch computes of it. Another backward
+comes with an `autograd.Function`, a hook, or a kernel that torch does not know: only then is one
+run. Else a graph is all that is needed of autograd, and nothing is saved for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from anybatch import graph, tree
+from anybatch.batch import MicroBatch
+from anybatch.proof.follow import Follow
+from anybatch.proof.masks import ROWS, several
+
+HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+PAST = frozenset(
+    (
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.data_ptr,
+        Tensor.numpy,
+        Tensor.tolist,
+        Tensor.untyped_storage,
+        Tensor.__reduce_ex__,
+    )
+)
+"""Calls that read the memory of a tensor without a kernel."""
+
+
+class NeededError(Exception):
+    """Forward runs a backward of its own, which needs what autograd saves."""
+
+
+class Hooked(TorchFunctionMode):
+    """Take note of hooks that forward registers on its results, and of reads past all kernels.
+
+    Args:
+        follow: follows the forward; what is read is noted there.
+
+    Attributes:
+        found: there was a hook.
+    """
+
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()
+        self.found = False
+        self._follow = follow
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at one call, and let it."""
+        self.found |= func in HOOKS
+        if func in PAST and self._follow.masks.of(args[0]) is not None:
+            self._follow.notes.read.append((self._follow.path, "tensor"))
+        return func(*args, **(kwargs or {}))
+
+
+def samples_of_rows(size: int) -> list[int]:
+    """Return the sample that each row stands for; more rows than can be told apart go in groups."""
+    return list(range(size)) if size <= ROWS else [i * ROWS // size for i in range(size)]
+
+
+def forward(
+    follow: Follow,
+    micro: MicroBatch,
+    samples: Sequence[int],
+    run: Callable[[MicroBatch], Any],
+    *,
+    graph: bool,
+    saved: bool,
+) -> tuple[Any, bool]:
+    """Run forward under masks; return its outputs, and whether a hook was registered in it.
+
+    Args:
+        follow: follows it.
+        micro: the rows.
+        samples: which sample each row is.
+        run: calls the model.
+        graph: build one. Else without gradients.
+        saved: save for it what a backward needs. Else nothing.
+
+    Raises:
+        NeededError: forward needs what was not saved.
+    """
+    hooked = Hooked(follow)
+    for _, tensor in tree.tensors(micro.inputs):
+        if tensor.dim() and tensor.shape[0] == micro.size:
+            follow.seed(tensor, list(samples))
+    saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
+    try:
+        with torch.set_grad_enabled(graph), saves, follow.named(), hooked, follow:
+            outputs = run(micro)
+    except RuntimeError as error:
+        if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
+            raise NeededError from error
+        raise
+    return outputs, hooked.found
+
+
+def _nothing(tensor: Tensor) -> None:
+    del tensor
+
+
+def _needed(_: None) -> Tensor:
+    raise NeededError
+
+
+def strange_backward(outputs: Any) -> bool:
+    """Say whether a backward of these outputs is not torch's own alone."""
+    roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    return any(map(_is_strange, graph.nodes(roots)))
+
+
+def _is_strange(node: Any) -> bool:
+    if type(node).__module__ == "builtins":
+        return "CppNode" in node.name()
+    made = getattr(type(node), "_forward_cls", None)
+    return made is None or not made.__module__.startswith("anybatch.")
+
+
+def backward(
+    follow: Follow, outputs: Any, leaves: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """Run backward under masks from a gradient that each sample has of its own.
+
+    Args:
+        follow: has followed the forward.
+        outputs: of it.
+        leaves: what may get a gradient; what they had is put back.
+        inputs: leaves with a row for each sample, whose gradients must be of that sample alone.
+    """
+    every = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    roots = [t for t in every if not several(follow.masks.of(t))]  # a loss inside is traced
+    if not roots:
+        return
+    seeds = [torch.randn_like(root) for root in roots]
+    for seed, root in zip(seeds, roots, strict=True):
+        follow.masks.put(seed, follow.masks.of(root))
+    held = [leaf.grad for leaf in leaves]
+    follow.backward = True
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        with follow:
+            torch.autograd.backward(roots, seeds)  # reentrant checkpoints refuse grad()
+        for one in inputs:
+            if one.grad is not None and several(follow.masks.of(one.grad)):
+                place = follow.masks.origin(one.grad)
+                follow.notes.backward.append(place or "the gradient of the inputs")
+    finally:
+        follow.backward = False
+        for leaf, gradient in zip(leaves, held, strict=True):
+            leaf.grad = gradient

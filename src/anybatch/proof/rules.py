@@ -1,0 +1,630 @@
+"""Rules: the masks of a kernel's results, from those of its operands.
+
+A rule follows from what a kernel computes, not from its values: a factor of 0 hides nothing.
+Kernels fall into a few families; a kernel of none of them is asked itself (`anybatch.proof.ask`).
+
+    pointwise    the union of the operands                     add, relu, where, dropout
+    moves        the same kernel, on the mask                  cat, flip, pad, index, gather
+    reductions   the union along the dimensions                sum, amax, softmax, cumsum
+    products     the union along what is summed over           mm, bmm, attention
+    by rows      the union of all but the first dimension      convolution, pooling, group_norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from anybatch.proof.masks import ALL, CUT, LOOSE, PLACE, SAMPLES, fold, shrink, union
+
+Found = Sequence[Tensor | None]
+"""A mask for each tensor that a kernel returns."""
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass
+class Call:
+    """One call of a kernel, and the masks of its operands.
+
+    Attributes:
+        name: of the kernel, without its namespace and overload.
+        func: the kernel.
+        args: its positional arguments.
+        kwargs: the others.
+        results: the tensors that it has returned.
+        masks: id of an operand -> its mask.
+        backward: the call belongs to a backward pass.
+    """
+
+    name: str
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[Tensor]
+    masks: dict[int, Tensor]
+    backward: bool = False
+
+    def mask(self, value: Any) -> Tensor | None:
+        """Return the mask of an operand; None where it has none."""
+        return self.masks.get(id(value)) if isinstance(value, Tensor) else None
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """Return the mask of an operand in its shape."""
+        mask = self.mask(tensor)
+        if mask is None:
+            mask = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
+        return mask.expand(tensor.shape)
+
+    def argument(self, *names: str, default: Any = None) -> Any:
+        """Return the argument of one of these names."""
+        for at, one in enumerate(self.func._schema.arguments):
+            if one.name in names:
+                if one.name in self.kwargs:
+                    return self.kwargs[one.name]
+                if at < len(self.args):
+                    return self.args[at]
+                return one.default_value if one.has_default_value() else default
+        return default
+
+    def all(self) -> Tensor:
+        """Return the union of all operands, 0-dim."""
+        flat = [fold(m, range(m.dim())).reshape(()) for m in self.masks.values()]
+        found = union(flat)
+        assert found is not None
+        return found
+
+
+Rule = Callable[[Call], Found | None]
+"""None where the rule does not cover the call."""
+
+RULES: dict[str, Rule] = {}
+
+
+def _rule(names: str) -> Callable[[Rule], Rule]:
+    def note(fn: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names.split(), fn))
+        return fn
+
+    return note
+
+
+def masks_after(call: Call) -> Found | None:
+    """Return the masks of the results; None where no rule covers the kernel."""
+    rule = RULES.get(call.name)
+    if rule is None and torch.Tag.pointwise in call.func.tags:
+        rule = _pointwise
+    return None if rule is None else rule(call)
+
+
+def has_rule(name: str, func: Any) -> bool:
+    """Say whether a rule may cover the kernel."""
+    return name in RULES or torch.Tag.pointwise in func.tags
+
+
+def _dims(dims: Any, rank: int) -> list[int]:
+    """Return dimensions as numbers that are not negative; None or nothing is all of them."""
+    if dims is None or dims == []:
+        return list(range(rank))
+    every = [dims] if isinstance(dims, int) else list(dims)
+    return [d % rank for d in every] if rank else []
+
+
+def _valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask of what a place among samples has become: as a value it has all of them."""
+    if dtype in INTEGERS:
+        return mask
+    return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
+
+
+# ---------------------------------------------------------------- made without samples
+
+
+@_rule(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
+    "new_zeros new_ones new_full new_empty_strided new_zeros_strided normal_ uniform_ random_ "
+    "exponential_ zero_ bernoulli_ geometric_ log_normal_ cauchy_ sym_size sym_stride sym_numel "
+    "eye_ set_ resize_ scalar_tensor is_same_size"
+)
+def _fresh(call: Call) -> Found:
+    return [None] * len(call.results)
+
+
+@_rule("fill_ fill")
+def _filled(call: Call) -> Found:
+    mask = call.mask(call.argument("value"))
+    return [None if mask is None else mask.reshape([1] * call.results[0].dim())]
+
+
+@_rule("copy_ copy")
+def _copied(call: Call) -> Found:
+    return [call.mask(call.argument("src"))]
+
+
+# ---------------------------------------------------------------- pointwise
+
+
+@_rule(
+    "masked_fill masked_fill_ _to_copy clone native_dropout complex bernoulli _fused_dropout "
+    "log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
+    "rrelu_with_noise rrelu_with_noise_backward native_dropout_backward threshold_backward "
+    "lift_fresh lift polar gelu_backward mse_loss_backward _local_scalar_dense"
+)
+def _pointwise(call: Call) -> Found:
+    mask = union(call.masks.values())
+    assert mask is not None
+    if not call.backward:
+        mask = _valued(mask, call.results[0].dtype) if call.results else mask
+    return [mask if r.numel() and r.dim() >= mask.dim() else None for r in call.results]
+
+
+@_rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss")
+def _loss_by_elements(call: Call) -> Found:
+    mask = union(call.masks.values())
+    assert mask is not None
+    if call.results[0].dim() == mask.dim() and call.argument("reduction", default=1) == 0:
+        return [mask]
+    return [call.all().reshape([1] * call.results[0].dim())]
+
+
+# ---------------------------------------------------------------- moves
+
+
+@_rule(
+    "cat stack flip roll repeat tril triu im2col col2im pixel_shuffle pixel_unshuffle "
+    "channel_shuffle reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d "
+    "replication_pad2d replication_pad3d slice_scatter select_scatter slice_backward "
+    "select_backward diag_embed rot90 diagonal_scatter as_strided_scatter unfold_copy "
+    "_unsafe_view contiguous permute_copy view_copy expand_copy diagonal_backward "
+    "split_with_sizes_copy split_copy take_along_dim concat tril_ triu_ unfold_backward "
+    "repeat_interleave unsafe_split unsafe_split_with_sizes unsafe_chunk constant_pad_nd "
+    "_chunk_cat _reshape_copy block_diag"
+)
+def _moved(call: Call) -> Found | None:
+    def masked(value: Any) -> Any:
+        return call.full(value).contiguous() if isinstance(value, Tensor) else value
+
+    args = tree_map(masked, call.args)
+    kwargs = {k: masked(v) for k, v in call.kwargs.items() if k not in PLACING}
+    if call.name == "constant_pad_nd":
+        args, kwargs = (*args[:2], 0), {}
+    if call.name == "repeat_interleave" and isinstance(call.argument("repeats"), Tensor):
+        return None
+    try:
+        found = call.func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    return [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+
+
+PLACING = frozenset(("dtype", "layout", "device", "pin_memory"))
+"""Arguments that say where a result is made."""
+
+
+# ---------------------------------------------------------------- reductions
+
+
+@_rule(
+    "sum mean amax amin var std prod any all argmax argmin norm linalg_vector_norm logsumexp max "
+    "min median nanmedian mode kthvalue var_mean std_mean count_nonzero aminmax nansum nanmean"
+)
+def _reduced(call: Call) -> Found:
+    x = call.args[0]
+    mask = call.mask(x)
+    if mask is None or any(isinstance(a, Tensor) for a in call.args[1:]):
+        return [call.all().reshape([1] * r.dim()) for r in call.results]
+    dims = _dims(call.argument("dim", "dims", "axis"), x.dim())
+    folded = fold(mask, dims)
+    away = fold(folded, dims, keep=False)
+    return [folded if r.dim() == x.dim() else away for r in call.results]
+
+
+@_rule(
+    "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin _cummax_helper "
+    "_cummin_helper _softmax_backward_data _log_softmax_backward_data cumsum_ cumprod_ "
+    "_safe_softmax"
+)
+def _along(call: Call) -> Found:
+    mask = union(call.masks.values())
+    assert mask is not None
+    dim = call.argument("dim") % max(mask.dim(), 1)
+    return [fold(mask, [dim] if mask.dim() else [])] * len(call.results)
+
+
+# ---------------------------------------------------------------- order and choice
+
+
+@_rule("sort argsort msort topk")
+def _sorted(call: Call) -> Found:
+    x = call.args[0]
+    mask = call.mask(x)
+    assert mask is not None
+    default = 0 if call.name == "msort" else -1
+    dim = call.argument("dim", default=default) % max(x.dim(), 1)
+    if not x.dim() or mask.shape[dim] == 1:
+        return [mask] * len(call.results)
+    if call.name in ("topk", "msort"):
+        return [fold(mask, [dim])] * len(call.results)
+    order = call.results[-1]
+    moved = call.full(x).gather(dim, order) | LOOSE
+    return [moved] * (len(call.results) - 1) + [moved | PLACE]
+
+
+@_rule("nonzero")
+def _nonzero(call: Call) -> Found:
+    x = call.args[0]
+    mask = call.mask(x)
+    assert mask is not None
+    across = mask.numel() > 1
+    found = call.full(x)[x != 0]
+    marks = LOOSE | PLACE if across and found.numel() else 0
+    return [(found | marks)[:, None].expand(call.results[0].shape)]
+
+
+@_rule("masked_select")
+def _selected(call: Call) -> Found | None:
+    x, chosen = call.args[:2]
+    if x.shape != chosen.shape:
+        return None
+    return [(call.full(x) | call.full(chosen))[chosen] | LOOSE]
+
+
+@_rule("bincount histc _unique2 unique_dim unique_consecutive histogram")
+def _counted(call: Call) -> Found:
+    return [call.all().reshape([1] * r.dim()) | LOOSE for r in call.results]
+
+
+@_rule("bucketize searchsorted")
+def _bucketed(call: Call) -> Found:
+    values, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
+    found = [call.mask(values)]
+    borders = call.mask(bounds)
+    if borders is not None:
+        found.append(fold(borders, [borders.dim() - 1]))
+    return [union(found)]
+
+
+# ---------------------------------------------------------------- tables and places
+
+
+def _placed(call: Call, places: Tensor, table: Tensor) -> Tensor:
+    """Return what indices add to the mask of what they read.
+
+    A place among samples that leads to a sample's own number adds nothing to it. Read out of a
+    table that belongs to no sample, the place is itself a value.
+    """
+    mask = call.full(places)
+    if call.mask(table) is not None:
+        return mask & ~PLACE & 0xFF
+    if table.dtype in INTEGERS or call.backward:
+        return mask
+    return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
+
+
+def _piled(base: Tensor, add: Callable[[Tensor, Tensor], Tensor], source: Tensor) -> Tensor:
+    """Return the mask of a sum of `source` into `base`, a bit at a time."""
+    out = base.clone()
+    for bit in range(8):
+        one = (source >> bit) & 1
+        if bool(one.any()):
+            zeros = torch.zeros(base.shape, dtype=torch.int32, device=base.device)
+            out |= (add(zeros, one.to(torch.int32)) > 0).to(torch.uint8) << bit
+    return out
+
+
+@_rule("embedding")
+def _embedded(call: Call) -> Found:
+    table, places = call.args[:2]
+    if call.mask(table) is not None and call.mask(places) is None:
+        return [call.all().reshape([1] * call.results[0].dim())]
+    return [_placed(call, places, table).unsqueeze(-1)]
+
+
+@_rule("_embedding_bag _embedding_bag_forward_only")
+def _bagged(call: Call) -> Found:
+    places, offsets = call.args[1], call.args[2]
+    mask, ends = call.full(places), offsets
+    if not call.argument("include_last_offset", default=False):
+        ends = torch.cat([offsets, offsets.new_tensor([len(places)])])
+    bags = []
+    for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        bags.append(fold(mask[begin:end], [0]) if end > begin else mask.new_zeros(1))
+    return [torch.cat(bags)[:, None]] + [None] * (len(call.results) - 1)
+
+
+@_rule("gather")
+def _gathered(call: Call) -> Found:
+    x, dim, places = call.args[:3]
+    return [call.full(x).gather(dim % max(x.dim(), 1), places) | _placed(call, places, x)]
+
+
+@_rule("index_select")
+def _chosen(call: Call) -> Found:
+    x, dim, places = call.args[:3]
+    dim %= max(x.dim(), 1)
+    shape = [-1 if d == dim else 1 for d in range(x.dim())]
+    found = call.full(x).index_select(dim, places.reshape(-1))
+    return [found | _placed(call, places, x).reshape(shape)]
+
+
+@_rule("index_add index_add_ index_copy index_copy_ _index_copy_")
+def _added(call: Call) -> Found:
+    x, dim, places, source = call.args[:4]
+    dim %= max(x.dim(), 1)
+    shape = [-1 if d == dim else 1 for d in range(x.dim())]
+    found = (call.full(source) | call.full(places).reshape(shape)) & ~(LOOSE | PLACE) & 0xFF
+    return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
+
+
+@_rule("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ _scatter_reduce")
+def _scattered(call: Call) -> Found:
+    x, dim, places = call.args[:3]
+    dim %= max(x.dim(), 1)
+    found, source = call.full(places), call.argument("src", "value")
+    if isinstance(source, Tensor) and source.dim():
+        found = found | call.full(source)[tuple(slice(0, n) for n in places.shape)]
+    found = found & ~(LOOSE | PLACE) & 0xFF
+    return [_piled(call.full(x), lambda base, one: base.scatter_add_(dim, places, one), found)]
+
+
+@_rule("masked_scatter masked_scatter_")
+def _poured(call: Call) -> Found:
+    x, chosen, source = call.args[:3]
+    chosen = chosen.expand(x.shape)
+    flat = call.full(source).reshape(-1)
+    found = (call.full(x) | call.full(call.args[1]).expand(x.shape)).clone()
+    found[chosen] |= flat[: int(chosen.sum())]
+    return [found & ~(LOOSE | PLACE) & 0xFF]
+
+
+@_rule("masked_scatter_backward")
+def _poured_back(call: Call) -> Found:
+    x, chosen, sizes = call.args[:3]
+    chosen = chosen.expand(x.shape)
+    count = call.results[0].numel()
+    found = torch.zeros(count, dtype=torch.uint8, device=x.device)
+    found[: int(chosen.sum())] = (call.full(x) | call.full(call.args[1]).expand(x.shape))[chosen]
+    return [found.reshape(list(sizes))]
+
+
+@_rule("index _unsafe_index index_put index_put_ _unsafe_index_put _index_put_impl_")
+def _indexed(call: Call) -> Found:
+    x, places = call.args[0], call.args[1]
+    writes = "put" in call.name
+    indices: list[Tensor | None] = []
+    marks: list[Tensor] = []
+    dims: list[int] = []
+    chosen = False
+    for one in places:
+        if one is None:
+            indices.append(None)
+        elif one.dtype in (torch.bool, torch.uint8):
+            for part in one.nonzero(as_tuple=True):
+                dims.append(len(indices))
+                indices.append(part)
+            if call.mask(one) is not None:
+                marks.append(call.full(one)[one.bool()] & ~PLACE & 0xFF)
+            chosen = True
+        else:
+            dims.append(len(indices))
+            indices.append(one)
+            if call.mask(one) is not None:
+                plain = call.full(one) & ~PLACE & 0xFF
+                marks.append(plain if writes else _placed(call, one, x))
+    got = torch.ops.aten.index.Tensor(call.full(x), indices)
+    found, at = _of_places(got, indices, marks, dims)
+    if not writes:
+        got = got | found
+        kept = shrink(got & SAMPLES) if chosen and got.numel() else None
+        loose = kept is not None and kept.dim() > at and kept.shape[at] != 1
+        return [got | (LOOSE if loose else 0)]
+    source = (call.full(call.args[2]).expand(got.shape) | found) & ~(LOOSE | PLACE) & 0xFF
+    if call.argument("accumulate", default=False):
+        put = torch.ops.aten.index_put_.default
+        return [_piled(call.full(x), lambda base, one: put(base, indices, one, True), source)]
+    return [torch.ops.aten.index_put.default(call.full(x).contiguous(), indices, source)]
+
+
+def _of_places(
+    got: Tensor, indices: list[Tensor | None], marks: list[Tensor], dims: list[int]
+) -> tuple[Tensor, int]:
+    """Return the marks of indices as they lie in what they read, and where that begins."""
+    together = dims and dims == list(range(dims[0], dims[0] + len(dims)))
+    at = dims[0] if together else 0
+    every = [i.shape for i in indices if i is not None]
+    shape = torch.broadcast_shapes(*every)  # type: ignore[no-untyped-call]
+    if not marks:
+        return torch.zeros((), dtype=torch.uint8, device=got.device), at
+    found = union(torch.broadcast_to(mark, shape) for mark in marks)
+    assert found is not None
+    return found.reshape(list(shape) + [1] * (got.dim() - at - len(shape))), at
+
+
+# ---------------------------------------------------------------- products
+
+
+@_rule(
+    "mm bmm addmm baddbmm addbmm mv addmv dot vdot linear _linear addmm_ baddbmm_ _addmm_activation"
+)
+def _multiplied(call: Call) -> Found | None:
+    if call.name == "addbmm":
+        return None
+    adds = call.name.startswith(("add", "badd", "_add"))
+    a, b = call.args[1:3] if adds else call.args[:2]
+    of_a, of_b, found = call.mask(a), call.mask(b), list[Tensor | None]()
+    if call.name in ("linear", "_linear"):
+        if of_b is not None or (len(call.args) > 2 and call.mask(call.args[2]) is not None):
+            return None
+        assert of_a is not None
+        return [fold(of_a, [a.dim() - 1])]
+    if of_a is not None:
+        one = fold(of_a, [a.dim() - 1])
+        found.append(one if b.dim() > 1 else one.squeeze(-1))
+    if of_b is not None:
+        one = fold(of_b, [b.dim() - (2 if b.dim() > 1 else 1)])
+        if a.dim() == 1 and b.dim() == 1:
+            one = one.reshape(())
+        found.append(one)
+    if adds and call.mask(call.args[0]) is not None:
+        found.append(call.mask(call.args[0]))
+    return [union(found)]
+
+
+@_rule(
+    "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training "
+    "cudnn_batch_norm"
+)
+def _normed_by_constants(call: Call) -> Found | None:
+    x = call.args[0]
+    if len(call.masks) > 1 or call.mask(x) is None:
+        return None
+    return [call.mask(x)] + [None] * (len(call.results) - 1)
+
+
+@_rule("native_layer_norm")
+def _layer_normed(call: Call) -> Found | None:
+    x = call.args[0]
+    if call.mask(x) is None:
+        return None
+    dims = range(x.dim() - len(call.args[1]), x.dim())
+    found = fold(union([call.mask(x)]), dims)  # type: ignore[arg-type]
+    more = [call.mask(a) for a in call.args[2:4]]
+    return [union([found, *more]), found, found]
+
+
+@_rule(
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable"
+)
+def _attended(call: Call) -> Found | None:
+    query = call.args[0]
+    found: list[Tensor | None] = []
+    for at, one in enumerate(call.args[:3]):
+        mask = call.mask(one)
+        if mask is None:
+            continue
+        if one.shape[:1] != query.shape[:1] and mask.shape[0] != 1:
+            return None
+        if one.shape[1] != query.shape[1]:  # heads that are shared
+            mask = fold(mask, [1])
+        dims = [one.dim() - 1] if at == 0 else [one.dim() - 2, one.dim() - 1]
+        found.append(fold(mask, dims))
+    for one in (*call.args[3:], *call.kwargs.values()):
+        mask = call.mask(one)
+        if mask is not None:
+            mask = fold(mask, [mask.dim() - 1])
+            found.append(mask.reshape([1] * (4 - mask.dim()) + list(mask.shape)))
+    whole = union(found)
+    assert whole is not None
+    rows = [
+        fold(whole, range(1, whole.dim())).reshape([-1] + [1] * (r.dim() - 1))
+        if r.dim() and r.shape[0] == query.shape[0]
+        else None
+        for r in call.results[1:]
+    ]
+    return [whole, *rows]
+
+
+# ---------------------------------------------------------------- by rows
+
+
+@_rule(
+    "convolution mkldnn_convolution _convolution cudnn_convolution max_pool2d_with_indices "
+    "max_pool3d_with_indices max_pool1d_with_indices avg_pool1d avg_pool2d avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d "
+    "upsample_bicubic2d upsample_linear1d upsample_trilinear3d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa _upsample_nearest_exact2d grid_sampler_2d grid_sampler_3d "
+    "native_group_norm thnn_conv2d _slow_conv2d_forward slow_conv3d_forward "
+    "convolution_backward max_pool2d_with_indices_backward avg_pool2d_backward "
+    "_adaptive_avg_pool2d_backward upsample_bilinear2d_backward upsample_nearest2d_backward "
+    "native_group_norm_backward"
+)
+def _by_rows(call: Call) -> Found | None:
+    x = call.args[0]
+    operands = [t for t in tree_leaves((call.args, call.kwargs)) if call.mask(t) is not None]
+    if any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands):
+        return None
+    rows = union(_row_of(call, t) for t in operands)
+    assert rows is not None
+    if "backward" not in call.name:
+        return [_like(rows, r) for r in call.results]
+    parameters = fold(rows, [0])
+    wanted = call.args[-1] if isinstance(call.args[-1], list | tuple) else [True]
+    gave = bool(wanted[0]) if call.name == "convolution_backward" else True
+    return [_like(rows if at == 0 and gave else parameters, r) for at, r in enumerate(call.results)]
+
+
+def _row_of(call: Call, tensor: Tensor) -> Tensor:
+    mask = call.mask(tensor)
+    assert mask is not None
+    return fold(mask, range(1, mask.dim()), keep=False)
+
+
+def _like(rows: Tensor, result: Tensor) -> Tensor | None:
+    if not result.dim():
+        return None
+    if rows.shape[0] not in (1, result.shape[0]):
+        rows = fold(rows, [0])
+    return rows.reshape([-1] + [1] * (result.dim() - 1))
+
+
+@_rule("mkldnn_rnn_layer")
+def _recurrent(call: Call) -> Found:
+    x = call.args[0]  # [T, n, C], and states [n, H]
+    found: list[Tensor | None] = []
+    for one in tree_leaves(call.args):
+        mask = call.mask(one)
+        if mask is not None and one.is_floating_point():
+            if one.dim() == 3:
+                found.append(fold(mask, [0, 2]))
+            elif one.dim() == 2 and one.shape[0] == x.shape[1]:
+                found.append(fold(mask, [1]).unsqueeze(0))
+    rows = union(found)
+    if rows is None:
+        return [None] * len(call.results)
+    return [
+        rows if r.dim() == 3 else rows[0] if r.dim() == 2 and r.shape[0] == x.shape[1] else None
+        for r in call.results
+    ]
+
+
+def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
+    """Return the masks of views that a cut along the samples has made, and in what it is a choice.
+
+    A cut by position leaves CUT. One of what samples have put in an order is a choice among them:
+    then all have a part in it.
+    """
+    views, x = list(found), call.args[0]
+    mask = call.mask(x)
+    if mask is None or call.name not in SLICES or not x.dim():
+        return views, ""
+    dim = call.argument("dim", default=0) % x.dim()
+    if mask.shape[dim] == 1 or not _differs_along(mask, dim) or _takes_all(call, dim):
+        return views, ""
+    if bool((mask & LOOSE).any()) and call.name != "unbind" and not call.backward:
+        said = f"{call.name} of samples that nonzero, sort or topk has put in an order"
+        return [view | ALL for view in views], said
+    return [view | (CUT * (view != 0)).to(torch.uint8) for view in views], ""
+
+
+SLICES = frozenset(("slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk"))
+
+
+def _differs_along(mask: Tensor, dim: int) -> bool:
+    first = mask.narrow(dim, 0, 1) & SAMPLES
+    return bool(((fold(mask, [dim]) & SAMPLES) != first).any())
+
+
+def _takes_all(call: Call, dim: int) -> bool:
+    if call.name == "split":
+        return bool(call.argument("split_size") >= call.args[0].shape[dim])
+    begin, end = call.argument("start"), call.argument("end")
+    every = begin in (None, 0) and (end is None or end >= call.args[0].shape[dim])
+    return call.name == "slice" and every and call.argument("step", default=1) == 1

@@ -1,0 +1,254 @@
+"""What the masks of a few rows say: samples stay apart, they meet, or that could not be followed.
+
+A model runs on a few rows, and on the last of them alone. Samples meet where an output row has had
+a part of another sample; where the second run finds what the first has left; where a call of batch
+normalisation holds other rows than those that micro-batches would bring to it; and in backward
+where a gradient that is a sum over samples is not used linearly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.errors import NotExactError
+from anybatch.proof.follow import Follow, Notes
+from anybatch.proof.masks import SAMPLES, fold, samples_of
+
+WHOLE = "give micro_batch >= the batch size"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was concluded.
+
+    Attributes:
+        meets: where samples meet and what to do, as a sentence; "" where they do not.
+        doubts: why that is not shown where they do not; nothing where it is.
+    """
+
+    meets: str = ""
+    doubts: tuple[str, ...] = ()
+
+    def refuse(self) -> None:
+        """Refuse to divide a batch whose samples meet.
+
+        Raises:
+            NotExactError: they do.
+        """
+        if self.meets:
+            raise NotExactError(self.meets)
+
+
+class Output(NamedTuple):
+    """An output of a forward under masks.
+
+    Attributes:
+        path: its path.
+        mask: which samples have had a part in it; None where none has.
+        origin: where these met; "" where they have not.
+        trains: it has a gradient.
+    """
+
+    path: str
+    mask: Tensor | None
+    origin: str
+    trains: bool
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward under masks.
+
+    Attributes:
+        notes: what was noted on the way.
+        samples: the samples of its rows, in order.
+        outputs: of it.
+    """
+
+    notes: Notes
+    samples: Sequence[int]
+    outputs: Sequence[Output]
+
+
+def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
+    """Return a forward that has just ended.
+
+    Args:
+        follow: has followed it.
+        samples: the samples of its rows, in order.
+        outputs: of it.
+    """
+    masks = follow.masks
+    found = [
+        Output(path, masks.of(one), masks.origin(one), one.requires_grad)
+        for path, one in tree.tensors(outputs, "outputs")
+    ]
+    return Forward(follow.notes, samples, found)
+
+
+def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> Verdict:
+    """Return what two forwards say.
+
+    Args:
+        whole: of a few rows.
+        part: of the last of these; None where the model takes no fewer rows.
+        axes: where each output holds the samples; None where it holds none.
+    """
+    runs = [whole] if part is None else [whole, part]
+    meets = _in_norms(whole, part)
+    for run in runs:
+        meets = meets or _in_outputs(run, axes) or _in_backward(run)
+    if part is not None:
+        meets = meets or _in_shuffles(whole, part)
+    doubts = dict.fromkeys(doubt for run in runs for doubt in _doubts(run, axes))
+    return Verdict(meets, tuple(doubts))
+
+
+def _in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
+    for (path, mask, place, _), axis in zip(run.outputs, axes, strict=False):
+        if mask is None or axis is None:
+            continue
+        strange = _strange(mask, axis, run.samples)
+        if strange is None:
+            continue
+        row, others = strange
+        if not set(others) <= set(run.samples):
+            return (
+                "forward must not take from one call what another has left when the batch is "
+                f"split, and row {row} of {path} has a part of samples of the call before: it "
+                f"keeps state outside of its inputs. Register it as a buffer, or {WHOLE}"
+            )
+        if not place:
+            return _out_of_place(f"row {row} of {path} belongs to sample {others[0]}")
+        return (
+            "samples must not meet inside the model when the batch is split, and samples "
+            f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compute what "
+            "compares samples in the loss, declare the function that does it with "
+            f"anybatch.coupled, or {WHOLE}"
+        )
+    if run.notes.lost:
+        return (
+            "samples must not meet inside the model when the batch is split, and they meet in "
+            f"{run.notes.lost}, before the loss that the model computes. Declare the "
+            f"function that does it with anybatch.coupled, or {WHOLE}"
+        )
+    return ""
+
+
+def _strange(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
+    """Return a row that has had a part of other samples, and these; None where none has."""
+    mask = mask & SAMPLES
+    others = [d for d in range(mask.dim()) if d != axis]
+    rows = fold(mask, others, keep=True).reshape(-1)
+    if len(rows) == 1 and len(samples) > 1:
+        rows = rows.expand(len(samples))
+    for at, bits in enumerate(rows.tolist()):
+        wrong = samples_of(bits & ~(1 << samples[at]))
+        if wrong:
+            return samples[at], wrong
+    return None
+
+
+def _in_backward(run: Forward) -> str:
+    notes = run.notes
+    if notes.frequencies:
+        return (
+            "samples must not meet inside the model when the batch is split, and they meet in "
+            f"{notes.frequencies[0]}: scale_grad_by_freq divides the gradient by how often the "
+            f"whole batch has an entry. Set scale_grad_by_freq=False, or {WHOLE}"
+        )
+    if notes.backward:
+        return (
+            "samples must not meet in backward when the batch is split, and they meet in "
+            f"{notes.backward[0]}: a hook or an autograd.Function computes with the gradient of "
+            f"several samples at once. Let it treat each row by itself, or {WHOLE}"
+        )
+    return ""
+
+
+def _in_norms(all_rows: Forward, part: Forward | None) -> str:
+    """Compare the calls of batch normalisation with those of fewer rows.
+
+    Call k of the undivided batch must hold, of the rows that a micro-batch has, just those that
+    call k of the micro-batch holds: together the micro-batches then bring all of its rows.
+    """
+    whole = all_rows.notes.norms
+    for one in whole if part is None else ():
+        held = samples_of(_all(one.rows))
+        if one.cut or (held and held != sorted(set(all_rows.samples))):
+            return other_rows(one.path, f"it holds samples {_and(held)} alone")
+    if part is None:
+        return ""
+    some = part.notes.norms
+    if len(whole) != len(some):
+        first = (whole or some)[0]
+        return other_rows(
+            first.path, f"{len(whole)} calls hold all rows and {len(some)} those of a part"
+        )
+    mine = 0
+    for sample in part.samples:
+        mine |= 1 << sample
+    for one, other in zip(whole, some, strict=True):
+        wanted = {bits: n for bits, n in one.rows.items() if bits & mine}
+        found = {bits: n for bits, n in other.rows.items() if bits}
+        if one.path != other.path or wanted != found:
+            held = samples_of(_all(one.rows))
+            told = f"the call that holds samples {_and(held)} of the batch"
+            return other_rows(one.path, f"{told} holds other rows in a micro-batch")
+        if one.cut or other.cut:
+            return other_rows(one.path, "the batch was cut by position before")
+    return ""
+
+
+def _in_shuffles(whole: Forward, part: Forward) -> str:
+    """Look for random orders that are as long as the batch: of few rows one may move none."""
+    pairs = zip(whole.notes.shuffles, part.notes.shuffles, strict=False)
+    for (path, n), (_, m) in pairs:
+        if n != m and n * len(part.samples) == m * len(whole.samples):
+            return _out_of_place(f"{path} draws an order of all samples")
+    return ""
+
+
+def _out_of_place(why: str) -> str:
+    return (
+        f"samples must keep their place when the batch is split, and {why}: forward permutes, "
+        f"rolls or flips the batch. Do so before the step, or {WHOLE}"
+    )
+
+
+def other_rows(path: str, why: str) -> str:
+    """Return what is said of batch normalisation of a part of the batch."""
+    return (
+        "every call of batch normalisation must hold the whole batch when it is split, and "
+        f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
+        f'position). Call it on all rows, take batchnorm="local", or {WHOLE}'
+    )
+
+
+def _all(rows: dict[int, int]) -> int:
+    found = 0
+    for bits in rows:
+        found |= bits
+    return found
+
+
+def _doubts(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
+    notes = run.notes
+    for path, kind in notes.read[:1]:
+        yield f"Python reads a {kind} of the samples in {path}"
+    for path, kernel, _ in notes.unfollowed[:1]:
+        yield f"{kernel} in {path} could not be followed"
+    for operator in notes.operators[:1]:
+        yield f"a higher-order operator in {operator} could not be followed"
+    for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):
+        if axis is not None and trains and mask is None:
+            yield f"no sample could be followed to {path}"
+
+
+def _and(samples: Sequence[int]) -> str:
+    return " and ".join(map(str, samples))

@@ -1,0 +1,287 @@
+"""Hooks of a LightningModule, batches that it skips, and accumulation that is set on the way.
+
+Each is what Lightning alone does with the undivided batch, or is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact
+from torch import Tensor, nn
+
+from anybatch import LossError, NotExactError
+
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"
+)
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
+from tests.integrations.fits import Net, assert_whole, fit, made  # noqa: E402
+
+from anybatch.integrations.lightning import WholeBatch  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*`training_step` returned `None`"),
+]
+
+
+class During(pl.Callback):  # type: ignore[misc]
+    """Sets accumulation at a hook."""
+
+    def __init__(self, hook: str, step: int = 0) -> None:
+        def act(trainer: Any, module: Any, *given: Any) -> None:
+            if trainer.global_step == step:
+                trainer.accumulate_grad_batches = 4
+
+        setattr(self, hook, act)
+
+
+class Sets(Net):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.accumulate_grad_batches = 4
+
+
+class Late(pl.Callback):  # type: ignore[misc]
+    """Brings a schedule of accumulation when training has begun."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        trainer.callbacks.append(GradientAccumulationScheduler({1: 4}))
+
+
+LATER: dict[str, tuple[Any, list[Any], int, str]] = {
+    "on_train_start": (Net, [During("on_train_start")], 0, "batches is 4: leave it out"),
+    "on_epoch": (Net, [During("on_train_epoch_start")], 0, "batches is 4: leave it out"),
+    "on_batch": (Net, [During("on_train_batch_start")], 0, "batches is 4: leave it out"),
+    "next batch": (Net, [During("on_train_batch_end", 1)], 1, "batches is 4: leave it out"),
+    "the module": (Sets, [], 0, "batches is 4: leave it out"),
+    "a schedule": (Net, [Late()], 0, "is scheduled: leave it out"),
+}
+
+
+@pytest.mark.parametrize("way", LATER)
+def test_accumulation_that_is_set_later_is_refused_at_its_step(way: str) -> None:
+    kind, callbacks, steps, match = LATER[way]
+    module = made(kind)
+    with pytest.raises(ValueError, match=match):
+        fit(module, WholeBatch(micro_batch=3), *callbacks)
+    assert module.trainer.global_step == steps
+    assert all(p.grad is None or not p.grad.any() for p in module.parameters()) or steps
+
+
+class Backward(Net):
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        (loss / 3).backward()
+
+
+class Before(Net):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.shown = float(loss.detach())
+
+
+class After(Net):
+    def on_after_backward(self) -> None:
+        for p in self.parameters():
+            p.grad *= 2
+
+
+class BeforeStep(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1e-2)
+
+
+class Stepping(Net):
+    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any) -> None:
+        optimizer.step(closure=closure)
+        self.body[0].weight.data.mul_(0.9)
+
+
+class ByHand(Net):
+    """A pattern of Lightning's pages: the closure in every batch, the update in every second."""
+
+    def optimizer_step(self, epoch: int, batch: int, optimizer: Any, closure: Any) -> None:
+        if batch % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class Zeroing(Net):
+    """Gradients that are never emptied add up."""
+
+    def optimizer_zero_grad(self, epoch: int, batch: int, optimizer: Any) -> None:
+        pass
+
+
+class BeforeZero(Net):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.body[0].weight.grad is not None:
+            self.body[0].weight.data.sub_(self.body[0].weight.grad)
+
+
+class Clipping(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
+        self.clip_gradients(optimizer, 1e-2, "norm")
+
+
+class Moving(Net):
+    def transfer_batch_to_device(self, batch: Any, device: Any, index: int) -> Any:
+        x, y = super().transfer_batch_to_device(batch, device, index)
+        return x * 2, y
+
+
+class BeforeMoving(Net):
+    def on_before_batch_transfer(self, batch: Any, index: int) -> Any:
+        return batch[0].flip(-1), batch[1]
+
+
+class AfterMoving(Net):
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        return batch[0] - batch[0].mean(), batch[1]  # over the batch
+
+
+class Starting(Net):
+    def on_train_batch_start(self, batch: Any, index: int) -> Any:
+        return -1 if index == 1 else None
+
+
+class Scheduling(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        scheduler.step()
+
+
+class SkipsOdd(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx % 2 else self.lose(*batch)[0]
+
+
+class SkipsEven(Net):
+    """The first batch of all too, of which something is logged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("number", 3.0)
+        return self.lose(*batch)[0] if batch_idx % 2 else None
+
+
+HOOKS = [
+    Backward,
+    Before,
+    After,
+    BeforeStep,
+    Stepping,
+    ByHand,
+    Zeroing,
+    BeforeZero,
+    Clipping,
+    Moving,
+    BeforeMoving,
+    AfterMoving,
+    Starting,
+    Scheduling,
+    SkipsOdd,
+    SkipsEven,
+]
+
+
+@pytest.mark.parametrize("how", [{"micro_batch": 3}, {"memory": "60KiB"}], ids=str)
+@pytest.mark.parametrize("kind", HOOKS, ids=lambda kind: kind.__name__)
+def test_hooks_and_skipped_batches_are_lightnings_own(kind: Any, how: dict[str, Any]) -> None:
+    one, other = made(kind), made(kind)
+    theirs, ours = fit(one), fit(other, WholeBatch(**how))
+    assert len(ours.after) == len(theirs.after)
+    for mine, want in zip(ours.after, theirs.after, strict=True):
+        assert_exact(mine, want)
+    assert_exact(other.state_dict(), one.state_dict())
+    assert [set(logs) for logs in ours.logged] == [set(logs) for logs in theirs.logged]
+
+
+class TooFew(Net):
+    """Skips what is too small for it, which every micro-batch is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if len(batch[0]) < 8 else self.lose(*batch)[0]
+
+
+class NotFinite(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.lose(*batch)[0]
+        return loss if loss > 1e9 else None
+
+
+class AfterForward(Net):
+    """By what is no value of the batch, but BatchNorm has been moved."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, _ = self.lose(*batch)
+        return loss if batch_idx else None
+
+
+@pytest.mark.parametrize("kind", [TooFew, NotFinite, AfterForward])
+def test_none_for_some_rows_is_refused_where_the_batch_may_not_be_skipped(kind: Any) -> None:
+    module = made(kind)
+    with pytest.raises(LossError, match="must skip a batch before it looks at rows"):
+        fit(module, WholeBatch(micro_batch=3))
+    assert_exact(module.state_dict(), made(kind).state_dict())
+
+
+class ByInputs(Net):
+    """Gradients of some parameters alone."""
+
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        loss.backward(inputs=[self.body[0].weight])
+
+
+class Nothing(Net):
+    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [ByInputs, Nothing])
+def test_a_backward_that_does_not_reach_the_loss_is_refused(kind: Any) -> None:
+    module = made(kind)
+    with pytest.raises((NotExactError, RuntimeError), match="still wait|not have been used"):
+        fit(module, WholeBatch(micro_batch=3))
+    assert all(map(torch.equal, module.parameters(), made().parameters()))
+
+
+WRONG = [None, "bar", [1, 2], {"a": {"b": 1.0}}, torch.ones(3)]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=str)
+def test_a_value_that_cannot_be_logged_is_named(value: Any) -> None:
+    class Logs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("foo", value)
+            return self.lose(*batch)[0]
+
+    with pytest.raises(ValueError, match="foo"):
+        fit(made(Logs))
+    with pytest.raises(ValueError, match=r"self.log\('foo', ...\) was given"):
+        fit(made(Logs), WholeBatch(micro_batch=3))
+
+
+def through_pickle(one: Any) -> Any:
+    return pickle.loads(pickle.dumps(one))
+
+
+@pytest.mark.parametrize("again", [through_pickle, copy.deepcopy, copy.copy])
+def test_a_callback_can_be_sent_to_another_process_before_and_after_a_fit(again: Any) -> None:
+    whole = again(WholeBatch(micro_batch=3, rng="batch"))
+    assert_whole(fit(made(), whole))
+    other = again(whole)
+    assert other.engine is None
+    assert other.state_dict() == whole.state_dict() != {}
+    assert_whole(fit(made(), other))
+    assert other.engine.micro_batch == 3
