@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_a_plan_goes_through_json_and_is_obeyed(
     assert engine.plan is not None
     assert engine.last is not None
     assert engine.last.micro_batch == plan.micro_batch
-    for name in ("micro_batch", "mechanism", "accumulate", "loss", "exact", "memory", "reasons"):
+    for name in ("micro_batch", "mechanism", "accumulate", "loss", "memory", "reasons"):
         assert getattr(engine.plan, name) == getattr(plan, name), name
     assert engine._planner.rehearsed == 0
 
@@ -71,7 +72,9 @@ def test_the_engine_makes_the_same_plan() -> None:
     engine = Engine(model, F.cross_entropy, memory="8KiB")
     engine._planner.timed = False
     engine.backward(x, y)
-    assert engine.plan == plan
+    assert engine.plan is not None
+    assert engine.plan == replace(plan, exact=engine.plan.exact)
+    assert (plan.exact.state, engine.plan.exact.state) == ("not shown", "shown")
 
 
 class Counts(nn.Module):

@@ -11,6 +11,7 @@ from anybatch._scale import Scale
 from anybatch.profiling.profiled import Passed, Profile, profiled
 from anybatch.profiling.remedies import Conditions
 from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, UPDATE
+from anybatch.proof.evidence import FORESEEN
 from anybatch.scale.costs import Link
 from anybatch.scale.gpus import speedup
 from anybatch.scaled import AS_PARTS, FREE, SHARED, Goal, loop_of, scaled
@@ -101,7 +102,7 @@ def test_a_goal_is_met_by_as_few_as_can(compute: float, load: float, wanted: flo
 def test_it_is_told_and_goes_through_json() -> None:
     found = scaled(profile(compute=1.0, load=0.1), 8, {}, 0, None, Goal(gpus=5))
     assert found.gpus == 5
-    plan = Plan(8, "streaming", "in place", "a loss", True, (), scale=found)
+    plan = Plan(8, "streaming", "in place", "a loss", FORESEEN, (), scale=found)
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
     assert "5 GPUs, as asked for" in text

@@ -43,7 +43,10 @@ DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
 MASKS = 2048
-"""Bytes of the masks of the tensors that are there at once while a model is looked at."""
+"""The most bytes that masks of tensors hold at once while a model is looked at."""
+
+SHARE = 32
+"""Of the bytes of the tensors masks hold this part, or less: a few bytes each."""
 
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
@@ -213,7 +216,7 @@ class Forecast:
         divided = self.divides(n, size)
         held = self.held(size, divided=divided)
         if divided:
-            found["first look"] = self.looked.at(n if n < 4 else (n + 1) // 2).plus(held)
+            found["first look"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
         line = self.divided if divided else self.undivided
         step = (self.kept if apart and self.kept is not None else line).at(n if divided else size)
         if self.everyone:
@@ -266,11 +269,16 @@ class Forecast:
         """Return the peaks of the first look, where there is one, and of the update."""
         found: list[dict[str, int]] = [{}]
         if self.divides(n, size):  # in units of two rows, at most four: `anybatch.look.two_sizes`
-            looked = merged(self.looked.at(min(n, 2)).at_peak(), {"activations": MASKS})
+            looked = merged(self.looked.at(min(n, 2)).at_peak(), self._masks(n))
             found.append(merged(looked, self.held(size, divided=True)))
         if self.update is not None:
             found.append(merged(self.update.at_peak(), self._beside_update()))
         return found
+
+    def _masks(self, n: int) -> dict[str, int]:
+        """Return what the masks of tensors hold while a model is looked at."""
+        peak = total(self.looked.at(min(n, 2)).at_peak())
+        return {"activations": min(MASKS, peak // SHARE)}
 
     def _beside_update(self) -> dict[str, int]:
         """Return what is there during the update and is not its own."""

@@ -41,14 +41,12 @@ class LaneLook:
         self._before = [(held, _print(held)) for held in kept.held]
         self._settings = _settings()
         self._changed: dict[int, Any] = {}
-        self._sizes: list[int] = []
         self._sites: list[tuple[int, Site]] = []
         self._first = forwards_here() + 1
         self.follow: Follow | None = None
 
     def heard(self, x: Tensor) -> None:
         """Take in a normalisation of `x`."""
-        self._sizes.append(x.numel())
         if self.follow is not None:
             self.follow.heard(x)
 
@@ -69,20 +67,8 @@ class LaneLook:
             )
 
     def slots(self) -> list[Any]:
-        """Return the attributes and containers that every lane must have of its own.
-
-        Raises:
-            NotExactError: something is normalised that does not grow with the samples.
-        """
+        """Return the attributes and containers that every lane must have of its own."""
         self._compare()
-        half, odd = divmod(len(self._sizes), 2)
-        pairs = zip(self._sizes[:half], self._sizes[half:], strict=False)
-        if not odd and any(whole == part > 0 for whole, part in pairs):
-            raise NotExactError(
-                "BatchNorm must normalise samples where micro-batches wait for each other, and a "
-                "call normalises as many values for any number of samples: every micro-batch would "
-                "count them again. Give micro_batch >= the batch size"
-            )
         return list(self._changed.values())
 
     def way(self) -> Way:

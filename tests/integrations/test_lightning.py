@@ -270,7 +270,7 @@ def test_a_loss_that_is_marked_means_the_whole_batch(kind: type[Net], micro_batc
 
 class Nothing(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
+        return "nothing"
 
 
 def test_a_loss_that_is_not_known_is_refused_and_leaves_no_trace() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
@@ -28,6 +28,7 @@ from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
 from anybatch.proof.verdict import WHOLE, Verdict, other_rows
+from anybatch.rng import Dice
 
 QUERIES = frozenset(
     "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
@@ -163,7 +164,8 @@ def compare(
         trains: with a graph; else without gradients.
     """
     seen = [Seen() for _ in sizes]
-    said = _traced(model, modules, rows, sizes, run, seen, trains=trains)
+    with _disable_current_modes():  # or a meter would count what has no data
+        said = _traced(model, modules, rows, sizes, run, seen, trains=trains)
     if any(one() is not None for each in seen for one in each.made):
         forget_fakes()  # a walk over all objects, so only where something has kept one
     if said:
@@ -190,10 +192,12 @@ def _traced(
     trains: bool,
 ) -> str:
     """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
+    dice = Dice.now()
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
         for size, each in zip(sizes, seen, strict=True):
+            dice.put_back()  # or numbers that Python draws would differ
             _trace(
                 fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0], trains=trains
             )

@@ -194,6 +194,12 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
     for sample in part.samples:
         mine |= 1 << sample
     for one, other in zip(whole, some, strict=True):
+        if not one.rows and one.values == other.values > 0:
+            return (
+                "BatchNorm must normalise samples where micro-batches wait for each other, and a "
+                f"call of {one.path} normalises as many values for any number of samples: every "
+                f"micro-batch would count them again. Give {WHOLE.removeprefix('give ')}"
+            )
         wanted = {bits: n for bits, n in one.rows.items() if bits & mine}
         found = {bits: n for bits, n in other.rows.items() if bits}
         if one.path != other.path or wanted != found:
