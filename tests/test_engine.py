@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.oracle import assert_exact, same, snapshot, state_after, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
@@ -540,3 +541,21 @@ def test_a_loss_that_fails_on_a_single_sample_is_taken_on_the_whole() -> None:
     model.zero_grad()
     got = state_after(model, lambda m: Engine(m, squeezed, micro_batch=3).backward(x, target))
     assert_exact(got, undivided(model, squeezed, x, target))
+
+
+@pytest.mark.parametrize("given", [{"micro_batch": 4}, {"memory": "1MiB"}, {}], ids=str)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
+def test_an_engine_can_be_copied_and_pickled_after_a_step(given: Any, copied: Any) -> None:
+    """Forecasts hold fakes, which cannot be."""
+    torch.manual_seed(0)
+    x, y = torch.randn(11, 4).double(), torch.randint(0, 3, (11,))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    engine = Engine(model, nn.CrossEntropyLoss(), **given)
+    engine.backward(x, y)
+    model.zero_grad()
+    again = copied(engine)
+    assert again.plan == engine.plan
+    twin = again.model
+    loss = again.backward(x, y)
+    assert_exact(state_of(twin, loss), undivided(model, nn.CrossEntropyLoss(), x, y))
+    assert again.plan.micro_batch == engine.plan.micro_batch

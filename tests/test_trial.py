@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import LazyBatch, threads
+from anybatch import Engine, LazyBatch, threads
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
 from anybatch.norm.adaptive import Fixed
@@ -103,6 +103,40 @@ def test_lanes_for_which_there_are_no_threads_take_for_ever(
     monkeypatch.setattr(threads, "start", fails)
     assert timed(model) == inf
     assert same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("n", [8, 20])
+@pytest.mark.parametrize("there", [False, True])
+def test_what_a_loss_closes_over_gets_nothing(n: int, there: bool) -> None:
+    """Four timed steps undivided were added to it: 4.0 of the gradient, and 'exact'."""
+    model, head = Model(), nn.Linear(3, 3)
+    head.weight.grad = torch.ones(3, 3) if there else None
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(head(out), y)
+
+    given = Given(model, Watched(loss), None, Fixed("exact"))
+    batch, before = given.batch(*rows()), snapshot(head)
+    assert seconds_of_step(given, batch, given.modules(), n, None, None) is not None
+    assert same(before, snapshot(head))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_an_undivided_step_that_fails_takes_back_what_a_loss_closes_over(there: bool) -> None:
+    """Law 5."""
+    model, head = nn.Linear(5, 3), nn.Linear(3, 3)
+    head.weight.grad = torch.ones(3, 3) if there else None
+
+    def fails(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    model.weight.register_hook(fails)  # it comes after the head
+    before = snapshot(head), snapshot(model)
+    engine = Engine(model, lambda out, y: F.cross_entropy(head(out), y), micro_batch=20)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(*rows())
+    assert same(before[0], snapshot(head))
+    assert same(before[1], snapshot(model))
 
 
 def test_a_batch_that_is_loaded_on_the_way_is_not_run(ran: list[Any]) -> None:

@@ -32,7 +32,7 @@ from anybatch.loss.model_loss import loss_of
 from anybatch.loss.watched import Watched
 from anybatch.measure import measured
 from anybatch.memory_errors import NothingHeld
-from anybatch.modules import Modules
+from anybatch.modules import Modules, renormalised
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.planner import Planner, planner_of
 from anybatch.prepared import Prepared, bare
@@ -239,9 +239,11 @@ class Engine:
         batch, modules = self._arranger.batch(inputs, targets)
         leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
-        versions = versions_of(leaves)
+        own = {id(module.weight) for _, module in renormalised(modules)}
+        still = [leaf for leaf in leaves if id(leaf) not in own]
         gradients = Gradients(leaves, wide=False, hooks=before.hooks)
-        write = partial(self._deliver, gradients, partial(refuse_written, leaves, versions))
+        refuse = partial(refuse_written, still, versions_of(still))
+        write = partial(self._deliver, gradients, refuse)
         with whole_or_nothing(before, write) as delivery:
             before.suspend_hooks()
             step, kind, allowed = self._arranged(batch, modules, before, gradients, tries, scaler)

@@ -44,6 +44,10 @@ class Foreseen:
         self._same: set[Any] = set()
         self._more = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle begins with: forecasts hold fakes, and are made anew."""
+        return vars(self) | {"_known": []}
+
     def plain(self, kind: Kind) -> Kind:
         """Return the kind without its numbers, where these are known to decide nothing."""
         return replace(kind, numbers=()) if _but_numbers(kind) in self._same else kind

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NONE = "does not require grad and does not have a grad_fn"
+"""In torch's error where what is differentiated has no graph."""
+
+UNUSED = "appears to not have been used in the graph"
+"""In torch's error where it was not computed from what it is differentiated by."""
+
 
 def nodes(roots: list[Tensor]) -> Iterator[Any]:
     """Yield every node behind `roots`, once."""

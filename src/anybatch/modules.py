@@ -57,3 +57,16 @@ def local(tensor: Tensor) -> Tensor:
     with torch.no_grad():  # else it would be a node of a graph
         part: Tensor = spread.to_local()
     return part
+
+
+def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
+    """Return the embeddings with `max_norm`, to whose weights forward writes by itself.
+
+    Undivided that is what torch does. Divided, an earlier micro-batch would find a row as it was
+    that a later one looks up.
+    """
+    return [
+        (path, module)
+        for path, module in modules
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]

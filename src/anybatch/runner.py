@@ -43,7 +43,7 @@ from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
-from anybatch.modules import Modules
+from anybatch.modules import Modules, renormalised
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
 from anybatch.norm.late import Singles, listening
@@ -184,11 +184,20 @@ class Runner:
         return seen is not None and seen.coupled
 
     def refuse_division(self, modules: Modules) -> None:
-        """Raise where micro-batches would have to wait for each other, and cannot.
+        """Raise where a batch cannot be divided: that is known before it runs.
 
         Raises:
-            NotExactError: naming the BatchNorm layers, and why.
+            NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
+                an embedding to which forward writes.
         """
+        written = renormalised(modules)
+        if written:
+            raise NotExactError(
+                "parameters must not change before the whole batch is done, and forward writes to "
+                f"{written[0][0] or 'the model'}.weight (max_norm={written[0][1].max_norm}): leave "
+                "max_norm out and call torch.renorm on the weight after each step, or give "
+                "micro_batch >= the batch size"
+            )
         names = self._given.meets(modules)
         if names:
             refuse_lanes(modules, names, literal=isinstance(self._given.loss, Algorithm1))

@@ -25,7 +25,7 @@ from anybatch.look import quietly
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.watched import Rehearsed, Watched
 from anybatch.meter import FOREIGN, Meter
-from anybatch.modules import tensors_of
+from anybatch.modules import renormalised, tensors_of
 from anybatch.norm.alone import AloneNorms
 from anybatch.paged import uncounted
 from anybatch.step import Step
@@ -68,6 +68,8 @@ def put_back(case: Case) -> Iterator[Before]:
     try:
         before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
+        for _, module in [] if case.fake else renormalised(case.modules):
+            module.max_norm = None  # or a rehearsal would write to its weight
         with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
             yield before
     finally:

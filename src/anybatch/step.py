@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from anybatch import tree
+from anybatch import graph, tree
 from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
@@ -229,7 +229,16 @@ class Step(Repeatable):
         if self.divided:
             forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, alone=self.divided):
-            return forward() if draws is None else draws.forward(micro, forward)
+            try:
+                return forward() if draws is None else draws.forward(micro, forward)
+            except RuntimeError as error:
+                if torch.is_grad_enabled() or graph.NONE not in str(error):
+                    raise
+                raise NotExactError(
+                    "forward must make the graph that it differentiates, because it also runs "
+                    "where gradients are off, and torch.autograd.grad found none: write `with "
+                    "torch.enable_grad():` around that part of it"
+                ) from error
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch with its saved tensors away, if they go."""

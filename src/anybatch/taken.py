@@ -63,7 +63,9 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
     if isinstance(step.loss, Contrastive):
         loss = _of_rows(step, step.loss, rows, tree.map_tensors(lambda _: next(given), outputs))
     else:  # the loss gets copies, for it may write to them; nobody else keeps them
-        loss = step.whole(tree.map_tensors(lambda _: next(given).clone(), outputs), _whole(rows))
+        loss = _of_copies(
+            step, tree.map_tensors(lambda _: next(given).clone(), outputs), _whole(rows)
+        )
     if graph.reaches_before(loss, moment):
         raise LossError(
             "a loss must compute from the outputs and targets it is given, and it uses a tensor "
@@ -73,6 +75,26 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
     into = None if rows.leads or own else [leaf for leaf in leaves if leaf.requires_grad]
     check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
     return Taken(loss.detach(), [leaf.grad for leaf in leaves], 0 if own else rows.begin)
+
+
+def _of_copies(step: Step, outputs: Any, micro: MicroBatch) -> Tensor:
+    """Return the loss of outputs of which nobody knows how they were made.
+
+    Raises:
+        LossError: the loss differentiates one by another.
+    """
+    try:
+        return step.whole(outputs, micro)
+    except RuntimeError as error:
+        if graph.UNUSED not in str(error):
+            raise
+        raise LossError(
+            "a loss in which samples meet must not differentiate what the model returns, because "
+            "it gets outputs of all micro-batches without their graphs, and torch.autograd.grad "
+            "found none: differentiate in forward, inside `with torch.enable_grad():`, and return "
+            "the derivative; or declare anybatch.Loss.per_sample where the loss is a mean over "
+            "samples"
+        ) from error
 
 
 def _whole(rows: Rows) -> MicroBatch:

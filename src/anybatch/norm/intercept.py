@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -100,6 +101,13 @@ class Norms(TorchFunctionMode):
         if not training or self.by_itself(input):
             return F.batch_norm(
                 input, running_mean, running_var, weight, bias, training, momentum, eps
+            )
+        if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in (input, weight, bias)):
+            raise NotExactError(
+                "batch normalisation must be called outside torch.func.vmap where the batch is "
+                "divided, because its samples then come in parts, and it was called inside: call "
+                "it on the batch itself, loop instead of vmap, or give micro_batch >= the batch "
+                "size"
             )
         running = running_mean, running_var
         return self.normalise(input, running, weight, bias, momentum, eps)

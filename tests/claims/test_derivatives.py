@@ -1,0 +1,176 @@
+"""Models and losses that differentiate, normalise inside vmap or write to a weight in forward.
+
+Each is exact, or refused in one sentence that leaves no trace (Law 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import AnybatchError, Engine, LossError, NotExactError
+
+N = 11
+BUDGETS: list[dict[str, Any]] = [{"micro_batch": n} for n in (1, 4, N)] + [{"memory": "1MiB"}]
+
+
+class Slope(nn.Module):
+    """A network and its derivative by the input, as a PINN or forces have it."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad() if self.enabled else nullcontext():
+            x = x.detach().requires_grad_()
+            found: Tensor = self.layers(x)
+            (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        return torch.cat([found, slope], 1)
+
+
+class Given(nn.Module):
+    """Returns its input, by which the loss differentiates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        return self.layers(x), x
+
+
+class Many(nn.Module):
+    """Normalises the batch for each of several weights at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(weight: Tensor) -> Tensor:
+            return F.batch_norm(x @ weight, None, None, training=True)
+
+        found: Tensor = torch.vmap(one)(self.weight)
+        return found.mean(0)
+
+
+def bare() -> nn.Module:
+    return Slope(enabled=False)
+
+
+def rows() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(N, 2).double()
+
+
+def coupled(out: Tensor) -> Tensor:
+    return out.square().mean().sqrt()
+
+
+def known(out: Tensor) -> Tensor:
+    return F.mse_loss(out, torch.zeros_like(out))
+
+
+def by_input(out: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.autograd.grad(out[0].sum(), out[1], create_graph=True)[0].square()
+
+
+def mean_by_input(out: tuple[Tensor, Tensor]) -> Tensor:
+    return by_input(out).mean()
+
+
+def of(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return kind().double()
+
+
+def check(model: nn.Module, loss: Any, written: Any, budget: dict[str, Any]) -> None:
+    def divided(copied: nn.Module) -> Tensor:
+        return Engine(copied, loss, **budget).backward(rows())
+
+    assert_exact(state_after(model, divided), undivided(model, written, rows(), None))
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+@pytest.mark.parametrize("loss", [coupled, known])
+def test_a_model_may_differentiate(loss: Any, budget: dict[str, Any]) -> None:
+    check(of(lambda: Slope(enabled=True)), loss, loss, budget)
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_a_loss_of_samples_may_differentiate_outputs(budget: dict[str, Any]) -> None:
+    loss = anybatch.Loss.per_sample(lambda out, _=None: by_input(out).mean(1))
+    check(of(Given), loss, mean_by_input, budget)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    [(bare, coupled), (Given, mean_by_input), (Many, coupled)],
+)
+def test_undivided_any_of_them_is_what_torch_does(kind: Any, loss: Any) -> None:
+    check(of(kind), loss, loss, {"micro_batch": N})
+
+
+REFUSED: list[tuple[Any, Any, type[AnybatchError], str]] = [
+    (bare, coupled, NotExactError, r"write `with torch.enable_grad\(\):`"),
+    (Given, mean_by_input, LossError, r"must not differentiate what the model returns.*per_sample"),
+    (Many, coupled, NotExactError, r"outside torch.func.vmap.*loop instead of vmap"),
+]
+
+
+@pytest.mark.parametrize(("kind", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_be_divided_is_said_in_one_sentence(
+    kind: Any, loss: Any, error: type[AnybatchError], words: str
+) -> None:
+    """They were torch's own errors, an internal assertion among them."""
+    x, model = rows(), of(kind)
+    before = snapshot(model)
+    with pytest.raises(error, match=words):
+        Engine(model, loss, micro_batch=4).backward(x)
+    assert same(before, snapshot(model))
+
+
+def embedded() -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Embedding(9, 4, max_norm=1.0), nn.Flatten(), nn.Linear(12, 3)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("budget", [{"micro_batch": N}, {"memory": "1MiB"}], ids=str)
+def test_an_embedding_that_normalises_itself_is_that_of_torch_undivided(
+    budget: dict[str, Any],
+) -> None:
+    """It was refused after it had been written to, as if by a hook."""
+    x, y = torch.randint(0, 9, (N, 3)), torch.randint(0, 3, (N,))
+    found, want = embedded(), embedded()
+    for _ in range(2):
+        F.cross_entropy(want(x), y).backward()  # type: ignore[no-untyped-call]
+        Engine(found, F.cross_entropy, **budget).backward(x, y)
+    assert_exact(
+        {name: p.grad for name, p in found.named_parameters()},
+        {name: p.grad for name, p in want.named_parameters()},
+    )
+    assert torch.equal(found[0].weight, want[0].weight)
+
+
+@pytest.mark.parametrize("budget", [{"micro_batch": 4}, {"memory": "12KiB"}], ids=str)
+def test_divided_it_is_refused_before_it_is_written_to(budget: dict[str, Any]) -> None:
+    model = embedded()
+    x, y = torch.randint(0, 9, (200, 3)), torch.randint(0, 3, (200,))
+    before = snapshot(model)
+    with pytest.raises(
+        NotExactError, match=r"forward writes to 0.weight \(max_norm=1.0\): .*torch.renorm"
+    ):
+        Engine(model, F.cross_entropy, **budget).backward(x, y)
+    assert same(before, snapshot(model))
