@@ -10,19 +10,27 @@ from __future__ import annotations
 from typing import NoReturn
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from anybatch.errors import NotExactError
-from anybatch.modules import Modules
+from anybatch.modules import Modules, in_training
 
 WAY_OUT = (
     'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '
     "eval() on these layers, replace them by GroupNorm, or give micro_batch >= the batch size"
 )
 
+SCRIPTED = ("aten::batch_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
+"""Kernels whose sixth operand says that they use the statistics of their rows."""
+
 
 class BatchStatisticsError(NotExactError):
     """A kernel normalises over the batch, and no module said that it would."""
+
+
+class ScriptedNormError(NotExactError):
+    """TorchScript normalises over the batch, where micro-batches cannot wait for each other."""
 
 
 class GatherError(BatchStatisticsError):
@@ -113,6 +121,34 @@ def refuse_lanes(modules: Modules, names: list[str], *, literal: bool) -> None:
             "micro-batches must wait for each other where samples meet, which is BatchNorm in "
             f"training mode ({shown}), and {reason}, where they cannot. {WAY_OUT}"
         )
+
+
+def refuse_scripted_norms(modules: Modules) -> None:
+    """Raise where TorchScript normalises over the batch: its calls are none that can wait.
+
+    Raises:
+        ScriptedNormError: naming the first of the modules.
+    """
+    for name, module in modules:
+        if isinstance(module, ScriptModule) and _normalises_in_script(module):
+            raise ScriptedNormError(
+                "micro-batches must wait for each other where samples meet, and "
+                f"{name or 'the model'} is a torch.jit.ScriptModule with BatchNorm in training "
+                "mode, where they cannot: use the module it was made of, or freeze its statistics "
+                "with .eval() before it is scripted or traced, or give micro_batch >= the batch "
+                "size"
+            )
+
+
+def _normalises_in_script(module: ScriptModule) -> bool:
+    """Say whether a scripted or traced module has a batch norm that uses the rows it is given."""
+    graph = getattr(module, "inlined_graph", None)  # none where it has no forward
+    nodes = [] if graph is None else [n for kind in SCRIPTED for n in graph.findAllNodes(kind)]
+    for flag in (list(node.inputs())[5] for node in nodes):
+        constant = flag.node().kind() == "prim::Constant"
+        if flag.toIValue() if constant else any(map(in_training, module.modules())):
+            return True
+    return False
 
 
 def _is_compiled(module: nn.Module) -> bool:

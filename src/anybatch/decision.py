@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from anybatch.asked import Asked
+from anybatch.batchnorm import ScriptedNormError
 from anybatch.contest import faster
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import ASIDE, WORKSPACE, Forecast
@@ -92,7 +93,7 @@ class Decision:
         try:
             return self._in_memory(may=may)
         except (BudgetError, NotExactError) as error:
-            if not may:
+            if not may or isinstance(error, ScriptedNormError):
                 raise
             return self._away(failed=error)
 

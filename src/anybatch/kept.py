@@ -17,6 +17,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
@@ -58,7 +59,8 @@ class Kept:
             made_late = any(t is not None and is_lazy(t) for t in tensors)
             if attributes and not made_late:
                 self.container(vars(module))
-            self.function(type(module).forward)
+            if not isinstance(module, ScriptModule):  # whose class has no function
+                self.function(type(module).forward)
             for kind in HOOKS:
                 for hook in list(getattr(module, kind, {}).values()):
                     self.function(hook)

@@ -24,6 +24,7 @@ from anybatch.batchnorm import (
     counters,
     names_of_norms,
     refuse_lanes,
+    refuse_scripted_norms,
     running_statistics,
     training_batchnorms,
 )
@@ -42,7 +43,7 @@ from anybatch.lockstep import lockstep
 from anybatch.look import eager, look
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
-from anybatch.modules import Modules
+from anybatch.modules import Modules, in_training
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
 from anybatch.norm.late import Singles, listening
@@ -169,7 +170,7 @@ class Runner:
 
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
-        modes = tuple(module.training for _, module in modules)
+        modes = tuple(in_training(module) for _, module in modules)
         return self._given.kinds(batch), modes, not trains, self._given.batchnorm
 
     def coupled(self, signature: Any) -> bool:
@@ -183,6 +184,8 @@ class Runner:
         Raises:
             NotExactError: naming the BatchNorm layers, and why.
         """
+        if self._given.batchnorm != "local":
+            refuse_scripted_norms(modules)
         names = self._given.meets(modules)
         if names:
             refuse_lanes(modules, names, literal=isinstance(self._given.loss, Algorithm1))
@@ -230,6 +233,8 @@ class Runner:
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
             return undivided(step)
+        if step.batchnorm != "local":
+            refuse_scripted_norms(modules)
         while True:
             try:
                 if step.lanes:
