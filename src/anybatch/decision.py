@@ -203,6 +203,9 @@ class Decision:
             return self._in_narrow_lanes(leaving.foreseen, failed)
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
             raise failed
+        least = leaving.floor(leaving.smallest) if n == 0 else 0
+        if isinstance(failed, BudgetError) and failed.needed <= least:
+            raise failed
         found = leaving.allowed(n or leaving.smallest, real=fresh)
         self._precedent.sent(n, kind)
         return found
