@@ -25,7 +25,7 @@ import typer
 from benchmarks.results import folder, read, write
 
 ROOT = Path(__file__).parents[1]
-CELLS = ["3.11:2.11.0", "3.11:2.13.0", "3.12:2.12.0", "3.13:2.13.0"]
+CELLS = ["3.11:2.11.0", "3.11:2.13.0", "3.12:2.12.0", "3.13:2.13.0", "3.13:2.14.1"]
 RESULTS = folder("platforms/matrix") / "results.json"
 TESTS = (
     "tests/claims/test_exactness.py",
@@ -42,10 +42,13 @@ TESTS = (
     "tests/loss/test_known.py",
     "tests/loss/test_watch.py",
     "tests/norm/test_batchnorm.py",
+    "tests/outofcore/test_recipes.py",
+    "tests/outofcore/test_sharing_storage.py",
     "tests/test_engine.py",
     "tests/test_nameless.py",
     "tests/test_offload.py",
     "tests/test_rng.py",
+    "tests/test_scripted.py",
     "tests/test_stores.py",
 )
 BESIDE = ("hypothesis", "pytest", "pytest-xdist", "scipy")

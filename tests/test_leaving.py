@@ -398,3 +398,63 @@ def test_the_timeline_of_a_plan_is_what_leaves_and_returns(size: int) -> None:
     obeying = Engine(model, F.mse_loss, plan=found)
     obeying.backward(*batch)
     assert obeying.timeline() is None
+
+
+class Rows(nn.Module):
+    """Samples of a few sequences: two undivided need less than one beside sums of gradients."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.body, self.head = kind(8, 24, batch_first=True), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x.flatten(0, 1))[0].mean(1)
+        return self.head(found).view(*x.shape[:2], 3).mean(1)
+
+
+def _convolutions(norm: Callable[[], nn.Module]) -> nn.Module:
+    layers = [nn.Conv2d(3, 8, 3, padding=1), norm(), nn.ReLU(), nn.Conv2d(8, 8, 3), norm()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+
+
+SEQUENCES, IMAGES = (32, 4, 8), (3, 24, 24)
+NEEDY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "GRU": (lambda: Rows(nn.GRU), SEQUENCES, 2),
+    "LSTM": (lambda: Rows(nn.LSTM), SEQUENCES, 2),
+    "RNN": (lambda: Rows(nn.RNN), SEQUENCES, 2),
+    "one sample": (lambda: Rows(nn.GRU), SEQUENCES, 1),
+    "many samples": (lambda: Rows(nn.GRU), SEQUENCES, 7),
+    "convolutions": (lambda: _convolutions(nn.Identity), IMAGES, 5),
+    "in lanes": (lambda: _convolutions(lambda: nn.BatchNorm2d(8)), IMAGES, 5),
+    "layers": (lambda: nn.Sequential(nn.Linear(8, 900), nn.ReLU(), nn.Linear(900, 3)), (8,), 7),
+}
+
+
+@pytest.mark.large(few=4)
+@pytest.mark.parametrize("name", NEEDY)
+def test_what_is_said_to_be_needed_runs_and_no_less_does(name: str) -> None:
+    make, shape, samples = NEEDY[name]
+    model, loss_fn = make().double(), nn.CrossEntropyLoss()
+    batch = torch.randn(samples, *shape, dtype=torch.float64), torch.arange(samples) % 3
+
+    def planned(memory: int) -> Plan:
+        return anybatch.plan(model, loss_fn, batch, memory=memory, timed=False)
+
+    with pytest.raises(BudgetError) as error:
+        planned(1000)
+    needed = error.value.needed
+    for memory in (needed - 1, int(0.93 * needed)):
+        with pytest.raises(BudgetError) as error:
+            planned(memory)
+        assert error.value.needed == needed
+    plan = planned(needed)
+    assert plan.memory is not None
+    assert plan.memory.floor <= plan.memory.predicted <= needed
+    truth = undivided(model, loss_fn, *batch)
+    engine = Engine(model, loss_fn, memory=needed)
+    assert_exact(
+        state_after(model, lambda ours: Engine(ours, loss_fn, plan=plan).backward(*batch)), truth
+    )
+    engine.backward(*batch)
+    assert engine.last is not None
+    assert engine.last.peak_bytes is None or engine.last.peak_bytes <= needed

@@ -7,14 +7,14 @@ walking the model; a bare ``F.batch_norm`` only shows itself when it is called.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from anybatch.errors import NotExactError
-from anybatch.modules import Modules
+from anybatch.modules import Modules, in_training
 
 WAY_OUT = (
     'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '
@@ -27,6 +27,10 @@ SCRIPTED = ("aten::batch_norm", "aten::native_batch_norm", "aten::_batch_norm_im
 
 class BatchStatisticsError(NotExactError):
     """A kernel normalises over the batch, and no module said that it would."""
+
+
+class ScriptedNormError(NotExactError):
+    """TorchScript normalises over the batch, where micro-batches cannot wait for each other."""
 
 
 class GatherError(BatchStatisticsError):
@@ -123,11 +127,11 @@ def refuse_scripted_norms(modules: Modules) -> None:
     """Raise where TorchScript normalises over the batch: its calls are none that can wait.
 
     Raises:
-        NotExactError: naming the first of the modules.
+        ScriptedNormError: naming the first of the modules.
     """
     for name, module in modules:
         if isinstance(module, ScriptModule) and _normalises_in_script(module):
-            raise NotExactError(
+            raise ScriptedNormError(
                 "micro-batches must wait for each other where samples meet, and "
                 f"{name or 'the model'} is a torch.jit.ScriptModule with BatchNorm in training "
                 "mode, where they cannot: use the module it was made of, or freeze its statistics "
@@ -138,15 +142,12 @@ def refuse_scripted_norms(modules: Modules) -> None:
 
 def _normalises_in_script(module: ScriptModule) -> bool:
     """Say whether a scripted or traced module has a batch norm that uses the rows it is given."""
-    graph: Any = getattr(module, "inlined_graph", None)  # none where it has no forward
-    if graph is None:
-        return False
-    for kind in SCRIPTED:
-        for node in graph.findAllNodes(kind):
-            flag = list(node.inputs())[5]
-            constant = flag.node().kind() == "prim::Constant"
-            if flag.toIValue() if constant else any(m.training for m in module.modules()):
-                return True
+    graph = getattr(module, "inlined_graph", None)  # none where it has no forward
+    nodes = [] if graph is None else [n for kind in SCRIPTED for n in graph.findAllNodes(kind)]
+    for flag in (list(node.inputs())[5] for node in nodes):
+        constant = flag.node().kind() == "prim::Constant"
+        if flag.toIValue() if constant else any(map(in_training, module.modules())):
+            return True
     return False
 
 

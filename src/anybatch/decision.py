@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from anybatch.asked import Asked
+from anybatch.batchnorm import ScriptedNormError
 from anybatch.contest import faster
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.forecast import ASIDE, WORKSPACE, Forecast
@@ -93,7 +94,8 @@ class Decision:
             return self._in_memory(may=may)
         except (BudgetError, NotExactError) as error:
             bound = self._foreseen.bound(kind)
-            if not may or (bound is not None and bound.indivisible):
+            undivided = bound is not None and bound.indivisible
+            if not may or undivided or isinstance(error, ScriptedNormError):
                 raise
             return self._away(failed=error)
 
@@ -203,6 +205,9 @@ class Decision:
         if kind.lanes and divided and not asked.undivided:
             return self._in_narrow_lanes(leaving.foreseen, failed)
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
+            raise failed
+        least = leaving.floor(leaving.smallest) if n == 0 else 0
+        if isinstance(failed, BudgetError) and failed.needed <= least:
             raise failed
         found = leaving.allowed(n or leaving.smallest, real=fresh)
         self._precedent.sent(n, kind)

@@ -24,7 +24,7 @@ from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Algorithm1, Loss
 from anybatch.loss.state import LossState
-from anybatch.modules import Modules, is_spread, parameters, walk
+from anybatch.modules import Modules, in_training, is_spread, parameters, walk
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.paged import paged
 from anybatch.ranks.sharded import Sharded
@@ -165,7 +165,7 @@ class Given:
         of_model = [(path, module) for path, module in modules if not path.startswith(LOSS)]
         if self.batchnorm != "exact":
             return []
-        bare = self.bare if any(module.training for _, module in of_model) else []
+        bare = self.bare if any(in_training(module) for _, module in of_model) else []
         return self.gathers + bare + training_batchnorms(of_model)
 
     def kinds(self, batch: Batch) -> tuple[Any, ...]:
@@ -185,7 +185,7 @@ class Given:
         every = [p for _, module in modules for p in module._parameters.values() if p is not None]
         modes = (
             isinstance(batch, TensorBatch),
-            tuple(module.training for _, module in modules),
+            tuple(in_training(module) for _, module in modules),
             tuple(p.requires_grad for p in every),
             switched_on(self.optimizer),
             paged().room,

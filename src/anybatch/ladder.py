@@ -25,7 +25,7 @@ import torch
 from anybatch import rehearse, tree, updates
 from anybatch.batchnorm import BatchStatisticsError
 from anybatch.case import MICRO_BATCHES, Case, as_fakes, few
-from anybatch.errors import AnybatchError
+from anybatch.errors import AnybatchError, NotExactError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
 from anybatch.modules import tensors_of
@@ -124,11 +124,7 @@ def _on_rows(case: Case, state: State, room: int) -> Forecast:
     one = _of_one(case, state)
     if one is not None and _held_at(one, case, SMALL + 1) > room:
         return one
-    real = few(case, MICRO_BATCHES * (SMALL + 1))
-    try:
-        found = _rehearsed(real, state, REAL)
-    except NotAffineError:
-        found = _rehearsed(real, state, PEAKS)
+    found = _on_real(case, state)
     # Two small steps know little of what larger ones round up, and these have an accumulator too.
     far = next(
         (n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) + found.gradients <= room),
@@ -186,9 +182,9 @@ def _of_one(case: Case, state: State) -> Forecast | None:
     """Return a guess from real steps of one sample; None where the model cannot take one."""
     try:
         return _rehearsed(few(case, MICRO_BATCHES), state, PEAKS, (1,))
-    except AnybatchError:
+    except (AnybatchError, torch.OutOfMemoryError):
         raise
-    except (ValueError, IndexError):
+    except (ValueError, IndexError, RuntimeError, torch.jit.Error):  # scripts raise what they like
         return None
 
 
@@ -220,6 +216,25 @@ def _undivided(case: Case, state: State) -> Forecast | None:
         case=None,
         indivisible=True,
     )
+
+
+def _on_real(case: Case, state: State) -> Forecast:
+    """Return what rehearsals on a few real rows say."""
+    real = few(case, MICRO_BATCHES * (SMALL + 1))
+    try:
+        return _rehearsed(real, state, REAL)
+    except NotAffineError:
+        return _rehearsed(real, state, PEAKS)
+    except (AnybatchError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:  # torch does not optimise every script under a dispatch mode
+        if not any(isinstance(module, torch.jit.ScriptModule) for _, module in case.modules):
+            raise
+        raise NotExactError(
+            "the kernels of a step must be counted for a budget, and a torch.jit.ScriptModule "
+            f"failed there ({str(error).splitlines()[0]}): use the module it was made of, or give "
+            "micro_batch= instead of memory="
+        ) from error
 
 
 def _rehearsed(

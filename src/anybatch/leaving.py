@@ -92,7 +92,7 @@ class Leaving:
 
     def fits(self, n: int) -> bool:
         """Say whether micro-batches of `n` fit with everything away."""
-        return self._lean(n).floor <= self._budget
+        return self.floor(n) <= self._budget
 
     def timed(self, cap: int) -> int:
         """Return the fastest size up to `cap`, as timed."""
@@ -188,8 +188,14 @@ class Leaving:
 
     @property
     def smallest(self) -> int:
-        """Return the size that holds the least."""
-        return self._size if self.whole else 1
+        """Return the size that holds the least: one sample, or all, without sums of gradients."""
+        if self.whole or self._most < self._size:
+            return self._size if self.whole else 1
+        return min((1, self._size), key=lambda n: (self.floor(n), n))
+
+    def floor(self, n: int) -> int:
+        """Return the fewest bytes in which micro-batches of `n` can be run."""
+        return self._lean(n).floor
 
     def helps(self, n: int) -> bool:
         """Say whether anything could leave, of `n` samples; 0 for the size that holds the least."""
@@ -201,7 +207,7 @@ class Leaving:
         Raises:
             BudgetError: always.
         """
-        needed = self._lean(n).floor
+        needed = self.floor(n)
         fits = 0 if self.whole else self._most_below(n)
         owners = sorted(self._lean(n).all_owners.items(), key=lambda pair: -pair[1])
         listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
@@ -257,7 +263,7 @@ class Leaving:
             source=self._source,
             predicted=fitted.predicted,
             owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
-            floor=self._lean(1).floor if 1 in self._leans else found.floor,
+            floor=min(one.floor for one in self._leans.values()),
             whole=foreseen.peak(size, size),
             how=f"{foreseen.how}, all that autograd saves away",
             candidates=self.candidates(n),

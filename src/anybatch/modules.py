@@ -33,6 +33,11 @@ def walk(model: nn.Module) -> Modules:
     return found
 
 
+def in_training(module: nn.Module) -> bool:
+    """Say whether a module is in training mode; one that was frozen in TorchScript has no mode."""
+    return bool(getattr(module, "training", False))
+
+
 def parameters(modules: Modules) -> list[Tensor]:
     """Return every parameter, tied ones as often as they are tied."""
     return [p for _, module in modules for p in module._parameters.values() if p is not None]

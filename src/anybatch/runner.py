@@ -43,7 +43,7 @@ from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
-from anybatch.modules import Modules, renormalised
+from anybatch.modules import Modules, in_training, renormalised
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
 from anybatch.norm.late import Singles, listening
@@ -175,7 +175,7 @@ class Runner:
 
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
-        modes = tuple(module.training for _, module in modules)
+        modes = tuple(in_training(module) for _, module in modules)
         return self._given.kinds(batch), modes, not trains, self._given.batchnorm
 
     def coupled(self, signature: Any) -> bool:
@@ -190,6 +190,8 @@ class Runner:
             NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
                 an embedding to which forward writes.
         """
+        if self._given.batchnorm != "local":
+            refuse_scripted_norms(modules)
         written = renormalised(modules)
         if written:
             raise NotExactError(

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.exactness import error_of, tolerance
-from anybatch.outofcore import execute
+from anybatch.outofcore import execute, rules
 
 C = 8
 
@@ -175,6 +175,17 @@ def test_where_anything_else_comes_in_there_is_no_recipe(name: str) -> None:
     low, high = bounds(model, _backward)
     off = offload((low + high) // 2)
     assert all(map(equal, offloaded(model, _backward, off, 3), wanted))
+
+
+def test_what_a_node_of_this_torch_does_not_save_is_no_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(rules.RULES, "GeluBackward0", rules.Rule(torch.relu, constants=("later",)))
+    torch.manual_seed(0)
+    model = _Step(lambda a, b: F.gelu(_kept(a)))
+    assert _tried(model) == []
+    wanted = plain(model, _backward, 2)
+    assert all(map(equal, offloaded(model, _backward, offload(), 2), wanted))
 
 
 class _Units(nn.Module):

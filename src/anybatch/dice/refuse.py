@@ -9,6 +9,7 @@ from torch import nn
 
 from anybatch.dice.kernels import STATEFUL, Draw
 from anybatch.errors import NotExactError
+from anybatch.modules import in_training
 
 WAY_OUT = 'Use rng="lane", or give micro_batch >= the batch size'
 
@@ -82,7 +83,7 @@ def refuse_scripted(model: nn.Module) -> None:
     Raises:
         NotExactError: there is one.
     """
-    if any(isinstance(m, torch.jit.ScriptModule) and m.training for m in model.modules()):
+    if any(isinstance(m, torch.jit.ScriptModule) and in_training(m) for m in model.modules()):
         raise NotExactError(
             "random draws must be seen to be made for the whole batch, and a part of the model is "
             f"a torch.jit.ScriptModule in training mode: use the module it was made of. {WAY_OUT}"
