@@ -24,6 +24,7 @@ import anybatch
 from anybatch import BudgetError, Engine, Plan, StoreError
 from anybatch._memory import Memory
 from anybatch._plan import Away
+from anybatch.meeting import looks_here
 from anybatch.meter import Meter
 from anybatch.outofcore import execute
 from anybatch.spill import require_place
@@ -271,7 +272,7 @@ def test_memory_that_runs_out_all_the_same_costs_a_smaller_try() -> None:
             self.inner = inner
 
         def forward(self, x: Tensor) -> Tensor:
-            if len(x) > 2 and torch.is_grad_enabled():
+            if len(x) > 2 and not looks_here():  # a look saves nothing
                 raise torch.OutOfMemoryError("out of memory")
             return self.inner(x)
 
@@ -347,8 +348,9 @@ def test_a_size_that_does_not_fit_is_told_the_largest_that_does() -> None:
         assert "or less" not in str(error.value)  # not one sample fits
         needed.append(error.value.needed)
     low, high = needed
+    memory = low + 7 * (high - low) // 10  # from two samples on a look holds four rows
     with pytest.raises(BudgetError, match="give micro_batch=[0-9]+ or less, or memory=") as error:
-        plan(model, F.mse_loss, batch, memory=(low + high) // 2, micro_batch=6)
+        plan(model, F.mse_loss, batch, memory=memory, micro_batch=6)
     hint = re.search(r"micro_batch=(\d+) or less", str(error.value))
     assert hint is not None
     most, given = int(hint[1]), error.value.given

@@ -42,11 +42,8 @@ STATES = ("parameters", "buffers", "gradients")
 DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
-MASKS = 2048
-"""The most bytes that masks of tensors hold at once while a model is looked at."""
-
-SHARE = 32
-"""Of the bytes of the tensors masks hold this part, or less: a few bytes each."""
+SHARE = 16
+"""Of the bytes of a look masks hold this part, or less: a byte for a row of a tensor, or a few."""
 
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
@@ -278,7 +275,7 @@ class Forecast:
     def _masks(self, n: int) -> dict[str, int]:
         """Return what the masks of tensors hold while a model is looked at."""
         peak = total(self.looked.at(min(n, 2)).at_peak())
-        return {"activations": min(MASKS, peak // SHARE)}
+        return {"activations": peak // SHARE}
 
     def _beside_update(self) -> dict[str, int]:
         """Return what is there during the update and is not its own."""

@@ -27,6 +27,7 @@ from anybatch.fakes import Fakes, forget_fakes
 from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
+from anybatch.proof.paths import Paths
 from anybatch.proof.verdict import WHOLE, Verdict, other_rows
 from anybatch.rng import Dice
 
@@ -113,28 +114,6 @@ class _Norms:
         """Nothing is to be done there."""
 
 
-class _Paths:
-    """The path of the module that runs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self.stack: list[str] = []
-
-    def now(self) -> str:
-        """Return it."""
-        return self.stack[-1] if self.stack else "forward"
-
-    def enter(self, module: nn.Module, _: Any) -> None:
-        """Go into a module."""
-        kind, name = type(module).__name__, self._names.get(id(module), "")
-        self.stack.append(f"{name} ({kind})" if name else kind)
-
-    def leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
-        """Come out of it."""
-        if self.stack:
-            self.stack.pop()
-
-
 def sizes_of(samples: int, micro_batch: int) -> list[int]:
     """Return the whole batch, and the sizes of its micro-batches; a single sample is left out.
 
@@ -198,7 +177,7 @@ def _traced(
         twin = fakes.copy(model, [module for _, module in modules])
         for size, each in zip(sizes, seen, strict=True):
             dice.put_back()  # or numbers that Python draws would differ
-            _trace(
+            trace(
                 fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0], trains=trains
             )
     except Exception as error:  # whatever a model does with data that is not there
@@ -206,7 +185,7 @@ def _traced(
     return ""
 
 
-def _trace(
+def trace(
     fakes: Fakes,
     model: nn.Module,
     inputs: Any,
@@ -217,19 +196,24 @@ def _trace(
     whole: int,
     trains: bool,
 ) -> None:
-    paths = _Paths(model)
+    """Run the model on fakes of so many rows, and note what it calls.
+
+    Args:
+        fakes: of the model and of the rows.
+        model: on fakes.
+        inputs: rows without data.
+        size: how many.
+        run: calls the model.
+        seen: takes what was called.
+        whole: samples of the whole batch.
+        trains: build a graph.
+    """
+    paths = Paths(model)
     heard = _Norms(seen, paths.now)
-    hooks = nn.modules.module
-    before = hooks.register_module_forward_pre_hook(paths.enter)
-    after = hooks.register_module_forward_hook(paths.leave, always_call=True)
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
-    try:
-        functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now)
-        with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
-            run(model, inputs, size)
-    finally:
-        before.remove()
-        after.remove()
+    functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now)
+    with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
+        run(model, inputs, size)
 
 
 def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:

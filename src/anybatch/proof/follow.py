@@ -9,10 +9,9 @@ normalisation holds.
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.proof.ask import ask
-from anybatch.proof.masks import CUT, SAMPLES, Masks, fold, several, union
+from anybatch.proof.masks import CUT, SAMPLES, Masks, elsewhere, fold, geometry, several, union
+from anybatch.proof.paths import Paths
 from anybatch.proof.rules import Call, has_rule, masks_after, sliced
 
 NORMS = {
@@ -110,37 +110,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, masks: Masks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
-        self._names = {id(module): name for name, module in model.named_modules()}
-        self._stack: list[str] = []
-        self._thread = threading.get_ident()
+        self._paths = Paths(model)
 
     @property
     def path(self) -> str:
         """The module that runs."""
-        return self._stack[-1] if self._stack else "forward"
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Keep the path of the module that runs in the body."""
-        hooks = nn.modules.module
-        before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-            self._stack.clear()
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if threading.get_ident() == self._thread:
-            kind = type(module).__name__
-            name = self._names.get(id(module), "")
-            self._stack.append(f"{name} ({kind})" if name else kind)
-
-    def _leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
-        if threading.get_ident() == self._thread and self._stack:
-            self._stack.pop()
+        return self._paths.now()
 
     def seed(self, tensor: Tensor, samples: list[int]) -> None:
         """Say that the rows of a tensor are these samples."""
@@ -245,7 +220,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.unfollowed.append((self.path, call.name, error))
 
             found = list(ask(call, before, unfollowed))
-        place = self._origin(call, operands)
+        place = partial(self._origin, call, operands)
         results = call.results or written
         note = self.masks.write if written else self.masks.put
         for one, mask in zip(results, found, strict=False):
@@ -264,7 +239,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mask = call.mask(x)
         if x is None or mask is None:
             return
-        found = _view(call, mask.expand(x.shape))
+        found = _view(call, mask, x)
         if found is None:
             return
         masks, chosen = sliced(call, found)
@@ -285,7 +260,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         x, mask = args[0], masks.get(id(args[0]))
         if mask is not None:
             folded = fold(mask, range(2, mask.dim())) if x.shape[0] == 1 else mask
-            self.masks.put(result[0], union([mask, folded]), self.masks.origin(x))
+            place = partial(self.masks.origin, x)
+            self.masks.put(result[0], union([mask, folded]), place)
             if x.shape[0] == 1:
                 for one in result[1:3]:
                     rows = fold(mask, range(2, mask.dim()), keep=False)
@@ -379,18 +355,27 @@ def _fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:
     return mask
 
 
-def _view(call: Call, full: Tensor) -> list[Tensor] | None:
-    """Return the same views of a mask; None where the storage tells."""
+def _view(call: Call, mask: Tensor, x: Tensor) -> list[Tensor] | None:
+    """Return the same views of the mask of `x`; None where the storage tells."""
     if call.name == "as_strided":
         return None
+    full = mask.expand(x.shape)
     if call.name == "view_as_real":
         return [full.unsqueeze(-1).expand(*full.shape, 2)]
     if call.name == "view_as_complex":
         return [fold(full, [full.dim() - 1], keep=False)]
-    for one in (full, full.contiguous()):
-        try:
-            found = call.func(one, *call.args[1:], **call.kwargs)
-        except (RuntimeError, TypeError, NotImplementedError):
-            continue
-        return [view for view in tree_leaves(found) if isinstance(view, Tensor)]
-    return None
+    same = _same(call, full)
+    if same is not None:
+        return same
+    found = [elsewhere(mask, geometry(x), geometry(one)) for one in call.results]
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) else _same(call, full.contiguous())
+
+
+def _same(call: Call, full: Tensor) -> list[Tensor] | None:
+    """Return the same views of a mask, where they are views of it."""
+    try:
+        found = call.func(full, *call.args[1:], **call.kwargs)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    return [view for view in tree_leaves(found) if isinstance(view, Tensor)]

@@ -15,9 +15,12 @@ samples stay apart. Masks are kept by storage, so that views and writes in place
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,6 +31,9 @@ ALL = 0x0F
 
 ROWS = 4
 """The most samples that can be told apart."""
+
+Origin = Callable[[], str]
+"""Returns the operation in which samples first met."""
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -42,7 +48,8 @@ def shrink(mask: Tensor) -> Tensor:
             first = mask.narrow(d, 0, 1)
             if bool((mask == first).all()):
                 mask = first
-    return mask
+    whole = mask.untyped_storage().nbytes()
+    return mask.clone() if whole > mask.numel() else mask  # a part would keep all of it alive
 
 
 def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
@@ -92,6 +99,70 @@ def geometry(tensor: Tensor) -> Geometry:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
 
 
+def elsewhere(mask: Tensor, here: Geometry, there: Geometry) -> Tensor | None:
+    """Return the mask of another view of the same elements; None where geometry does not tell.
+
+    A mask varies along few dimensions, and it is looked up along these alone: spread over all
+    elements it would take a quarter of the memory of its tensor.
+
+    Args:
+        mask: of one view, as small as it gets.
+        here: of which part of a storage; it lies there without overlaps.
+        there: the other view, whose elements are all among them.
+    """
+    offset, shape, stride, dtype = here
+    if dtype.itemsize != there[3].itemsize or not all(there[1]):
+        return None
+    laid = sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1)
+    least = 1
+    for step, n in laid:
+        if step < least:
+            return None
+        least = step * n
+    start = there[0] - offset
+    last = start + sum((n - 1) * s for n, s in zip(there[1], there[2], strict=True))
+    if not 0 <= start <= last < least:
+        return None
+    steps = [s for s, _ in laid]
+    index = []
+    for d, n in enumerate(mask.shape):
+        if n == 1:
+            index.append(np.zeros([1] * len(there[1]), dtype=np.int64))
+            continue
+        wider = [s for s in steps if s > stride[d]]
+        index.append(_places(start, there, stride[d], min(wider, default=0)))
+    if any((at >= n).any() for at, n in zip(index, mask.shape, strict=True)):
+        return None  # a gap between its elements
+    if not index:
+        return mask.reshape([1] * len(there[1]))
+    flat = np.ravel_multi_index(np.broadcast_arrays(*index), tuple(mask.shape))
+    where = torch.as_tensor(flat.reshape(-1), dtype=torch.int32, device=mask.device)
+    return mask.reshape(-1).index_select(0, where).reshape(flat.shape)
+
+
+def _places(start: int, there: Geometry, step: int, wider: int) -> np.ndarray[Any, Any]:
+    """Return the places of a view's elements along the dimension of this step, where they differ.
+
+    Args:
+        start: of the view, from the first element.
+        there: the view.
+        step: between two elements of the dimension.
+        wider: the step of the dimension around it; 0 for none.
+    """
+    _, shape, stride, _ = there
+    order = sorted((s, d) for d, s in enumerate(stride) if shape[d] > 1)
+    for few in range(len(order), -1, -1):  # the finer steps do not carry
+        unit = gcd(step, wider, *(s for s, _ in order[few:]))
+        if start % unit + sum((shape[d] - 1) * s for s, d in order[:few]) < unit:
+            break
+    found = np.full([1] * len(shape), start, dtype=np.int64)
+    for s, d in order[few:]:
+        line = np.arange(shape[d], dtype=np.int64) * s
+        found = found + line.reshape([-1 if k == d else 1 for k in range(len(shape))])
+    found = found % wider if wider else found
+    return found // step
+
+
 @dataclass
 class _Record:
     """The masks of a storage.
@@ -121,15 +192,19 @@ def _aged(mask: Tensor) -> Tensor:
     return ((mask & SAMPLES) != 0).to(torch.uint8) * EARLIER
 
 
+def _nowhere() -> str:
+    return ""
+
+
 class Masks:
     """The masks of all tensors that samples have had a part in."""
 
-    EVERY = 64
-    """New records after which those of storages that are gone are given up."""
+    EVERY = 8
+    """New records after which those of storages that are gone are given up, or as many as live."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
-        self._new_ones = 0
+        self._enough = self.EVERY
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the mask of a tensor; None where no sample has had a part in it."""
@@ -139,12 +214,7 @@ class Masks:
         place = geometry(tensor)
         mask = record.views.get(place)
         if mask is None:
-            part = self._part(record, tensor)
-            if part is not None:
-                mask = shrink(part)
-            else:  # the same bytes as another dtype
-                mask = fold(self._flat(record), [0]).reshape([1] * tensor.dim())
-            record.views[place] = mask
+            mask = record.views[place] = self._found(record, tensor, place)
         return mask if bool(mask.any()) else None
 
     def origin(self, tensor: Tensor) -> str:
@@ -152,11 +222,11 @@ class Masks:
         record = self._record(tensor)
         return "" if record is None else record.origin
 
-    def put(self, tensor: Tensor, mask: Tensor | None, origin: str = "") -> None:
-        """Note the mask of a tensor that has just been made."""
+    def put(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
+        """Note the mask of a tensor that has just been made, and where its samples met if so."""
         self._note(tensor, mask, origin, written=False)
 
-    def write(self, tensor: Tensor, mask: Tensor | None, origin: str = "") -> None:
+    def write(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
         """Note the mask of a tensor that has just been written to."""
         self._note(tensor, mask, origin, written=True)
 
@@ -194,7 +264,7 @@ class Masks:
         except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
             return None
 
-    def _note(self, tensor: Tensor, mask: Tensor | None, origin: str, *, written: bool) -> None:
+    def _note(self, tensor: Tensor, mask: Tensor | None, origin: Origin, *, written: bool) -> None:
         if tensor.layout != torch.strided:
             return
         record = self._record(tensor)
@@ -206,10 +276,12 @@ class Masks:
                 return
         zeros = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
         mask = zeros if mask is None else shrink(mask.expand(tensor.shape))
-        met = origin if several(mask) else ""
+        met = origin() if several(mask) else ""
         place = geometry(tensor)
-        every = tensor.numel() * tensor.itemsize >= record.nbytes and not tensor._is_view()
-        if record.owner is None or (place == record.owner if written else every):
+        every = tensor.numel() * tensor.itemsize >= record.nbytes and (
+            tensor.is_contiguous() if written else not tensor._is_view()
+        )
+        if record.owner is None or every or (written and place == record.owner):
             record.views, record.flat, record.owner, record.origin = {place: mask}, None, place, met
             return
         if written:
@@ -227,13 +299,29 @@ class Masks:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
             return None
-        self._new_ones += 1
-        if self._new_ones % self.EVERY == 0:
+        if len(self._records) >= self._enough:
             self._records = {k: r for k, r in self._records.items() if not r.gone()}
+            self._enough = max(self.EVERY, 2 * len(self._records))
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         record = _Record(weak, storage.nbytes())
         self._records[storage._cdata] = record
         return record
+
+    def _found(self, record: _Record, tensor: Tensor, place: Geometry) -> Tensor:
+        """Return the mask of a view that none has been noted for."""
+        if record.flat is None and record.owner is not None:
+            mask = elsewhere(record.views[record.owner], record.owner, place)
+            if mask is not None:
+                return shrink(mask)
+        spread = record.flat is not None
+        part = self._part(record, tensor)
+        if part is not None:
+            mask = shrink(part)
+        else:  # the same bytes as another dtype
+            mask = fold(self._flat(record), [0]).reshape([1] * tensor.dim())
+        if not spread:
+            record.flat = None  # it can be made again
+        return mask
 
     def _part(self, record: _Record, tensor: Tensor) -> Tensor | None:
         """Return the mask of every element of a tensor; None where these are no elements of it."""

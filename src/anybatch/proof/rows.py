@@ -102,7 +102,7 @@ def forward(
             follow.seed(tensor, list(samples))
     saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
     try:
-        with torch.set_grad_enabled(graph), saves, follow.named(), hooked, follow:
+        with torch.set_grad_enabled(graph), saves, hooked, follow:
             outputs = run(micro)
     except RuntimeError as error:
         if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
