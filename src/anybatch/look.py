@@ -95,14 +95,16 @@ def look(step: Step, norms: Norms | None = None) -> None:
     verdict = one.verdict(layout or step.layout)
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
+    apart = None  # where rows are not the same, or need not come out the same
+    if not (drawn or step.local or step.copies or one.guard.own_dice):
+        apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
+    one.outputs = outputs = None
+    fewer = fewer if apart else None
     if step.steps == 1:
         found = one.at_full_size(whole)
         before.put_back()
         found.refuse()
         step.doubts += found.doubts
-    if drawn or step.local or step.copies or one.guard.own_dice:
-        return  # the rows are not the same, or need not come out the same
-    apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
 
