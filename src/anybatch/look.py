@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
@@ -200,10 +201,14 @@ class _Look:
         self._runs[0].notes.backward += follow.notes.backward
 
     def at_full_size(self, some: MicroBatch) -> Verdict:
-        """Compare the forward of the whole batch with that of a micro-batch, without data."""
+        """Compare the forward of the whole batch with that of a micro-batch, without data.
+
+        Where forward knows how many samples there are: else it computes the same for any number.
+        """
         step = self._step
         sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
-        if len(sizes) < 2:
+        counts = any(run.notes.may_count for run in self._runs) or self._hidden(some.inputs)
+        if len(sizes) < 2 or not counts:
             return Verdict()
 
         def run(model: nn.Module, inputs: Any, size: int) -> None:
@@ -215,6 +220,13 @@ class _Look:
             return congruent.compare(
                 step.model, walk(step.model), rows, sizes, run, trains=self._trains
             )
+
+    def _hidden(self, inputs: Any) -> bool:
+        """Say whether a number of samples may be read where nothing hears it."""
+        parts = (module for _, module in walk(self._step.model))
+        plain = (Tensor, str, int, float, type(None))
+        lists = any(not isinstance(leaf, plain) for _, leaf in tree.leaves(inputs))
+        return lists or any(isinstance(part, ScriptModule) for part in parts)
 
     def verdict(self, layout: Layout) -> Verdict:
         """Return what the forwards say."""

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
 from anybatch.fakes import Fakes, forget_fakes
+from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
@@ -57,6 +58,11 @@ class Seen:
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
+def _of_all() -> bool:
+    """Say whether what runs is given the rows of the whole batch, and so may count them."""
+    return samples_here() == -1
+
+
 class _Functions(TorchFunctionMode):
     def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
         super().__init__()
@@ -70,7 +76,7 @@ class _Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name not in QUERIES:
+        if name not in QUERIES and not _of_all():
             self._seen.functions.append((self._path(), name))
         return func(*args, **(kwargs or {}))
 
@@ -94,7 +100,7 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = getattr(func, "_schema", None)
         # a number by itself is a loss inside the model, whose numbers are traced
         real = isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
-        if schema is not None and real and torch.Tag.pointwise in func.tags:
+        if schema is not None and real and not _of_all() and torch.Tag.pointwise in func.tags:
             given = tuple(a for a in args if isinstance(a, int | float) and type(a) is not bool)
             self._seen.numbers.append((self._path(), schema.name.split("::")[1], given))
         return result

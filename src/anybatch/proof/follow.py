@@ -35,6 +35,11 @@ NORMS = {
 TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
 """Kernels that read rows of a table."""
 
+CUTS = frozenset(
+    "slice select narrow split split_with_sizes chunk tensor_split unbind unfold".split()
+)
+"""Views of a part, or of parts, of a dimension."""
+
 LOSSES = frozenset(
     (
         "nll_loss_forward",
@@ -80,6 +85,7 @@ class Notes:
         shuffles: random orders that were drawn: (module, how long).
         backward: where samples meet in backward.
         operators: kernels that are no torch kernels, and higher-order ones.
+        sizes: Python may know how many samples there are.
     """
 
     read: list[tuple[str, str]] = field(default_factory=list)
@@ -90,6 +96,13 @@ class Notes:
     backward: list[str] = field(default_factory=list)
     shuffles: list[tuple[str, int]] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
+    sizes: bool = False
+
+    @property
+    def may_count(self) -> bool:
+        """Whether what is computed may depend on how many samples there are."""
+        calls = self.operators or self.unfollowed or self.read or any(n.cut for n in self.norms)
+        return self.sizes or bool(calls)
 
 
 class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -172,6 +185,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._before(call, written, views=views)
         result = func(*args, **kwargs)
         call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self.notes.sizes |= views and _cuts(call)
         if views and not written:
             self._viewed(call)
         else:
@@ -353,6 +367,15 @@ def _fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:
     except RuntimeError:
         return fold(mask, range(mask.dim())).reshape([1] * tensor.dim())
     return mask
+
+
+def _cuts(call: Call) -> bool:
+    """Say whether a view may be another where there are more samples."""
+    x = call.args[0]
+    if call.name == "as_strided" or not isinstance(x, Tensor):
+        return True
+    mask, dim = call.mask(x), call.argument("dim") or 0
+    return call.name in CUTS and mask is not None and mask.shape[dim] > 1
 
 
 def _view(call: Call, mask: Tensor, x: Tensor) -> list[Tensor] | None:

@@ -7,12 +7,13 @@ run. Else a graph is all that is needed of autograd, and nothing is saved for it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -35,13 +36,28 @@ PAST = frozenset(
 )
 """Calls that read the memory of a tensor without a kernel."""
 
+SIZES = frozenset(
+    (
+        Tensor.__len__,
+        Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+        Tensor.numel,
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.size,
+        torch.numel,
+    )
+)
+"""Calls that may tell how many samples there are."""
+
+TRUSTED = ("anybatch.", "torch.nn.modules.", "torch.nn.functional", "torch.nn.utils.parametr")
+"""Modules that read sizes and compute the same for any number of samples."""
+
 
 class NeededError(Exception):
     """Forward runs a backward of its own, which needs what autograd saves."""
 
 
 class Hooked(TorchFunctionMode):
-    """Take note of hooks that forward registers on its results, and of reads past all kernels.
+    """Take note of hooks on results, of sizes that are read, and of reads past all kernels.
 
     Args:
         follow: follows the forward; what is read is noted there.
@@ -64,6 +80,9 @@ class Hooked(TorchFunctionMode):
     ) -> Any:
         """Look at one call, and let it."""
         self.found |= func in HOOKS
+        if func in SIZES and not isinstance(args[0], nn.Parameter):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            self._follow.notes.sizes |= not caller.startswith(TRUSTED)
         if func in PAST and self._follow.masks.of(args[0]) is not None:
             self._follow.notes.read.append((self._follow.path, "tensor"))
         return func(*args, **(kwargs or {}))
