@@ -49,16 +49,12 @@ def standard(x: Tensor) -> Tensor:
 
 
 class _Kernels:
-    """Counts the steps that run, and keeps what stands in the place of torch's kernels."""
+    """Knows the steps that run, and keeps what stands in the place of torch's kernels."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._steps = 0
+        self._lock = threading.RLock()  # an interrupt may come before its end is heard
+        self.steps: set[object] = set()  # a count would need a lock, and an interrupt could keep it
         self._library: Library | None = None
-
-    def count(self, more: int) -> None:
-        with self._lock:
-            self._steps += more
 
     def replace(self) -> None:
         """Replace torch's kernels once: the dispatcher must not change while it is called."""
@@ -76,7 +72,7 @@ class _Kernels:
             self._library = library
 
     def _call(self, own: Callable[..., Any], keys: Any, dy: Tensor, x: Tensor, *others: Any) -> Any:
-        if self._steps:
+        if self.steps:
             dy, x = standard(dy), standard(x)
         return own(keys, dy, x, *others)
 
@@ -90,11 +86,12 @@ def standard_strides() -> Iterator[None]:
 
     Outside, torch's kernels do what they always do.
     """
-    _KERNELS.count(1)
+    step = object()
     try:
+        _KERNELS.steps.add(step)
         yield
     finally:
-        _KERNELS.count(-1)
+        _KERNELS.steps.discard(step)
 
 
 def one_row() -> None:
