@@ -78,5 +78,10 @@ def reaches_before(root: Tensor, moment: int) -> bool:
     return any(node._sequence_nr() < moment for node in nodes([root]) if not _ends(node))
 
 
+def name_of(node: Any) -> str:
+    """Return what torch calls a node; a custom function may have set a `name` of its own."""
+    return str(type(node).name(node))
+
+
 def _ends(node: Any) -> bool:
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
+    return name_of(node) == "torch::autograd::AccumulateGrad"

@@ -578,6 +578,10 @@ EXACT: dict[str, tuple[str, Callable[[Any], LossFn]]] = {
         "features",
         lambda m: lambda o, y: F.cross_entropy(o, y) * m.config["scale"] * m.scale,
     ),
+    "a global left, named and not read": (
+        "global",
+        lambda _: lambda o, y: F.cross_entropy(o / BESIDE["scale"] if len(o) < 0 else o, y),
+    ),
     "constants, a list left": (
         "list",
         lambda m: lambda o, y: F.cross_entropy(o, y) * m.config["scale"] * m.scale,

@@ -8,9 +8,12 @@ at the attributes that it reads.
 
 from __future__ import annotations
 
+import dis
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from anybatch.errors import LossError
@@ -106,22 +109,62 @@ def reads(changes: Iterable[Change]) -> Iterator[list[str]]:
     """Collect the paths of the changed places that the body reads.
 
     An attribute is read when the object is asked for it, and not once the body has set it. What a
-    function names itself (a global, a variable around it) is taken for read.
+    function names itself (a global, a variable around it) is read when that name is.
     """
     found: list[str] = []
     classes: dict[type, dict[tuple[int, str], str]] = {}
+    named: dict[str, set[str]] = {}
     for change in changes:
         if change.owner is None:
-            found.append(change.path)
+            named[change.path] = set(WORD.findall(change.path))
         else:
             paths = classes.setdefault(type(change.owner), {})
             paths[id(change.owner), change.name] = change.path
     undo = [_spied(cls, paths, found) for cls, paths in classes.items()]
     try:
-        yield found
+        with _names_read(set().union(*named.values())) as names:
+            yield found
     finally:
         for back in reversed(undo):
             back()
+        found.extend(path for path, words in named.items() if words & names)
+
+
+WORD = re.compile(r"[^\W\d]\w*")
+
+
+@contextmanager
+def _names_read(names: set[str]) -> Iterator[set[str]]:
+    """Collect which of the names the functions of the body come upon, instruction by instruction.
+
+    A function may name what it does not read, in a branch that is not taken.
+    """
+    read: set[str] = set()
+    if not names:
+        yield read
+        return
+    codes: dict[CodeType, dict[int, Any]] = {}
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if code not in codes:
+            every = dis.get_instructions(code)
+            codes[code] = {
+                i.offset: i.argval for i in every if isinstance(i.argval, str) and i.argval in names
+            }
+        if not codes[code]:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_lasti in codes[code]:
+            read.add(codes[code][frame.f_lasti])
+        return trace
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        yield read
+    finally:
+        sys.settrace(before)
 
 
 def _spied(cls: type, paths: dict[tuple[int, str], str], found: list[str]) -> Callable[[], None]:

@@ -26,6 +26,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
+from anybatch.graph import name_of
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
@@ -292,7 +293,7 @@ class OfModel(Loss):
 def made_by(loss: Any) -> tuple[str, ...]:
     """Return the name of the operation that a loss comes from, where it has a graph."""
     node = loss.grad_fn if isinstance(loss, Tensor) else None
-    return () if node is None else (node.name().removesuffix("0").removesuffix("Backward"),)
+    return () if node is None else (name_of(node).removesuffix("0").removesuffix("Backward"),)
 
 
 def first_loss(outputs: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.graph import name_of
 from anybatch.outofcore.course import Course
 from anybatch.outofcore.mover import Mover, gone
 from anybatch.outofcore.recipes import Recipe, read
@@ -332,5 +333,5 @@ class Step:
 def _require_counted() -> None:
     """Require that no node asks for what was written after it was saved, where nobody watched."""
     node: Any = torch._C._current_autograd_node()
-    if node is not None and node.name().startswith("RreluWithNoise") and node._saved_training:
+    if node is not None and name_of(node).startswith("RreluWithNoise") and node._saved_training:
         raise uncounted("aten.rrelu_with_noise")

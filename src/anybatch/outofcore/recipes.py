@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.graph import name_of
 from anybatch.outofcore.rules import ONLY_IN_TRAINING, RULES, Rule
 from anybatch.outofcore.saved import Handle, Saved, Stays, empty, written
 from anybatch.outofcore.weights import LEAF, MOVES
@@ -231,7 +232,7 @@ class _Reader:
 
     def made_by(self, node: Any, nr: int, depth: int) -> Operation | None:
         """Return the operation that a node stands for; None where it is not cheap."""
-        name = node.name()
+        name = name_of(node)
         rule = RULES.get(name)
         if rule is None or depth == 0 or (nr and name != "SplitBackward0"):
             return None
@@ -269,7 +270,7 @@ class _Reader:
         """Return what comes along an edge of the graph."""
         if node is None:
             return None
-        if node.name() == LEAF:
+        if name_of(node) == LEAF:
             return Leaf(node.variable) if type(node.variable) in MOVES else None
         kept = None if nr else _kept(node, "result")
         return self.made_by(node, nr, depth - 1) if kept is None else self._known(kept)

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
+from anybatch.graph import name_of
+
 MOVES = (Tensor, Parameter, FakeTensor)
 """Other classes may hold their data elsewhere; fakes hold none, in a step that is rehearsed."""
 
@@ -49,6 +51,6 @@ def is_weight(tensor: Tensor) -> bool:
     if isinstance(base, Parameter) or (base.is_leaf and base.requires_grad):
         return True
     node = tensor.grad_fn
-    while node is not None and node.name() in ALIKE:
+    while node is not None and name_of(node) in ALIKE:
         node = node.next_functions[0][0]
-    return node is not None and node.name() == LEAF
+    return node is not None and name_of(node) == LEAF

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from anybatch.graph import name_of
 from anybatch.proof.ask import ask
 from anybatch.proof.masks import CUT, SAMPLES, Masks, elsewhere, fold, geometry, several, union
 from anybatch.proof.paths import Paths
@@ -306,7 +307,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if call.name in LINEAR and not (others or twice or divides):
             return
         node = torch._C._current_autograd_node()
-        where = "a hook of a parameter" if node is None else node.name()
+        where = "a hook of a parameter" if node is None else name_of(node)
         self.notes.backward.append(f"the backward of {where}, in {call.name}")
 
 

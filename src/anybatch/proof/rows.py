@@ -146,7 +146,7 @@ def strange_backward(outputs: Any) -> bool:
 
 def _is_strange(node: Any) -> bool:
     if type(node).__module__ == "builtins":
-        return "CppNode" in node.name()
+        return "CppNode" in graph.name_of(node)
     made = getattr(type(node), "_forward_cls", None)
     return made is None or not made.__module__.startswith("anybatch.")
 
