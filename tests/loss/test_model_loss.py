@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, LazyBatch, Loss, LossError, NotExactError
+from anybatch.exactness import error_of
 
 N, T, V = 7, 5, 11
 Lose = Callable[[Tensor, Tensor], Tensor]
@@ -229,7 +230,10 @@ def test_mixed_precision_with_a_scaler() -> None:
     for name in want:
         scale = 4.0 if name.endswith(".grad") else 1.0
         assert torch.equal(got[name], want[name] * scale)
-        torch.testing.assert_close(parts[name], got[name], rtol=2**-6, atol=2**-6)
+    truth = undivided(copy_of(net).double(), loss_of, rows, None)
+    parts = {n: t / 4.0 if n.endswith(".grad") else t for n, t in parts.items()}
+    ours, torchs = (max(error_of(one, truth).values()) for one in (parts, want))
+    assert ours <= 1.5 * torchs  # each micro-batch rounds its own gradients to bfloat16
 
 
 def test_a_step_leaves_no_hook_and_no_attribute() -> None:
