@@ -133,7 +133,8 @@ def counted(rank: int, _size: int, other: int) -> list[tuple[int, int]]:
 def test_a_step_that_all_expect_begins_with_its_denominators(workers: Pool) -> None:
     for steps in workers.run(counted, -1):
         assert steps[TIMES - 1] == (3, 2)  # begin, denominators, end
-        assert steps[-1] == (2, 2)
+        assert steps[-2] == (2, 2)
+        assert steps[-1] == (2, 4)  # the tenth looks again
 
 
 def test_who_expected_something_else_begins_again_once(workers: Pool) -> None:
@@ -142,7 +143,7 @@ def test_who_expected_something_else_begins_again_once(workers: Pool) -> None:
         assert steps[other - 1] == (2, 2)
         assert steps[other][1] == 3  # of the first micro-batch once more
         assert steps[other + 1][1] == 2  # nothing is expected for a while
-        assert steps[-1][1] == 2
+        assert steps[-2][1] == 2
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
