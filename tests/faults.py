@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -135,13 +136,19 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
 
 
 def loss_of(faults: Faults, *, coupled: bool) -> Any:
-    """Return a loss that comes by a place wherever it is computed, not where it is looked at."""
+    """Return a loss that comes by a place wherever it is computed, not where it is looked at.
+
+    What it shares with forward is behind a weak reference: else it would be state that it reads.
+    """
+    shared = ref(faults)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():  # nor is the question seen
             looked_at = out.is_meta
         if not looked_at:
-            faults.at("loss")
+            there = shared()
+            assert there is not None
+            there.at("loss")
         return F.cross_entropy(out - out.mean(0) if coupled else out, y)
 
     return loss
