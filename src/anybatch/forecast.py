@@ -42,7 +42,7 @@ STATES = ("parameters", "buffers", "gradients")
 DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
-SHARE = 16
+SHARE = 24
 """Of the bytes of a look masks hold this part, or less: a byte for a row of a tensor, or a few."""
 
 LOSS = 8
