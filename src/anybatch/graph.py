@@ -62,7 +62,7 @@ def leaves(roots: list[Tensor]) -> list[Tensor]:
 
 def ends(roots: list[Tensor]) -> list[Any]:
     """Return the AccumulateGrad nodes behind `roots`."""
-    return [node for node in nodes(roots) if _ends(node)]
+    return [node for node in nodes(roots) if ends_in(node)]
 
 
 def now() -> int:
@@ -75,7 +75,7 @@ def now() -> int:
 
 def reaches_before(root: Tensor, moment: int) -> bool:
     """Say whether a node behind `root` is older than `moment`; leaves have no age."""
-    return any(node._sequence_nr() < moment for node in nodes([root]) if not _ends(node))
+    return any(node._sequence_nr() < moment for node in nodes([root]) if not ends_in(node))
 
 
 def name_of(node: Any) -> str:
@@ -83,5 +83,6 @@ def name_of(node: Any) -> str:
     return str(type(node).name(node))
 
 
-def _ends(node: Any) -> bool:
+def ends_in(node: Any) -> bool:
+    """Say whether a node is where the gradient of a leaf arrives."""
     return name_of(node) == "torch::autograd::AccumulateGrad"

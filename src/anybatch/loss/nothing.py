@@ -30,7 +30,7 @@ def nothing(loss: Tensor) -> Tensor:
     every = list(graph.nodes([loss]))
     behind = set(graph.behind([node for node in every if _may_meet(node)]))
     for node in every:
-        if node not in behind and not _may_meet(node):
+        if node not in behind and not _may_meet(node) and not graph.ends_in(node):
             node.register_hook(_zeros)
     found: Tensor = _Nothing.apply(loss)  # type: ignore[no-untyped-call]
     return found

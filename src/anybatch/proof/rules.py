@@ -151,6 +151,7 @@ def _copied(call: Call) -> Found:
 
 @_rule(
     "masked_fill masked_fill_ _to_copy clone native_dropout complex bernoulli _fused_dropout "
+    "poisson binomial normal _standard_gamma "
     "log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
     "rrelu_with_noise rrelu_with_noise_backward native_dropout_backward threshold_backward "
     "lift_fresh lift polar gelu_backward mse_loss_backward _local_scalar_dense"
@@ -234,6 +235,12 @@ def _along(call: Call) -> Found:
     assert mask is not None
     dim = call.argument("dim") % max(mask.dim(), 1)
     return [fold(mask, [dim] if mask.dim() else [])] * len(call.results)
+
+
+@_rule("multinomial _sample_dirichlet")
+def _drawn_of_rows(call: Call) -> Found:
+    mask = call.mask(call.args[0])
+    return [None if mask is None else fold(mask, [mask.dim() - 1])] * len(call.results)
 
 
 # ---------------------------------------------------------------- order and choice

@@ -206,8 +206,6 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
             held = samples_of(_all(one.rows))
             told = f"the call that holds samples {_and(held)} of the batch"
             return other_rows(one.path, f"{told} holds other rows in a micro-batch")
-        if one.cut or other.cut:
-            return other_rows(one.path, "the batch was cut by position before")
     return ""
 
 

@@ -19,6 +19,7 @@ from anybatch._scale import Scale, ScaleRow
 from anybatch.apps.report.envelope import Envelope
 from anybatch.apps.report.history import History
 from anybatch.apps.report.known import Known
+from anybatch.proof.evidence import Evidence
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "line"}
 MIB = 1 << 20
@@ -156,7 +157,7 @@ def plan_of(text: str = "cross-entropy", reasons: Sequence[str] = ("one pass",))
         mechanism="streaming",
         accumulate="in place",
         loss=text,
-        exact=True,
+        exact=Evidence("shown", "each sample was followed to its own row alone", 1),
         reasons=tuple(reasons),
         memory=Memory(4 * MIB, "as given", 2 * MIB, owners, MIB // 2, 9 * MIB, text, candidates),
         convolutions=Divisions(2 * MIB, "all", MIB, (Division(kernel, 64, parts, 4.5),)),
