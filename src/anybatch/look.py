@@ -119,7 +119,7 @@ class _Look:
         self._step, self._norms = step, norms
         self._trains = step.gradients is not None
         self._runs: list[Forward] = []
-        self._strange = False
+        self._strange, self._most = False, ENOUGH
         self._samples: Sequence[int] = ()
         self._doubts: tuple[str, ...] = ()
         self._masks = Masks()
@@ -134,6 +134,7 @@ class _Look:
             refused = isinstance(error, AnybatchError) or out_of_memory(error, outside=outside)
             if refused or self._step.micro_batch <= ENOUGH:
                 raise
+            self._most = 0
             whole, part = two_sizes(self._step)
             self.outputs = self._forward(whole)
             self._doubts = ("samples were followed in groups, for it takes no fewer rows",)
@@ -186,7 +187,7 @@ class _Look:
         step = self._step
         if not (self._strange and self._trains) or step.batchnorm == "local":
             return
-        whole, _ = two_sizes(step, most=len(self._samples))
+        whole, _ = two_sizes(step, most=self._most)
         if step.budgeted and whole.size > step.micro_batch:
             self._doubts += ("no room to follow a backward that is not torch's own",)
             return

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine, LazyBatch, Loss, LossError, NotExactError
 from anybatch.exactness import error_of
+from anybatch.fakes import is_fake
+from anybatch.meeting import looks_here
 
 N, T, V = 7, 5, 11
 Lose = Callable[[Tensor, Tensor], Tensor]
@@ -196,18 +198,18 @@ def test_evaluation_and_check() -> None:
 
 
 def test_a_lack_of_memory_is_made_good() -> None:
-    net, rows, left = model(), batch(), [1]
+    net, rows, left = model(), batch(), [None]
 
     def lose(logits: Tensor, labels: Tensor) -> Tensor:
-        if len(logits) == 4 and torch.is_grad_enabled() and left.pop():
+        computes = not (looks_here() or is_fake(logits))
+        if len(logits) == 4 and computes and left:
+            left.clear()
             raise torch.OutOfMemoryError("out of memory")
         return shifted(logits, labels)
 
-    left = [0, 1]  # the second time, which is not asked for again
     net.lose = lose
     want = undivided(model_like(net, shifted), loss_of, rows, None)
     engine = Engine(net, micro_batch=4)
-    left[:] = [1, 0]  # the first time is a look
     loss = engine.backward(rows)
     assert engine.last is not None
     assert engine.last.retries == 1
