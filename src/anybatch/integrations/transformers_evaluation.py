@@ -10,7 +10,7 @@ Source: transformers 5.23, ``Trainer.prediction_step``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ class Evaluation:
         if found is None or loss_only:
             return None if found is None else (found[0], None, None)
         labels = tuple(inputs[name].detach() for name in trainer.label_names)
-        return found[0], _only(found[1]), _only(labels)
+        outputs = list(found[1]) if self._ears.lists else found[1]
+        return found[0], _only(outputs), _only(labels)
 
     def _run(
         self, inputs: dict[str, Any], ignored: list[str], *, loss_only: bool
@@ -120,6 +121,6 @@ def may_divide(trainer: Any, model: nn.Module, inputs: Any) -> bool:
     return own and there and not cast and args.world_size == 1 and not model.training
 
 
-def _only(values: tuple[Any, ...]) -> Any:
+def _only(values: Sequence[Any]) -> Any:
     """Return the one value, where there is one."""
     return values[0] if len(values) == 1 else values

@@ -153,11 +153,14 @@ class Overheard(nn.Module):
 
     Args:
         model: any module that returns its loss, as for `Tracer`.
+
+    Attributes:
+        lists: the last forward returned a list.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.lists = model, False
         self.training = model.training
         self.tracer = Tracer(model)
 
@@ -170,6 +173,7 @@ class Overheard(nn.Module):
         """Run the model, and listen."""
         forward = partial(self.model, *args, **kwargs)
         outputs, heard = self.tracer.run(forward, (args, kwargs), first_loss)
+        self.lists = isinstance(outputs, list)
         if looks_here():
             heard.update(_rest(outputs))
         return heard
@@ -314,7 +318,7 @@ def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
 def _rest(outputs: Any) -> dict[str, Any]:
     if isinstance(outputs, Mapping):
         return {str(key): value for key, value in outputs.items() if key != "loss"}
-    rest = outputs[1:] if isinstance(outputs, tuple) else ()
+    rest = outputs[1:] if isinstance(outputs, tuple | list) else ()
     return {str(place): value for place, value in enumerate(rest)}
 
 
