@@ -29,6 +29,7 @@ from torch.jit import ScriptModule
 from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
+from anybatch.execution.hooks import refuse_registered
 from anybatch.guard import Guard
 from anybatch.meeting import ForwardOf, looking
 from anybatch.memory_errors import out_of_memory
@@ -191,6 +192,7 @@ class _Look:
         if step.budgeted and whole.size > step.micro_batch:
             self._doubts += ("no room to follow a backward that is not torch's own",)
             return
+        refuse_registered(step.model.parameters())
         inputs = tree.map_tensors(_leaf, whole.inputs)
         rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
         leaves = [p for p in step.model.parameters() if p.requires_grad]

@@ -543,10 +543,11 @@ def test_a_check_has_hooks_of_its_own(hooks: str) -> None:
 
 
 def test_a_check_runs_with_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what fires them once it is not exact, and says so."""
+    """Without what suspends them they would be there during the step, and that is refused."""
     model, loss, _ = made("streaming", "clamp", before=False)
     monkeypatch.setattr("anybatch.undo.Before.suspend_hooks", lambda self: None)
-    assert not anybatch.check(model, loss, rows()).exact
+    with pytest.raises(NotExactError, match="hooks on parameters must be registered before"):
+        anybatch.check(model, loss, rows())
 
 
 def test_a_check_refuses_hooks_that_it_cannot_copy() -> None:
