@@ -159,9 +159,10 @@ class _Look:
         else:
             samples = proof_rows.samples_of_rows(micro.size)
         try:
-            return self._follow(micro, samples, saved=False)[0]
+            outputs, _ = self._follow(micro, samples, saved=False)
         except proof_rows.NeededError:
-            return self._follow(micro, samples, saved=True)[0]
+            outputs, _ = self._follow(micro, samples, saved=True)
+        return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
 
     def _follow(
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True

@@ -41,6 +41,7 @@ from torch.utils.data import Dataset, TensorDataset
 import anybatch
 from anybatch import Engine, LazyBatch, Loss, NotExactError
 from anybatch.dice.weigh import largest_draw
+from anybatch.fakes import is_fake
 from anybatch.meter import Meter
 from anybatch.rng import Dice
 
@@ -458,12 +459,13 @@ def test_only_what_draws_is_looked_at() -> None:
     calls: list[int] = []
 
     def count(x: Tensor) -> Tensor:
-        calls.append(len(x))
+        if not is_fake(x):
+            calls.append(len(x))
         return x
 
     model, (x, y) = Noisy(Fn(count)), data()
     Engine(model, F.cross_entropy, micro_batch=11, rng="batch").backward(x, y)
-    assert calls == [11, 5, 11, 11]
+    assert calls == [4, 2, 11, 11]
 
 
 # -------------------------------------------------------------------------------- memory

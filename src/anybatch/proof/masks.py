@@ -199,7 +199,7 @@ def _nowhere() -> str:
 class Masks:
     """The masks of all tensors that samples have had a part in."""
 
-    EVERY = 8
+    EVERY = 4
     """New records after which those of storages that are gone are given up, or as many as live."""
 
     def __init__(self) -> None:
@@ -251,6 +251,7 @@ class Masks:
 
     def age(self) -> None:
         """Make all samples so far those of an earlier call."""
+        self._give_up()
         for record in self._records.values():
             record.views = {place: _aged(mask) for place, mask in record.views.items()}
             record.flat = None if record.flat is None else _aged(record.flat)
@@ -300,12 +301,16 @@ class Masks:
         except (RuntimeError, NotImplementedError):
             return None
         if len(self._records) >= self._enough:
-            self._records = {k: r for k, r in self._records.items() if not r.gone()}
+            self._give_up()
             self._enough = max(self.EVERY, 2 * len(self._records))
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         record = _Record(weak, storage.nbytes())
         self._records[storage._cdata] = record
         return record
+
+    def _give_up(self) -> None:
+        """Forget storages that are gone."""
+        self._records = {k: r for k, r in self._records.items() if not r.gone()}
 
     def _found(self, record: _Record, tensor: Tensor, place: Geometry) -> Tensor:
         """Return the mask of a view that none has been noted for."""
