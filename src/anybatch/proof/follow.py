@@ -117,6 +117,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         masks: of all tensors that samples have had a part in.
         notes: what has been noted.
         backward: kernels belong to a backward pass.
+        called: Python has called a function of torch, and kernels are its.
     """
 
     supports_higher_order_operators = True
@@ -124,6 +125,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, masks: Masks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
+        self.called = False
         self._paths = Paths(model)
 
     @property
@@ -164,6 +166,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if schema is None:  # control flow: its kernels come one by one, or not at all
             self.notes.operators.append(f"{self.path} ({func})")
             return func(*args, **kwargs)
+        self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         masks: dict[int, Tensor] = {}

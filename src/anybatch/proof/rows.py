@@ -85,7 +85,11 @@ class Hooked(TorchFunctionMode):
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)
         if func in PAST and self._follow.masks.of(args[0]) is not None:
             self._follow.notes.read.append((self._follow.path, "tensor"))
-        return func(*args, **(kwargs or {}))
+        before, self._follow.called = self._follow.called, True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._follow.called = before
 
 
 def samples_of_rows(size: int) -> list[int]:

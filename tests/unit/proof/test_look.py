@@ -333,3 +333,15 @@ def test_what_changes_at_a_later_step_is_found_there() -> None:
     net.meets = True
     with pytest.raises(NotExactError, match="meet in Late, in mean"):
         engine.backward(x, y)
+
+
+def test_a_number_of_samples_that_is_read_where_nothing_hears_it_is_found() -> None:
+    """As a function in C++ reads it, which is no function of torch."""
+
+    def unheard(h: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return h / h.size(0)
+
+    net, (x, y) = Net(unheard).double(), batch()
+    with pytest.raises(NotExactError, match="a number that depends on how many there are"):
+        Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
