@@ -290,7 +290,7 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_samples_that_meet_in_any_order_are_found(kind: str, micro_batch: int) -> None:
     model, (x, y) = Rows(kind).double(), batch()
-    with pytest.raises(NotExactError, match="meet inside the model"):
+    with pytest.raises(NotExactError, match="meet inside the model|computes with the place"):
         Engine(model, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
 
 

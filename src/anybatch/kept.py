@@ -124,6 +124,33 @@ class Kept:
             self.container(getattr(value, "__dict__", {}))
 
 
+class Attributes:
+    """The plain attributes of a person's modules: little enough to be noted in every step.
+
+    Torch's own modules keep nothing there.
+
+    Args:
+        modules: of a model.
+    """
+
+    OWN = frozenset(vars(nn.Module()))
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        theirs = (m for m in modules if not type(m).__module__.startswith("torch.nn."))
+        self._was: list[tuple[Any, Any]] = []
+        for module in theirs:
+            held = vars(module)
+            self._was.append((held, held.copy()))
+            for name, value in held.items():
+                if name not in self.OWN and type(value) in CONTAINERS and len(value) <= MANY:
+                    self._was.append((value, value.copy()))
+
+    def put_back(self) -> None:
+        """Make them as they were."""
+        for held, was in self._was:
+            fill(held, was)
+
+
 def fill(held: Any, was: Any) -> None:
     """Make a container hold what it did; one that does is not written to."""
     same = len(held) == len(was)

@@ -38,7 +38,8 @@ from anybatch.proof import congruent
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import Masks
-from anybatch.proof.verdict import Forward, Verdict, ended, judge
+from anybatch.proof.places import Lengths, sized
+from anybatch.proof.verdict import Forward, Verdict, ended, judge, other_numbers
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, call_model, copied
 
@@ -81,12 +82,14 @@ def look(step: Step, norms: Norms | None = None) -> None:
         before.put_back()
         fewer = one.fewer(part)
         before.put_back()
+        one.again(whole, part)
+        before.put_back()
         one.backward()
         before.put_back()
     step.forget_casts()
     step.buffers.restart()
     outputs = one.outputs
-    step.copies = written(whole) or written(part)
+    step.copies |= written(whole) or written(part)  # a later look gets copies already
     if not step.loss.takes_outputs:
         step.layout, layout = (), rough_layout(outputs, fewer, whole.size, part.size)
     elif fewer is None:
@@ -102,11 +105,10 @@ def look(step: Step, norms: Norms | None = None) -> None:
         apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
     one.outputs = outputs = None
     fewer = fewer if apart else None
-    if step.steps == 1:
-        found = one.at_full_size(whole)
-        before.put_back()
-        found.refuse()
-        step.doubts += found.doubts
+    found = one.at_full_size(whole)
+    before.put_back()
+    found.refuse()
+    step.doubts += found.doubts
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
 
@@ -124,6 +126,8 @@ class _Look:
         self._samples: Sequence[int] = ()
         self._doubts: tuple[str, ...] = ()
         self._masks = Masks()
+        self._lengths: Lengths = {}
+        self._fewer, self._moved = 0, ""
 
     def whole(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
         """Run forward on the larger of two micro-batches; on more rows where it takes no fewer."""
@@ -164,11 +168,31 @@ class _Look:
             outputs, _ = self._follow(micro, samples, saved=True)
         return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
 
+    def again(self, whole: MicroBatch, part: MicroBatch) -> None:
+        """Follow all rows again, where there is a reason.
+
+        Forward makes numbers that are as long as there are rows; or it computes with other numbers
+        in another call, which may come from these rows, or from state that lanes have of their own.
+        """
+        if len(self._runs) < 2:
+            return
+        first, fewer = (run.notes for run in self._runs)
+        self._lengths = sized(first.made, fewer.made)
+        moves = self._norms is None and first.numbers != fewer.numbers
+        if self._lengths or moves:
+            self._fewer = part.size
+            self._runs.pop(0)
+            self._forward(whole)
+            self._runs.reverse()
+        if moves:
+            self._moved = other_numbers(first, self._runs[0].notes)
+
     def _follow(
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True
     ) -> tuple[Any, Follow]:
         self._masks.age()
-        follow = Follow(self._step.model, self._masks)
+        lengths = self._lengths if reads else {}  # calls before a backward have other numbers
+        follow = Follow(self._step.model, self._masks, lengths, samples, self._fewer)
         if self._norms is not None:
             self._norms.follow = follow
         try:
@@ -222,7 +246,13 @@ class _Look:
         with quietly():
             rows = some.inputs, some.size
             return congruent.compare(
-                step.model, walk(step.model), rows, sizes, run, trains=self._trains
+                step.model,
+                walk(step.model),
+                rows,
+                sizes,
+                run,
+                trains=self._trains,
+                values=self._runs[0].notes.values,
             )
 
     def _hidden(self, inputs: Any) -> bool:
@@ -236,7 +266,7 @@ class _Look:
         """Return what the forwards say."""
         whole, *others = self._runs
         found = judge(whole, others[0] if others else None, layout)
-        return Verdict(found.meets, self._doubts + found.doubts)
+        return Verdict(found.meets or self._moved, self._doubts + found.doubts)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -253,24 +283,37 @@ def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
         step: it has not begun.
         most: of a micro-batch so many rows; 0 (default) is all of them.
     """
-    first, *others = islice(step.feed(), 1 if step.micro_batch >= ENOUGH else 2)
-    if not others and first.size < 2:
-        others = [first]  # a rank with one sample
-    if not others:
-        return _halved(first, most)
-    second = others[0]
+    count = 1 if step.micro_batch >= ENOUGH else 2
+    if step.micro_batch == 1 and most and not step.budgeted:  # two rows have halves of one
+        count = most
+    few = list(islice(step.feed(), count))
+    if len(few) == 1 and few[0].size < 2:
+        few *= 2  # a rank with one sample
+    if len(few) == 1:
+        return _halved(few[0], most)
     if most:
-        first, second = _first(first, most // 2), _first(second, most // 2)
+        few = [_first(micro, max(most // len(few), 1)) for micro in few]
     try:
-        both = tree.join(
-            [first.inputs, second.inputs], sizes=[first.size, second.size], name="inputs"
-        )
+        whole, last = _joined(few), _joined(few[len(few) // 2 :])
     except AnybatchError:  # samples of different shapes, one at a time
-        second = first
-        both = tree.join([first.inputs] * 2, sizes=[first.size] * 2, name="inputs")
-    size = first.size + second.size
-    part = _alone(turned(second.inputs, second.size), second.size, second.inputs)
-    return _alone(both, size, [first.inputs, second.inputs]), part
+        few = few[:1] * 2
+        whole, last = _joined(few), few[0]
+    made_of = [micro.inputs for micro in few]
+    part = _alone(turned(last.inputs, last.size), last.size, made_of)
+    return _alone(whole.inputs, whole.size, made_of), part
+
+
+def _joined(few: Sequence[MicroBatch]) -> MicroBatch:
+    """Return the rows of some micro-batches as those of one.
+
+    Raises:
+        AnybatchError: they cannot be.
+    """
+    if len(few) == 1:
+        return few[0]
+    sizes = [micro.size for micro in few]
+    inputs = tree.join([micro.inputs for micro in few], sizes=sizes, name="inputs")
+    return MicroBatch(inputs, None, sum(sizes))
 
 
 def _first(micro: MicroBatch, most: int) -> MicroBatch:

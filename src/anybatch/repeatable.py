@@ -72,7 +72,7 @@ class SmallerPlanError(AgainError):
 
 
 class OutputsChangedError(Exception):
-    """The model returns other outputs than in the first step of its kind: look again."""
+    """The model computes something else than when it was looked at: look again."""
 
 
 @dataclass(kw_only=True)

@@ -40,6 +40,7 @@ from anybatch.errors import NotExactError
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
+from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
@@ -81,6 +82,7 @@ class Runner:
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
         self._walked: set[Any] = set()
+        self._outlines: dict[Any, set[int]] = {}
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
 
@@ -323,10 +325,7 @@ class Runner:
         except OutputsChangedError:
             if seen is None:
                 raise
-            del self._seen[step.signature]
-            step.everyone.again(coupled=False)
-            step.begin_again()
-            step.coupled = False
+            self._forget(step)
             return self._in_lanes(step, modules, before)
         except (OtherSitesError, OffScriptError):
             if seen is not None:
@@ -387,11 +386,16 @@ class Runner:
         except OutputsChangedError:
             if seen is None:
                 raise
+        self._forget(step)
+        return self._divided(step, before)
+
+    def _forget(self, step: Step) -> None:
+        """Have the model looked at again, as it was when the step began."""
         del self._seen[step.signature]
         step.everyone.again(coupled=False)
         step.begin_again()
+        step.attributes.put_back()
         step.coupled = False
-        return self._divided(step, before)
 
     def _listening(self, before: Before) -> AbstractContextManager[None]:
         """Return what hears batch normalisation that no module stands for."""
@@ -445,6 +449,8 @@ class Runner:
             step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
+            step.outlines = self._outlines.setdefault(step.signature, set())
+            step.attributes = Attributes(module for _, module in of_model(modules))
 
     def _link_to_model(self) -> Link:
         device = self._given.device

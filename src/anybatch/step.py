@@ -21,6 +21,7 @@ from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError, NotExactError
+from anybatch.kept import Attributes
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
 from anybatch.loss.watched import NotAPartError
@@ -51,6 +52,12 @@ Layout = tuple[int | None, ...]
 """For each output tensor the dimension that holds the samples; None where none does."""
 
 
+OUTLINES = 16
+"""Graphs of a kind of batch that are looked at: one, or two where the loss has one of its own."""
+
+CHANGES = "forward builds another graph from step to step"
+
+
 @dataclass(kw_only=True)
 class Step(Repeatable):
     """A mini-batch on its way through the model; what it is made of, `Repeatable` has.
@@ -62,6 +69,8 @@ class Step(Repeatable):
         doubts: why it is not shown that samples stay apart; nothing where it is.
         looked: the step of its signature in which samples were followed last; 0 is none.
         steps: steps of its signature, this one included.
+        outlines: of the graphs of its signature that were looked at; None does not compare them.
+        attributes: plain ones of the model, as they were when the step began.
         own: ids of the leaves that the step itself made.
         discover: told the roots of every backward of the first step of a signature.
         batchnorm: "exact" or "local".
@@ -99,6 +108,8 @@ class Step(Repeatable):
     doubts: tuple[str, ...] = ()
     looked: int = 0
     steps: int = 1
+    outlines: set[int] | None = None
+    attributes: Attributes = field(default_factory=partial(Attributes, ()))
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"
@@ -123,10 +134,12 @@ class Step(Repeatable):
     away: Away | None = None
     deliver: Callable[[], None] = lambda: None
     calls: LossCalls | None = None
+    _collected: int = 0
 
     def restart(self) -> None:
         """Begin again, the state of the loss as it was, too."""
         super().restart()
+        self._collected = 0
         if self.calls is not None:
             self.calls.restart()
 
@@ -286,14 +299,39 @@ class Step(Repeatable):
             return 0
         if self.discover is not None:
             self.discover([root for root, _ in pairs])
+        self._recognise([root for root, _ in pairs])
         with _outside_autocast(pairs[0][0].device.type):
             self.phase = "backward"
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
         return len(pairs)
 
+    def _recognise(self, roots: list[Tensor]) -> None:
+        """Compare the first graph of the step, and that of a coupled loss, with those looked at.
+
+        Raises:
+            OutputsChangedError: it is another one.
+        """
+        known = self.outlines
+        if known is None or not (self.divided and self.batch.size):
+            return
+        if self._collected > self.coupled:
+            return
+        outline = graph.outline(roots)
+        if self.looked == self.steps or not known:
+            known.add(outline)
+        elif outline in known:
+            return
+        elif len(known) < OUTLINES:
+            raise OutputsChangedError
+        elif CHANGES not in self.doubts:
+            self.doubts += (CHANGES,)
+
     def collect(self) -> None:
         """Take what has flowed back from a micro-batch into the sum."""
         assert self.gradients is not None
+        self._collected += 1
+        if self._collected > self.coupled:  # what they held may be large
+            self.attributes = Attributes(())
         self.phase = "summed"
         self.gradients.collect()
 

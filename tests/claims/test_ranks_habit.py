@@ -134,7 +134,7 @@ def test_a_step_that_all_expect_begins_with_its_denominators(workers: Pool) -> N
     for steps in workers.run(counted, -1):
         assert steps[TIMES - 1] == (3, 2)  # begin, denominators, end
         assert steps[-2] == (2, 2)
-        assert steps[-1] == (2, 4)  # the tenth looks again
+        assert steps[-1] == (2, 2)  # the tenth looks again, and that is no call of the model
 
 
 def test_who_expected_something_else_begins_again_once(workers: Pool) -> None:

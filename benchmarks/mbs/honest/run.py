@@ -168,9 +168,10 @@ def one_split(
         return {"outcome": outcome, "message": f"{type(error).__name__}: {error}"[:300]}
     plan, off = engines[0].plan, worst(got, want)
     assert plan is not None
-    outcome = "exact" if bool(plan.exact) else "not claimed"
+    found = {"outcome": "exact"} if plan.exact else {"outcome": "not claimed"}
     return {
-        "outcome": outcome if off <= bound else "wrong",
+        **(found if off <= bound else {"outcome": "wrong"}),
+        **({} if plan.exact else {"message": str(plan.exact)}),
         "error": float(f"{off:.2e}"),
         "mechanism": str(plan.mechanism),
         "first": round(seconds[0], 4),

@@ -86,13 +86,9 @@ def learn(step: Step) -> None:
 
 @contextmanager
 def attributes_of(step: Step) -> Iterator[None]:
-    """Put back what forward leaves on modules in the body: what it has drawn was for a look.
-
-    A step that draws for each micro-batch is left alone.
-    """
+    """Put back what forward leaves on modules in the body: a look is no call of the model."""
     kept = Kept()
-    if step.draws is not None:
-        kept.modules(step.model.modules(), attributes=True)
+    kept.modules(step.model.modules(), attributes=True)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ no memory, and the same functions must be called with the same numbers for it an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
 from anybatch.fakes import Fakes, forget_fakes
+from anybatch.kept import Kept
 from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
 from anybatch.proof.paths import Paths
-from anybatch.proof.verdict import WHOLE, Verdict, other_rows
+from anybatch.proof.verdict import WHOLE, Verdict, numbers, other_rows
 from anybatch.rng import Dice
 
 QUERIES = frozenset(
@@ -84,9 +85,9 @@ class _Functions(TorchFunctionMode):
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
+    def __init__(self, seen: Seen, path: Callable[[], str], values: Iterator[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen, self._path = seen, path
+        self._seen, self._path, self._values = seen, path, values
 
     def __torch_dispatch__(
         self,
@@ -95,9 +96,12 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.name == "aten::_local_scalar_dense":
+            for value in self._values:
+                return value
         result = func(*args, **(kwargs or {}))
         self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
-        schema = getattr(func, "_schema", None)
         # a number by itself is a loss inside the model, whose numbers are traced
         real = isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
         if schema is not None and real and not _of_all() and torch.Tag.pointwise in func.tags:
@@ -137,6 +141,7 @@ def compare(
     run: Callable[[nn.Module, Any, int], Any],
     *,
     trains: bool,
+    values: Sequence[Any] = (),
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the whole batch.
 
@@ -147,10 +152,11 @@ def compare(
         sizes: numbers of samples.
         run: ``run(model, inputs, samples)`` calls it.
         trains: with a graph; else without gradients.
+        values: what Python reads of tensors in a forward, in order. Default: nothing is known.
     """
     seen = [Seen() for _ in sizes]
     with _disable_current_modes():  # or a meter would count what has no data
-        said = _traced(model, modules, rows, sizes, run, seen, trains=trains)
+        said = _traced(model, modules, rows, sizes, run, seen, values, trains=trains)
     if any(one() is not None for each in seen for one in each.made):
         forget_fakes()  # a walk over all objects, so only where something has kept one
     if said:
@@ -173,6 +179,7 @@ def _traced(
     sizes: Sequence[int],
     run: Callable[[nn.Module, Any, int], Any],
     seen: list[Seen],
+    values: Sequence[Any],
     *,
     trains: bool,
 ) -> str:
@@ -181,10 +188,17 @@ def _traced(
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
+        kept = Kept()
+        kept.modules(twin.modules(), attributes=True)
         for size, each in zip(sizes, seen, strict=True):
             dice.put_back()  # or numbers that Python draws would differ
+            kept.put_back()  # or those that it counts
+            inputs = fakes.rows(*rows, size)
             trace(
-                fakes, twin, fakes.rows(*rows, size), size, run, each, whole=sizes[0], trains=trains
+                *(fakes, twin, inputs, size, run, each),
+                whole=sizes[0],
+                trains=trains,
+                values=values,
             )
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
@@ -201,6 +215,7 @@ def trace(
     *,
     whole: int,
     trains: bool,
+    values: Sequence[Any] = (),
 ) -> None:
     """Run the model on fakes of so many rows, and note what it calls.
 
@@ -213,11 +228,12 @@ def trace(
         seen: takes what was called.
         whole: samples of the whole batch.
         trains: build a graph.
+        values: what Python reads of tensors, in order.
     """
     paths = Paths(model)
     heard = _Norms(seen, paths.now)
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
-    functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now)
+    functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now, iter(values))
     with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
         run(model, inputs, size)
 
@@ -250,12 +266,8 @@ def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
         if given != its[2]:
             return Verdict(
                 "forward must compute the same for any number of samples when the batch is split, "
-                f"and {path} computes {kernel} with {_told(given)} for {n} samples and with "
-                f"{_told(its[2])} for {m}: a number that depends on how many there are. Compute "
+                f"and {path} computes {kernel} with {numbers(given)} for {n} samples and with "
+                f"{numbers(its[2])} for {m}: a number that depends on how many there are. Compute "
                 f"with it in the loss, or {WHOLE}"
             )
     return Verdict()
-
-
-def _told(numbers: Sequence[Any]) -> str:
-    return ", ".join(f"{number:.6g}" for number in numbers)

@@ -9,7 +9,7 @@ normalisation holds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +23,8 @@ from anybatch.graph import name_of
 from anybatch.proof.ask import ask
 from anybatch.proof.masks import CUT, SAMPLES, Masks, elsewhere, fold, geometry, several, union
 from anybatch.proof.paths import Paths
-from anybatch.proof.rules import Call, has_rule, masks_after, sliced
+from anybatch.proof.places import CONSTANT, Lengths, marks
+from anybatch.proof.rules import REDUCTIONS, Call, has_rule, masks_after, reduced, sliced
 
 NORMS = {
     "native_batch_norm": 5,
@@ -79,6 +80,7 @@ class Notes:
 
     Attributes:
         read: places where Python reads a number of several samples: (module, kind).
+        values: numbers that Python has read of any tensor, in order.
         unfollowed: kernels that could not be followed: (module, kernel, error).
         lost: where samples had met that came into a loss inside the model; "" where none did.
         norms: calls of batch normalisation, in order.
@@ -86,10 +88,14 @@ class Notes:
         shuffles: random orders that were drawn: (module, how long).
         backward: where samples meet in backward.
         operators: kernels that are no torch kernels, and higher-order ones.
+        numbers: what Python gives to kernels that compute with it: (module, kernel, numbers).
+        made: kernels in which no sample has a part (`anybatch.proof.places`).
+        parts: where some samples are cut off from the others, and their numbers brought together.
         sizes: Python may know how many samples there are.
     """
 
     read: list[tuple[str, str]] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
     unfollowed: list[tuple[str, str, str]] = field(default_factory=list)
     lost: str = ""
     norms: list[NormCall] = field(default_factory=list)
@@ -97,6 +103,9 @@ class Notes:
     backward: list[str] = field(default_factory=list)
     shuffles: list[tuple[str, int]] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
+    numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
+    made: dict[int, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    parts: list[str] = field(default_factory=list)
     sizes: bool = False
 
     @property
@@ -112,6 +121,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: whose modules are named.
         masks: of all tensors that samples have had a part in.
+        lengths: calls whose results are as long as there are samples. Default: none are known.
+        samples: the sample that each row stands for.
+        fewer: rows of the forward that has shown the lengths.
 
     Attributes:
         masks: of all tensors that samples have had a part in.
@@ -122,10 +134,19 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, masks: Masks) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        masks: Masks,
+        lengths: Lengths | None = None,
+        samples: Sequence[int] = (),
+        fewer: int = 0,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
         self.called = False
+        self._lengths, self._samples, self._fewer = lengths or {}, samples, fewer
+        self._calls = 0
         self._paths = Paths(model)
 
     @property
@@ -162,12 +183,14 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run a kernel, and note the masks of its results."""
         kwargs = kwargs or {}
+        self._calls += 1
         schema = getattr(func, "_schema", None)
         if schema is None:  # control flow: its kernels come one by one, or not at all
             self.notes.operators.append(f"{self.path} ({func})")
             return func(*args, **kwargs)
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
+        self._note_numbers(name, func, args)
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         masks: dict[int, Tensor] = {}
         for one in operands:
@@ -179,12 +202,14 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(schema, args, kwargs)
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
+        if not masks and name == "_local_scalar_dense":
+            return self._read(func, args)
         if not masks:
-            return self._without(func, args, kwargs, written)
+            return self._without(name, func, args, kwargs, written)
         call = Call(name, func, args, kwargs, [], masks, self.backward)
         self._look_before(call, operands)
         if name == "_local_scalar_dense":
-            return func(*args, **kwargs)
+            return self._read(func, args)
         views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         before = self._before(call, written, views=views)
         result = func(*args, **kwargs)
@@ -196,13 +221,42 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made(call, operands, written, before)
         return result
 
+    def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Read a number, and note it for a forward on tensors without data."""
+        number = func(*args)
+        if not self.backward:
+            self.notes.values.append(number)
+        return number
+
+    def _note_numbers(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+        """Note what Python gives to a kernel that computes with it."""
+        if self.backward or torch.Tag.pointwise not in func.tags:
+            return
+        given = tuple(a for a in args if isinstance(a, int | float) and type(a) is not bool)
+        if given:
+            self.notes.numbers.append((self.path, name, given))
+
     def _without(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+        self,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Tensor],
     ) -> Any:
         """Run a kernel in which no sample has a part: what it writes to has none any more."""
         result = func(*args, **kwargs)
         for one in written:
             self.masks.write(one, None)
+        if name in CONSTANT or self.backward:
+            return result
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        note = self.masks.write if written else self.masks.put
+        self.notes.made[self._calls] = (name, tuple(tuple(one.shape) for one in made))
+        for one, shape in zip(made, self._lengths.get(self._calls, ()), strict=False):
+            found = marks(func, one, shape, self._samples, self._fewer)
+            if found is not None:
+                note(one, found, lambda: f"{self.path}, in {name}")
         return result
 
     def _look_before(self, call: Call, operands: list[Tensor]) -> None:
@@ -217,6 +271,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             first = call.args[0]
             if several(call.mask(first)):
                 self.notes.lost = self.masks.origin(first) or self.path
+        if call.name in REDUCTIONS:
+            self._note_part(call)
         if self.backward:
             self._check_linear(call, operands)
 
@@ -286,6 +342,19 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.masks.put(one, rows.reshape(-1) if one.numel() else None)
         return result
 
+    def _note_part(self, call: Call) -> None:
+        """Note a reduction over what is one sample here: in a larger batch it may be several.
+
+        A batch that is cut in two halves has halves of one sample where it has two.
+        """
+        x = call.args[0]
+        mask = call.mask(x)
+        if self.backward or mask is None or not bool((mask & CUT).any()):
+            return
+        dims = reduced(call)
+        if any(x.shape[d] == 1 for d in dims):
+            self.notes.parts.append(f"{self.path}, in {call.name}")
+
     def _check_linear(self, call: Call, operands: list[Tensor]) -> None:
         """Note where a sum over samples is used in a way that is not linear in it.
 
@@ -335,14 +404,28 @@ LINEAR = ADDITIVE | frozenset(
 
 
 def _ours() -> bool:
-    """Say whether it is this library that reads, and not what the model has written."""
+    """Say whether it is this library that reads, or code that is known: not what a person wrote.
+
+    A mode of ours that only passes a call on does not read.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "anybatch.proof.")):
+        passes = name.startswith("anybatch.") and frame.f_code.co_name == "__torch_function__"
+        if name in READERS:
+            return True
+        if not passes and not name.startswith(("torch.", "anybatch.proof.")):
             return bool(name.startswith("anybatch."))
         frame = frame.f_back
     return False
+
+
+READERS = ("torch.nn.modules.rnn", "torch.nn.utils.rnn", "transformers.masking_utils")
+"""Modules that read numbers of samples, and compute the same for each row whatever these are.
+
+Packed sequences: how many samples a step of time has. transformers: whether a mask masks anything,
+which is left out where it does not.
+"""
 
 
 def _trains(schema: Any, args: tuple[Any, ...]) -> bool:

@@ -48,7 +48,10 @@ SIZES = frozenset(
 )
 """Calls that may tell how many samples there are."""
 
-TRUSTED = ("anybatch.", "torch.nn.modules.", "torch.nn.functional", "torch.nn.utils.parametr")
+TRUSTED = (
+    *("anybatch.", "torch.nn.modules.", "torch.nn.functional", "torch.nn.utils.parametr"),
+    "torch.nn.utils.rnn",
+)
 """Modules that read sizes and compute the same for any number of samples."""
 
 

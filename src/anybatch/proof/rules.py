@@ -126,13 +126,25 @@ def _valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @_rule(
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
-    "new_zeros new_ones new_full new_empty_strided new_zeros_strided normal_ uniform_ random_ "
-    "exponential_ zero_ bernoulli_ geometric_ log_normal_ cauchy_ sym_size sym_stride sym_numel "
-    "eye_ set_ resize_ scalar_tensor is_same_size"
+    "empty_like zeros_like ones_like full_like new_empty "
+    "new_zeros new_ones new_full new_empty_strided new_zeros_strided zero_ sym_size sym_stride "
+    "sym_numel eye_ set_ resize_ scalar_tensor is_same_size"
 )
 def _fresh(call: Call) -> Found:
     return [None] * len(call.results)
+
+
+@_rule(
+    "rand_like randn_like randint_like normal_ uniform_ random_ exponential_ bernoulli_ geometric_ "
+    "log_normal_ cauchy_"
+)
+def _drawn(call: Call) -> Found:
+    """Noise of the shape of samples: a row of it belongs to its sample."""
+    mask = union(call.masks.values())
+    assert mask is not None
+    samples = mask & SAMPLES
+    alone = (samples & (samples - 1)) == 0
+    return [torch.where(alone, samples, 0).to(torch.uint8)] * max(len(call.results), 1)
 
 
 @_rule("fill_ fill")
@@ -149,12 +161,17 @@ def _copied(call: Call) -> Found:
 # ---------------------------------------------------------------- pointwise
 
 
+@_rule("_to_copy clone lift_fresh lift")
+def _converted(call: Call) -> Found:
+    return [call.mask(call.args[0])]
+
+
 @_rule(
-    "masked_fill masked_fill_ _to_copy clone native_dropout complex bernoulli _fused_dropout "
+    "masked_fill masked_fill_ native_dropout complex bernoulli _fused_dropout "
     "poisson binomial normal _standard_gamma "
     "log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
     "rrelu_with_noise rrelu_with_noise_backward native_dropout_backward threshold_backward "
-    "lift_fresh lift polar gelu_backward mse_loss_backward _local_scalar_dense"
+    "polar gelu_backward mse_loss_backward _local_scalar_dense"
 )
 def _pointwise(call: Call) -> Found:
     mask = union(call.masks.values())
@@ -210,16 +227,26 @@ PLACING = frozenset(("dtype", "layout", "device", "pin_memory"))
 # ---------------------------------------------------------------- reductions
 
 
-@_rule(
+REDUCED = (
     "sum mean amax amin var std prod any all argmax argmin norm linalg_vector_norm logsumexp max "
     "min median nanmedian mode kthvalue var_mean std_mean count_nonzero aminmax nansum nanmean"
 )
+REDUCTIONS = frozenset((*REDUCED.split(), "_softmax", "_log_softmax"))
+"""Kernels that bring numbers together along dimensions."""
+
+
+def reduced(call: Call) -> list[int]:
+    """Return the dimensions along which a reduction brings numbers together."""
+    return _dims(call.argument("dim", "dims", "axis"), call.args[0].dim())
+
+
+@_rule(REDUCED)
 def _reduced(call: Call) -> Found:
     x = call.args[0]
     mask = call.mask(x)
     if mask is None or any(isinstance(a, Tensor) for a in call.args[1:]):
         return [call.all().reshape([1] * r.dim()) for r in call.results]
-    dims = _dims(call.argument("dim", "dims", "axis"), x.dim())
+    dims = reduced(call)
     folded = fold(mask, dims)
     away = fold(folded, dims, keep=False)
     return [folded if r.dim() == x.dim() else away for r in call.results]
@@ -255,7 +282,7 @@ def _sorted(call: Call) -> Found:
     dim = call.argument("dim", default=default) % max(x.dim(), 1)
     if not x.dim() or mask.shape[dim] == 1:
         return [mask] * len(call.results)
-    if call.name in ("topk", "msort"):
+    if call.name in ("topk", "msort") or x.numel() > x.shape[dim]:  # rows that fall apart
         return [fold(mask, [dim])] * len(call.results)
     order = call.results[-1]
     moved = call.full(x).gather(dim, order) | LOOSE

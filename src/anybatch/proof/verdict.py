@@ -17,7 +17,7 @@ from torch import Tensor
 from anybatch import tree
 from anybatch.errors import NotExactError
 from anybatch.proof.follow import Follow, Notes
-from anybatch.proof.masks import SAMPLES, fold, samples_of
+from anybatch.proof.masks import PLACE, SAMPLES, fold, samples_of
 
 WHOLE = "give micro_batch >= the batch size"
 
@@ -110,9 +110,15 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
 
 
 def _in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
-    for (path, mask, place, _), axis in zip(run.outputs, axes, strict=False):
+    for (path, mask, place, trains), axis in zip(run.outputs, axes, strict=False):
         if mask is None or axis is None:
             continue
+        if trains and bool((mask & PLACE).any()):
+            return (
+                "samples must be computed alike wherever they are in a batch that is split, and "
+                f"{place or path} computes with the place of a row among the samples (arange, eye, "
+                f"an order): give it with the inputs, or {WHOLE}"
+            )
         strange = _strange(mask, axis, run.samples)
         if strange is None:
             continue
@@ -218,6 +224,32 @@ def _in_shuffles(whole: Forward, part: Forward) -> str:
     return ""
 
 
+def other_numbers(first: Notes, later: Notes) -> str:
+    """Look for numbers that a call of the model has moved: a gate of 0 hides what they do.
+
+    Args:
+        first: of a forward.
+        later: of another forward on the same rows, with the same dice.
+    """
+    for mine, its in zip(first.numbers, later.numbers, strict=False):
+        path, kernel, given = mine
+        if (path, kernel) != its[:2]:
+            return ""
+        if given != its[2]:
+            return (
+                "forward must give the same when it is called again, and "
+                f"{path} computes {kernel} with {numbers(given)} in one call and with "
+                f"{numbers(its[2])} in a later one: it keeps state in plain attributes, which "
+                f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
+            )
+    return ""
+
+
+def numbers(given: Sequence[Any]) -> str:
+    """Return numbers as they are told."""
+    return ", ".join(f"{number:.6g}" for number in given)
+
+
 def _out_of_place(why: str) -> str:
     return (
         f"samples must keep their place when the batch is split, and {why}: forward permutes, "
@@ -247,6 +279,8 @@ def _doubts(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
         yield f"Python reads a {kind} of the samples in {path}"
     for path, kernel, _ in notes.unfollowed[:1]:
         yield f"{kernel} in {path} could not be followed"
+    for place in notes.parts[:1]:
+        yield f"a part of the batch, cut by position, is brought together in {place}"
     for operator in notes.operators[:1]:
         yield f"a higher-order operator in {operator} could not be followed"
     for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):

@@ -1,0 +1,117 @@
+"""Tensors that are as long as there are samples: places and noise are followed, or lead home."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_after, undivided
+from tests.unit.proof.nets import Body, Net, batch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch import Engine, NotExactError
+
+
+def numbered(h: Tensor) -> Tensor:
+    return h + torch.arange(len(h), dtype=h.dtype)[:, None] / 8
+
+
+def counted(h: Tensor) -> Tensor:
+    return h + torch.ones(len(h), dtype=h.dtype).cumsum(0)[:, None] / 8
+
+
+def of_a_table(h: Tensor) -> Tensor:
+    return h + F.embedding(torch.arange(len(h)), torch.ones(64, 8, dtype=h.dtype))
+
+
+def normalised_noise(h: Tensor) -> Tensor:
+    noise = torch.randn(h.shape, dtype=h.dtype)
+    return h + noise / noise.norm()
+
+
+def centred_noise(h: Tensor) -> Tensor:
+    noise = torch.randn_like(h)
+    return h + noise - noise.mean(0)
+
+
+def rescaled_dropout(h: Tensor) -> Tensor:
+    kept = torch.empty(h.shape, dtype=h.dtype).bernoulli_(0.5)
+    return h * kept / kept.mean().clamp(min=0.1)
+
+
+LONG: dict[str, tuple[Body, str]] = {
+    "arange": (numbered, "computes with the place of a row"),
+    "arange through a layer": (
+        lambda h: h + F.linear(torch.arange(len(h), dtype=h.dtype)[:, None], h.new_ones(8, 1)),
+        "computes with the place of a row",
+    ),
+    "arange in a table": (of_a_table, "computes with the place of a row"),
+    "linspace": (
+        lambda h: h * torch.linspace(0, 1, len(h), dtype=h.dtype)[:, None],
+        "computes with the place of a row",
+    ),
+    "eye": (
+        lambda h: h + torch.eye(len(h), 8, dtype=h.dtype),
+        "computes with the place of a row",
+    ),
+    "a sum of ones": (counted, "computes with the place of a row"),
+    "noise divided by its norm": (normalised_noise, "meet in Net, in linalg_vector_norm"),
+    "noise less its mean": (centred_noise, "meet in Net, in mean"),
+    "dropout scaled by what is kept": (rescaled_dropout, "meet in Net, in mean"),
+    "noise of the first row": (
+        lambda h: h + torch.randn(h.shape, dtype=h.dtype)[:1],
+        "meet|keep their place",
+    ),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 5])
+@pytest.mark.parametrize("gate", [None, 0.0])
+@pytest.mark.parametrize("name", LONG)
+def test_numbers_as_long_as_there_are_samples_are_followed(
+    name: str, gate: float | None, micro_batch: int
+) -> None:
+    body, said = LONG[name]
+    net, (x, y) = Net(body, gate).double(), batch()
+    with pytest.raises(NotExactError, match=said):
+        Engine(net, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+
+
+def own_entry(h: Tensor) -> Tensor:
+    return h + h[torch.arange(len(h)), h.argmax(1)][:, None]
+
+
+def flat_entries(h: Tensor) -> Tensor:
+    places = torch.arange(len(h))[:, None] * h.shape[1] + h.argmax(1, keepdim=True)
+    return h + h.reshape(-1)[places]
+
+
+def pooled_by_owner(h: Tensor) -> Tensor:
+    owner = torch.arange(len(h)).repeat_interleave(4)
+    return h + torch.zeros_like(h).index_add_(
+        0, owner, h.unsqueeze(1).expand(-1, 4, -1).flatten(0, 1)
+    )
+
+
+def marked_rows(h: Tensor) -> Tensor:
+    return torch.cat([torch.arange(len(h))[:, None].to(h.dtype), h], 1)[:, 1:]
+
+
+OWN: dict[str, Body] = {
+    "an entry of each row": own_entry,
+    "an entry of each row of all": flat_entries,
+    "sums by owner": pooled_by_owner,
+    "places beside the rows": marked_rows,
+    "zeros": lambda h: torch.zeros(len(h), 8, dtype=h.dtype) + h,
+    "columns as many as rows": lambda h: h[:, :4] @ torch.eye(4, 8, dtype=h.dtype) + h,
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 5])
+@pytest.mark.parametrize("name", OWN)
+def test_places_that_lead_to_a_row_of_their_own_are_exact(name: str, micro_batch: int) -> None:
+    net, (x, y) = Net(OWN[name]).double(), batch()
+    got = state_after(
+        net, lambda m: Engine(m, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+    )
+    assert_exact(got, undivided(net, F.cross_entropy, x, y))
