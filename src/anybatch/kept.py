@@ -124,6 +124,32 @@ class Kept:
             self.container(getattr(value, "__dict__", {}))
 
 
+def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
+    """Return the numbers, words and switches that a person's modules keep in plain attributes.
+
+    Args:
+        modules: paths and modules.
+    """
+    return {
+        (path, name): value
+        for path, module in modules
+        if not type(module).__module__.startswith("torch.nn.")
+        for name, value in vars(module).items()
+        if name not in Attributes.OWN and type(value) in (int, float, bool, str)
+    }
+
+
+def switches(modules: Iterable[tuple[str, nn.Module]]) -> int:
+    """Return a number that changes with the plain numbers of a person's modules, and with these.
+
+    Args:
+        modules: paths and modules.
+    """
+    parts = tuple((path, id(module)) for path, module in modules)
+    plain = plain_numbers(modules).items()
+    return hash((parts, tuple(plain)))
+
+
 class Attributes:
     """The plain attributes of a person's modules: little enough to be noted in every step.
 

@@ -31,6 +31,7 @@ from anybatch.batch import MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.guard import Guard
+from anybatch.kept import plain_numbers
 from anybatch.meeting import ForwardOf, looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
@@ -55,9 +56,11 @@ class Norms(Protocol):
 
     Attributes:
         follow: the mode that follows the forward which runs; None where none does.
+        forwards: how many the look has run.
     """
 
     follow: Follow | None
+    forwards: int
 
 
 def look(step: Step, norms: Norms | None = None) -> None:
@@ -80,8 +83,10 @@ def look(step: Step, norms: Norms | None = None) -> None:
         whole, part = one.whole(two_sizes(step, most=ENOUGH))
         drawn = not Dice.now().same_as(before)
         before.put_back()
+        step.buffers.restart()
         fewer = one.fewer(part)
         before.put_back()
+        step.buffers.restart()
         one.again(whole, part)
         before.put_back()
         one.backward()
@@ -97,11 +102,15 @@ def look(step: Step, norms: Norms | None = None) -> None:
         step.layout, layout = layout, ()
     else:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
+    if _lists(whole.inputs):
+        one.doubt("forward is given rows that are no tensors, which cannot be followed")
+    if one.guard.own_dice:
+        one.doubt("forward draws from a generator of its own")
     verdict = one.verdict(layout or step.layout)
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
     apart = None  # where rows are not the same, or need not come out the same
-    if not (drawn or step.local or step.copies or one.guard.own_dice):
+    if not (drawn or step.local or one.local or step.copies or one.guard.own_dice):
         apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
     one.outputs = outputs = None
     fewer = fewer if apart else None
@@ -119,7 +128,7 @@ class _Look:
     def __init__(self, step: Step, norms: Norms | None) -> None:
         self.guard = Guard(step)
         self.outputs: Any = None
-        self._step, self._norms = step, norms
+        self._step, self._norms, self._every = step, norms, norms
         self._trains = step.gradients is not None
         self._runs: list[Forward] = []
         self._strange, self._most = False, ENOUGH
@@ -127,6 +136,7 @@ class _Look:
         self._doubts: tuple[str, ...] = ()
         self._masks = Masks()
         self._lengths: Lengths = {}
+        self._plain: list[dict[tuple[str, str], Any]] = []
         self._fewer, self._moved = 0, ""
 
     def whole(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
@@ -178,7 +188,9 @@ class _Look:
             return
         first, fewer = (run.notes for run in self._runs)
         self._lengths = sized(first.made, fewer.made)
-        moves = self._norms is None and first.numbers != fewer.numbers
+        moves = self._norms is None and (
+            first.numbers != fewer.numbers or self._plain[0] != self._plain[1]
+        )
         if self._lengths or moves:
             self._fewer = part.size
             self._runs.pop(0)
@@ -186,6 +198,17 @@ class _Look:
             self._runs.reverse()
         if moves:
             self._moved = other_numbers(first, self._runs[0].notes)
+            self._doubt_counters()
+            counted = other_numbers(first, fewer, count=(whole.size, part.size))
+            if counted and not (self._moved or first.read):
+                self._doubts += (counted,)
+
+    def _doubt_counters(self) -> None:
+        """Doubt a model that keeps a number which each call moves: a hook may compute with it."""
+        before, _, after = self._plain
+        moved = [at for at, value in after.items() if before.get(at, value) != value]
+        for path, name in moved[:1]:
+            self.doubt(f"each call of forward moves {path + '.' if path else ''}{name}")
 
     def _follow(
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True
@@ -193,6 +216,8 @@ class _Look:
         self._masks.age()
         lengths = self._lengths if reads else {}  # calls before a backward have other numbers
         follow = Follow(self._step.model, self._masks, lengths, samples, self._fewer)
+        if self._every is not None:
+            self._every.forwards += 1
         if self._norms is not None:
             self._norms.follow = follow
         try:
@@ -206,6 +231,7 @@ class _Look:
         self._samples = self._samples or samples
         if reads:
             self._runs.append(ended(follow, samples, outputs))
+            self._plain.append(plain_numbers(self._step.model.named_modules()))
         return outputs, follow
 
     def backward(self) -> None:
@@ -255,18 +281,31 @@ class _Look:
                 values=self._runs[0].notes.values,
             )
 
+    @property
+    def local(self) -> bool:
+        """Whether rows were normalised by themselves, in whatever way that was called."""
+        return any(run.notes.local for run in self._runs)
+
     def _hidden(self, inputs: Any) -> bool:
         """Say whether a number of samples may be read where nothing hears it."""
         parts = (module for _, module in walk(self._step.model))
-        plain = (Tensor, str, int, float, type(None))
-        lists = any(not isinstance(leaf, plain) for _, leaf in tree.leaves(inputs))
-        return lists or any(isinstance(part, ScriptModule) for part in parts)
+        return _lists(inputs) or any(isinstance(part, ScriptModule) for part in parts)
+
+    def doubt(self, why: str) -> None:
+        """Take in why it is not shown that samples stay apart."""
+        self._doubts += (why,)
 
     def verdict(self, layout: Layout) -> Verdict:
         """Return what the forwards say."""
         whole, *others = self._runs
         found = judge(whole, others[0] if others else None, layout)
         return Verdict(found.meets or self._moved, self._doubts + found.doubts)
+
+
+def _lists(inputs: Any) -> bool:
+    """Say whether inputs hold rows that are no tensors."""
+    plain = (Tensor, str, int, float, type(None))
+    return any(not isinstance(leaf, plain) for _, leaf in tree.leaves(inputs))
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -284,7 +323,8 @@ def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
         most: of a micro-batch so many rows; 0 (default) is all of them.
     """
     count = 1 if step.micro_batch >= ENOUGH else 2
-    if step.micro_batch == 1 and most and not step.budgeted:  # two rows have halves of one
+    roomy = not (step.budgeted or step.retries)
+    if step.micro_batch == 1 and most and roomy:  # two rows have halves of one
         count = most
     few = list(islice(step.feed(), count))
     if len(few) == 1 and few[0].size < 2:

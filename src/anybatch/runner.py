@@ -40,7 +40,7 @@ from anybatch.errors import NotExactError
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
-from anybatch.kept import Attributes
+from anybatch.kept import Attributes, switches
 from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
@@ -61,7 +61,7 @@ from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
 from anybatch.spill import maker, require_place, require_room
-from anybatch.step import Step
+from anybatch.step import OUTLINES, Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before
@@ -83,6 +83,7 @@ class Runner:
         self._most: dict[Any, int] = {}
         self._walked: set[Any] = set()
         self._outlines: dict[Any, set[int]] = {}
+        self._switches: dict[Any, set[int]] = {}
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
 
@@ -363,7 +364,8 @@ class Runner:
             watch = LaneLook(modules)
             with AloneNorms(step.counters, watch, rows=step.everyone.size) as alone:
                 look(step, watch)
-            refuse_looks(alone.called)
+            of_two = len(alone.called) * 2 // max(watch.forwards, 2)  # a third is of rows seen
+            refuse_looks(alone.called[:of_two])
             slots = watch.slots()
         step.buffers.refuse_moved({})
         step.discover = discoverer(step, before, self._given.closure)
@@ -434,6 +436,7 @@ class Runner:
                 "Algorithm 1 to the letter knows one process, and there are several: leave "
                 "Loss.algorithm1 out"
             )
+        self._look_again_where_switched(step, modules)
         seen, local = self._seen.get(step.signature), self._given.batchnorm == "local"
         step.lanes = bool(self._given.meets(modules)) or step.everyone.lanes
         step.coupled = step.everyone.coupled
@@ -451,6 +454,14 @@ class Runner:
             step.gradients.divide(apart=step.apart)
             step.outlines = self._outlines.setdefault(step.signature, set())
             step.attributes = Attributes(module for _, module in of_model(modules))
+
+    def _look_again_where_switched(self, step: Step, modules: Modules) -> None:
+        """Forget what a look has found where a switch of the model, or a module, is another."""
+        known = self._switches.setdefault(step.signature, set())
+        now = switches(of_model(modules))
+        if now not in known and len(known) < OUTLINES:
+            known.add(now)
+            self._seen.pop(step.signature, None)
 
     def _link_to_model(self) -> Link:
         device = self._given.device

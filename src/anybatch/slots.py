@@ -33,6 +33,7 @@ class LaneLook:
 
     Attributes:
         follow: the mode that follows the forward which runs; None where none does.
+        forwards: how many the look has run.
     """
 
     def __init__(self, modules: Modules) -> None:
@@ -44,6 +45,7 @@ class LaneLook:
         self._sites: list[tuple[int, Site]] = []
         self._first = forwards_here() + 1
         self.follow: Follow | None = None
+        self.forwards = 0
 
     def heard(self, x: Tensor) -> None:
         """Take in a normalisation of `x`."""

@@ -8,13 +8,7 @@ from benchmarks.mbs.honest.run import answer
 from benchmarks.mbs.honest.subjects import SUBJECTS
 
 families.register()  # torch's module database changes flags of its process: not here
-LIMITS = {"VAE": "rng='batch' takes a draw of the shape of a slice for another in the last sample"}
-"""Those that are refused today."""
-
-NETWORKS = [
-    pytest.param(name, marks=pytest.mark.xfail(reason=LIMITS[name])) if name in LIMITS else name
-    for name in SUBJECTS
-]
+NETWORKS = list(SUBJECTS)
 
 
 def test_there_are_many_of_them() -> None:

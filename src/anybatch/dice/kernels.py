@@ -117,8 +117,8 @@ class Draw:
         if self.kind == "normal":
             return contiguous(self._joined())
         tensor = self.args[0]
-        if 0 in tensor.stride() and self.kind == "like":
-            return pattern_of(torch.empty_like(tensor))
+        if self.kind == "like":  # a part of a tensor has strides that its likeness has not
+            return pattern_of(torch.empty_like(tensor, device="meta"))
         return pattern_of(tensor)
 
     def plain(self) -> Any:

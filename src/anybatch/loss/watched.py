@@ -34,6 +34,10 @@ class NotAPartError(Exception):
     """A micro-batch's loss is not the part of the whole that was seen: take the loss as coupled."""
 
 
+MANY = 100
+"""Calls of a loss that are known to be alike at all sizes, before they are forgotten."""
+
+
 class Watched(Loss):
     """A plain callable: watched at every step."""
 
@@ -102,9 +106,11 @@ class Watched(Loss):
         return [(weight, term) for (weight, _), (_, term) in pairs]
 
     def _holds_at_all_sizes(self, whole: tuple[Weighted, Watch], scope: Scope) -> bool:
-        """Compare with the loss at the size of a micro-batch, once for each pair of sizes."""
+        """Compare with the loss at the size of a micro-batch, once for each that calls the same."""
         shapes = tuple(tensor.shape for _, tensor in tree.tensors(scope.outputs))
-        key = (scope.size, shapes, len(whole[1].calls), scope.batch is None)
+        numbers = [(name, given) for name, given, *_ in whole[1].calls]
+        told = repr((numbers, [(term.name, term.options()) for _, term in whole[0]]))
+        key = (scope.size, shapes, told, scope.batch is None)
         if key in self._held:
             return True
         part = self._watch(scope, scope.first.size, None)
@@ -114,6 +120,8 @@ class Watched(Loss):
             and (scope.batch is not None or whole[0][0][0] == part[0][0][0])
         )
         if held:
+            if len(self._held) > MANY:  # a weight that moves in every step
+                self._held.clear()
             self._held.add(key)
         return held
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from anybatch.proof.masks import CUT, LOOSE, fold, total
+from anybatch.proof.masks import CUT, LOOSE, PLACE, fold, total
 from anybatch.proof.rules import Call
 
 IN_ORDER = frozenset(
@@ -41,6 +41,8 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
     for mask in call.masks.values():
         bits |= total(mask)
     for bit in range(8):
+        if 1 << bit == PLACE:  # it leads somewhere
+            continue
         ordered = call.name in IN_ORDER and bool(1 << bit & (LOOSE | CUT))
         if not bits >> bit & 1 or ordered:
             continue

@@ -30,6 +30,7 @@ from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
 from anybatch.proof.paths import Paths
+from anybatch.proof.places import scalars
 from anybatch.proof.verdict import WHOLE, Verdict, numbers, other_rows
 from anybatch.rng import Dice
 
@@ -104,8 +105,8 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         # a number by itself is a loss inside the model, whose numbers are traced
         real = isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
-        if schema is not None and real and not _of_all() and torch.Tag.pointwise in func.tags:
-            given = tuple(a for a in args if isinstance(a, int | float) and type(a) is not bool)
+        if schema is not None and real and not _of_all():
+            given = scalars(func, args, kwargs or {})
             self._seen.numbers.append((self._path(), schema.name.split("::")[1], given))
         return result
 

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.graph import name_of
 from anybatch.proof.ask import ask
 from anybatch.proof.masks import CUT, SAMPLES, Masks, elsewhere, fold, geometry, several, union
 from anybatch.proof.paths import Paths
-from anybatch.proof.places import CONSTANT, Lengths, marks
-from anybatch.proof.rules import REDUCTIONS, Call, has_rule, masks_after, reduced, sliced
+from anybatch.proof.places import CONSTANT, Lengths, Made, marks, plain, scalars, shapes
+from anybatch.proof.rules import REDUCTIONS, Call, collides, has_rule, masks_after, reduced, sliced
 
 NORMS = {
     "native_batch_norm": 5,
@@ -41,6 +42,9 @@ CUTS = frozenset(
     "slice select narrow split split_with_sizes chunk tensor_split unbind unfold".split()
 )
 """Views of a part, or of parts, of a dimension."""
+
+READS = frozenset(("_local_scalar_dense", "equal", "allclose"))
+"""Kernels that return what Python computes with."""
 
 LOSSES = frozenset(
     (
@@ -91,6 +95,11 @@ class Notes:
         numbers: what Python gives to kernels that compute with it: (module, kernel, numbers).
         made: kernels in which no sample has a part (`anybatch.proof.places`).
         parts: where some samples are cut off from the others, and their numbers brought together.
+        collisions: where samples choose what they write to, and two may choose the same.
+        saving: where what autograd saves is changed.
+        cuts: rows are sliced along the samples.
+        given: Python makes numbers that are as many as the samples.
+        local: some rows were normalised by themselves, as was asked for.
         sizes: Python may know how many samples there are.
     """
 
@@ -104,8 +113,13 @@ class Notes:
     shuffles: list[tuple[str, int]] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
-    made: dict[int, tuple[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
+    made: dict[int, Made] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)
+    collisions: list[str] = field(default_factory=list)
+    saving: list[str] = field(default_factory=list)
+    cuts: bool = False
+    given: bool = False
+    local: bool = False
     sizes: bool = False
 
     @property
@@ -190,8 +204,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
-        self._note_numbers(name, func, args)
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not operands or any(one.dim() for one in operands):  # else a loss in the model: traced
+            self._note_numbers(name, func, args, kwargs)
         masks: dict[int, Tensor] = {}
         for one in operands:
             mask = self.masks.of(one)
@@ -202,10 +217,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written(schema, args, kwargs)
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
-        if not masks and name == "_local_scalar_dense":
-            return self._read(func, args)
-        if not masks:
-            return self._without(name, func, args, kwargs, written)
+        if not masks and name != "_local_scalar_dense":
+            return self._without(name, func, args, kwargs, operands, written)
         call = Call(name, func, args, kwargs, [], masks, self.backward)
         self._look_before(call, operands)
         if name == "_local_scalar_dense":
@@ -215,6 +228,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         self.notes.sizes |= views and _cuts(call)
+        self.notes.cuts |= views and name == "slice" and _cuts(call)
         if views and not written:
             self._viewed(call)
         else:
@@ -228,11 +242,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.notes.values.append(number)
         return number
 
-    def _note_numbers(self, name: str, func: Any, args: tuple[Any, ...]) -> None:
+    def _note_numbers(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Note what Python gives to a kernel that computes with it."""
-        if self.backward or torch.Tag.pointwise not in func.tags:
+        if self.backward:
             return
-        given = tuple(a for a in args if isinstance(a, int | float) and type(a) is not bool)
+        given = scalars(func, args, kwargs)
         if given:
             self.notes.numbers.append((self.path, name, given))
 
@@ -242,29 +258,49 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        operands: list[Tensor],
         written: list[Tensor],
     ) -> Any:
         """Run a kernel in which no sample has a part: what it writes to has none any more."""
         result = func(*args, **kwargs)
         for one in written:
             self.masks.write(one, None)
-        if name in CONSTANT or self.backward:
+        if self.backward:
             return result
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self._note_single(name, func, made)
+        if name == "select":  # an entry of a table
+            self.notes.numbers.append((self.path, name, args[1:]))
+        if name in CONSTANT:
+            return result
         note = self.masks.write if written else self.masks.put
-        self.notes.made[self._calls] = (name, tuple(tuple(one.shape) for one in made))
-        for one, shape in zip(made, self._lengths.get(self._calls, ()), strict=False):
-            found = marks(func, one, shape, self._samples, self._fewer)
+        took = shapes(operands)
+        self.notes.made[self._calls] = Made(name, shapes(made), took)
+        fewer = self._lengths.get(self._calls)
+        for one, shape in zip(made, fewer.gave if fewer else (), strict=False):
+            own = fewer is not None and fewer.took == took and all(map(plain, operands))
+            self.notes.given |= name == "lift_fresh"
+            with _disable_current_modes():
+                found = marks(func, one, shape, self._samples, self._fewer, own=own)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
         return result
 
+    def _note_single(self, name: str, func: Any, made: list[Tensor]) -> None:
+        """Note the value of a single number that was made of no sample: it may be their count."""
+        drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name
+        for one in made:
+            if one.dim() == 0 and not drawn and plain(one) and not one.requires_grad:
+                with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
+                    self.notes.numbers.append((self.path, name, (one.item(),)))
+
     def _look_before(self, call: Call, operands: list[Tensor]) -> None:
         """Note what shows in the operands alone."""
-        if call.name == "_local_scalar_dense":
-            if several(call.masks[id(operands[0])]) and not _ours():
-                kind = "number" if operands[0].is_floating_point() else "count"
-                self.notes.read.append((self.path, kind))
+        if call.name in READS:
+            # of all numbers, where it compares tensors
+            if call.masks and several(call.all()) and not _ours():
+                real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
+                self.notes.read.append((self.path, "number" if real else "count"))
         elif call.name in TABLES and call.argument("scale_grad_by_freq"):
             self.notes.frequencies.append(self.path)
         elif call.name in LOSSES and not self.notes.lost and not self.backward:
@@ -273,6 +309,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.lost = self.masks.origin(first) or self.path
         if call.name in REDUCTIONS:
             self._note_part(call)
+        if not self.backward and collides(call):
+            self.notes.collisions.append(f"{self.path}, in {call.name}")
         if self.backward:
             self._check_linear(call, operands)
 
@@ -294,6 +332,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.unfollowed.append((self.path, call.name, error))
 
             found = list(ask(call, before, unfollowed))
+        if not self.backward and call.name in CONSTANT:
+            self._note_single(call.name, call.func, call.results)
         place = partial(self._origin, call, operands)
         results = call.results or written
         note = self.masks.write if written else self.masks.put
@@ -332,10 +372,16 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         result = func(*args, **kwargs)
         x, mask = args[0], masks.get(id(args[0]))
+        self.notes.local |= x.shape[0] != 1
         if mask is not None:
             folded = fold(mask, range(2, mask.dim())) if x.shape[0] == 1 else mask
             place = partial(self.masks.origin, x)
-            self.masks.put(result[0], union([mask, folded]), place)
+            weights = [
+                masks[id(one)].reshape([1, -1] + [1] * (x.dim() - 2))
+                for one in args[1:3]
+                if id(one) in masks
+            ]
+            self.masks.put(result[0], union([mask, folded, *weights]), place)
             if x.shape[0] == 1:
                 for one in result[1:3]:
                     rows = fold(mask, range(2, mask.dim()), keep=False)
@@ -412,7 +458,7 @@ def _ours() -> bool:
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         passes = name.startswith("anybatch.") and frame.f_code.co_name == "__torch_function__"
-        if name in READERS:
+        if name.startswith(READERS):
             return True
         if not passes and not name.startswith(("torch.", "anybatch.proof.")):
             return bool(name.startswith("anybatch."))
@@ -420,11 +466,14 @@ def _ours() -> bool:
     return False
 
 
-READERS = ("torch.nn.modules.rnn", "torch.nn.utils.rnn", "transformers.masking_utils")
+READERS = (
+    *("torch.nn.modules.rnn", "torch.nn.utils.rnn", "torch.distributions."),
+    "transformers.masking_utils",
+)
 """Modules that read numbers of samples, and compute the same for each row whatever these are.
 
-Packed sequences: how many samples a step of time has. transformers: whether a mask masks anything,
-which is left out where it does not.
+Packed sequences: how many samples a step of time has. Distributions: whether their arguments are
+valid. transformers: whether a mask masks anything, which is left out where it does not.
 """
 
 

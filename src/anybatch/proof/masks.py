@@ -29,6 +29,9 @@ SAMPLES, EARLIER, PLACE, LOOSE, CUT = 0x1F, 0x10, 0x20, 0x40, 0x80
 ALL = 0x0F
 """What a number gets that no sample has a part in by its value, and all have by their places."""
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Types of numbers that may be places."""
+
 ROWS = 4
 """The most samples that can be told apart."""
 

@@ -11,13 +11,14 @@ is so many times longer where there are so many times more rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from anybatch.proof.masks import ALL, PLACE
+from anybatch.proof.masks import ALL, INTEGERS, PLACE
 
 CONSTANT = frozenset(
     "empty zeros ones full new_empty new_zeros new_ones new_full empty_like zeros_like ones_like "
@@ -25,33 +26,72 @@ CONSTANT = frozenset(
 )
 """Kernels whose numbers are all alike, or that have none yet."""
 
-PLACES = frozenset(
-    "arange eye linspace logspace tril_indices triu_indices range cumsum cumprod hann_window "
-    "hamming_window bartlett_window blackman_window kaiser_window".split()
-)
-"""Kernels that number what they make; the numbers of others may have come from outside of torch."""
+COUNTS = frozenset(("cumsum", "cumprod"))
+"""Kernels that number what they make, even of ones."""
 
-Made = Mapping[int, tuple[str, tuple[tuple[int, ...], ...]]]
-"""By the number of the call: a kernel in which no sample has a part, and the shapes it gave."""
-
-Lengths = Mapping[int, tuple[tuple[int, ...], ...]]
-"""By the number of the call: the shapes that it gives for fewer rows."""
+Shapes = tuple[tuple[int, ...], ...]
 
 
-def sized(whole: Made, part: Made) -> Lengths:
+class Made(NamedTuple):
+    """A kernel in which no sample has a part.
+
+    Attributes:
+        name: of it.
+        gave: shapes of its results.
+        took: shapes of its operands.
+    """
+
+    name: str
+    gave: Shapes
+    took: Shapes
+
+
+Lengths = Mapping[int, Made]
+"""By the number of the call: kernels whose results are longer for more rows, as for fewer rows."""
+
+
+def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths:
     """Return the calls whose results are longer for more rows; none where the calls differ.
 
     Args:
-        whole: calls of a forward.
+        whole: calls of a forward, by number.
         part: those of the same forward on fewer rows.
     """
-    if [(at, made[0]) for at, made in whole.items()] != [(at, m[0]) for at, m in part.items()]:
+    if [(at, made.name) for at, made in whole.items()] != [(at, m.name) for at, m in part.items()]:
         return {}
-    return {at: part[at][1] for at, (_, shapes) in whole.items() if shapes != part[at][1]}
+    return {at: part[at] for at, made in whole.items() if made.gave != part[at].gave}
+
+
+def shapes(tensors: Iterable[Tensor]) -> Shapes:
+    """Return the shapes of tensors; of what has none, such as nested rows, nothing."""
+    return tuple(tuple(t.shape) if plain(t) else () for t in tensors)
+
+
+def scalars(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the numbers that Python gives to a kernel which computes with them.
+
+    Whole numbers are sizes and dimensions too: of these only what a pointwise kernel is given.
+    """
+    if "batch_norm" in func._schema.name:  # its momentum counts the batches
+        return ()
+    kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
+    every = (*args, *(value for _, value in sorted(kwargs.items())))
+    return tuple(value for value in every if type(value) in kinds)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Say whether a tensor has numbers that can be compared, in rows."""
+    return (
+        tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested)
+        and type(tensor) in (Tensor, Parameter)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def marks(
-    func: Any, tensor: Tensor, fewer: Sequence[int], samples: Sequence[int], rows: int
+    func: Any, tensor: Tensor, fewer: Sequence[int], samples: Sequence[int], rows: int, *, own: bool
 ) -> Tensor | None:
     """Return the mask of such a tensor: the samples that its rows stand for.
 
@@ -61,23 +101,30 @@ def marks(
         fewer: its shape for fewer rows.
         samples: the sample that each row of the forward stands for.
         rows: how many fewer rows were.
+        own: it was made of nothing that is as long as there are rows: its numbers are places.
     """
     n, found = len(samples), None
-    random = torch.Tag.nondeterministic_seeded in func.tags  # a look may have it draw all alike
-    if tensor.dim() != len(fewer) or tensor.layout != torch.strided or tensor.is_quantized:
+    if not plain(tensor) or tensor.dim() != len(fewer):
         return None
+    random = torch.Tag.nondeterministic_seeded in func.tags  # a look may have it draw all alike
+    places = not random and (own or func._schema.name.split("::")[1] in COUNTS)
     for d, (size, less) in enumerate(zip(tensor.shape, fewer, strict=True)):
         if size == less or not (random or _differs(tensor, d)):
             continue
-        if size * rows == less * n:
-            bits = [1 << samples[row * n // size] for row in range(size)]
+        if (size, less) == (n, rows):
+            bits = [1 << sample for sample in samples]
+        elif size * rows == less * n:  # several rows a sample, in an order that nobody knows
+            bits = [PLACE if places else 0] * size
         else:
-            bits = [ALL] * size
+            bits = [0 if random else ALL] * size
         line = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
         line = line.reshape([-1 if d == k else 1 for k in range(tensor.dim())])
         found = line if found is None else found | line
-    name = func._schema.name.split("::")[1]
-    return found if found is None or name not in PLACES else found | PLACE
+    if found is None or not places:
+        return found
+    if tensor.dtype in INTEGERS:  # they may yet lead to a row of their own
+        return torch.full_like(found, PLACE)
+    return found | PLACE
 
 
 def _differs(tensor: Tensor, dim: int) -> bool:

@@ -8,8 +8,8 @@ run. Else a graph is all that is needed of autograd, and nothing is saved for it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -128,13 +128,30 @@ def forward(
             follow.seed(tensor, list(samples))
     saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
     try:
-        with torch.set_grad_enabled(graph), saves, hooked, follow:
+        with torch.set_grad_enabled(graph), saves, _saving(follow), hooked, follow:
             outputs = run(micro)
     except RuntimeError as error:
         if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
             raise NeededError from error
         raise
     return outputs, hooked.found
+
+
+@contextmanager
+def _saving(follow: Follow) -> Iterator[None]:
+    """Note hooks on saved tensors that are not torch's own (checkpoints, save_on_cpu)."""
+    enter = saved_tensors_hooks.__enter__
+
+    def note(self: saved_tensors_hooks) -> None:
+        if not (self.pack_hook.__module__ or "").startswith(("torch.", "anybatch.")):
+            follow.notes.saving.append(follow.path)
+        enter(self)
+
+    saved_tensors_hooks.__enter__ = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
 def _nothing(tensor: Tensor) -> None:

@@ -20,12 +20,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from anybatch.proof.masks import ALL, CUT, LOOSE, PLACE, SAMPLES, fold, shrink, union
+from anybatch.proof.masks import (
+    ALL,
+    CUT,
+    INTEGERS,
+    LOOSE,
+    PLACE,
+    SAMPLES,
+    fold,
+    several,
+    shrink,
+    total,
+    union,
+)
 
 Found = Sequence[Tensor | None]
 """A mask for each tensor that a kernel returns."""
-
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass
@@ -200,7 +210,7 @@ def _loss_by_elements(call: Call) -> Found:
     "select_backward diag_embed rot90 diagonal_scatter as_strided_scatter unfold_copy "
     "_unsafe_view contiguous permute_copy view_copy expand_copy diagonal_backward "
     "split_with_sizes_copy split_copy take_along_dim concat tril_ triu_ unfold_backward "
-    "repeat_interleave unsafe_split unsafe_split_with_sizes unsafe_chunk constant_pad_nd "
+    "unsafe_split unsafe_split_with_sizes unsafe_chunk constant_pad_nd "
     "_chunk_cat _reshape_copy block_diag"
 )
 def _moved(call: Call) -> Found | None:
@@ -313,6 +323,22 @@ def _counted(call: Call) -> Found:
     return [call.all().reshape([1] * r.dim()) | LOOSE for r in call.results]
 
 
+@_rule("isin")
+def _among(call: Call) -> Found:
+    values, others = (call.mask(one) for one in call.args[:2])
+    folded = None if others is None else fold(others, range(others.dim())).reshape(())
+    found = union([values, folded])
+    return [found if found is None or found.dim() else found.reshape([1] * call.results[0].dim())]
+
+
+@_rule("repeat_interleave")
+def _repeated(call: Call) -> Found | None:
+    if call.func._schema.overload_name != "Tensor":
+        return _moved(call)
+    counts = call.args[0]
+    return [call.full(counts).repeat_interleave(counts) | PLACE]
+
+
 @_rule("bucketize searchsorted")
 def _bucketed(call: Call) -> Found:
     values, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
@@ -363,6 +389,8 @@ def _embedded(call: Call) -> Found:
 def _bagged(call: Call) -> Found:
     places, offsets = call.args[1], call.args[2]
     mask, ends = call.full(places), offsets
+    weights = call.mask(call.argument("per_sample_weights"))
+    mask = mask if weights is None else mask | weights
     if not call.argument("include_last_offset", default=False):
         ends = torch.cat([offsets, offsets.new_tensor([len(places)])])
     bags = []
@@ -399,10 +427,10 @@ def _added(call: Call) -> Found:
 def _scattered(call: Call) -> Found:
     x, dim, places = call.args[:3]
     dim %= max(x.dim(), 1)
-    found, source = call.full(places), call.argument("src", "value")
+    found, source = call.full(places) & ~PLACE & 0xFF, call.argument("src", "value")
     if isinstance(source, Tensor) and source.dim():
         found = found | call.full(source)[tuple(slice(0, n) for n in places.shape)]
-    found = found & ~(LOOSE | PLACE) & 0xFF
+    found = _kept(found, source)
     return [_piled(call.full(x), lambda base, one: base.scatter_add_(dim, places, one), found)]
 
 
@@ -413,6 +441,8 @@ def _poured(call: Call) -> Found:
     flat = call.full(source).reshape(-1)
     found = (call.full(x) | call.full(call.args[1]).expand(x.shape)).clone()
     found[chosen] |= flat[: int(chosen.sum())]
+    if call.mask(source) is None and several(fold(found[chosen], [0])):
+        found[chosen] |= ALL  # of a table that belongs to none, each takes what others leave
     return [found & ~(LOOSE | PLACE) & 0xFF]
 
 
@@ -424,6 +454,45 @@ def _poured_back(call: Call) -> Found:
     found = torch.zeros(count, dtype=torch.uint8, device=x.device)
     found[: int(chosen.sum())] = (call.full(x) | call.full(call.args[1]).expand(x.shape))[chosen]
     return [found.reshape(list(sizes))]
+
+
+def collides(call: Call) -> bool:
+    """Say whether samples write to places that they choose themselves, among those of others.
+
+    A few rows may happen to choose different ones. Places that tell samples apart (an arange, an
+    order, a mask of the rows) lead nowhere else.
+    """
+    if call.name in WRITES:
+        dim, places = call.args[1:3]
+        mask = call.mask(places)
+        chosen = mask is not None and not bool((mask & PLACE).any()) and total(mask) & SAMPLES
+        return bool(chosen) and mask is not None and mask.shape[dim % max(mask.dim(), 1)] > 1
+    if call.name not in PUTS:
+        return False
+    found = [one for one in call.args[1] if one is not None and call.mask(one) is not None]
+    free = [one for one in found if one.dtype not in (torch.bool, torch.uint8)]
+    if len(free) < len(found):
+        return False
+    marks = [call.full(one) for one in free]
+    varies = any(several(fold(mask, range(mask.dim()))) for mask in marks)
+    return varies and not any(bool((mask & PLACE).any()) for mask in marks)
+
+
+WRITES = frozenset(
+    "index_add index_add_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ "
+    "scatter_reduce scatter_reduce_".split()
+)
+PUTS = frozenset("index_put index_put_ _index_put_impl_ _unsafe_index_put".split())
+
+
+def _kept(found: Tensor, value: Any) -> Tensor:
+    """Return the mask of what is written to chosen places: these are in no order any more.
+
+    A place that is written as a number is one still, and whose it is its index tells.
+    """
+    if isinstance(value, Tensor) and value.dtype in INTEGERS:
+        return found & ~LOOSE & 0xFF
+    return found & ~(LOOSE | PLACE) & 0xFF
 
 
 @_rule("index _unsafe_index index_put index_put_ _unsafe_index_put _index_put_impl_")
@@ -457,7 +526,7 @@ def _indexed(call: Call) -> Found:
         kept = shrink(got & SAMPLES) if chosen and got.numel() else None
         loose = kept is not None and kept.dim() > at and kept.shape[at] != 1
         return [got | (LOOSE if loose else 0)]
-    source = (call.full(call.args[2]).expand(got.shape) | found) & ~(LOOSE | PLACE) & 0xFF
+    source = _kept(call.full(call.args[2]).expand(got.shape) | found, call.args[2])
     if call.argument("accumulate", default=False):
         put = torch.ops.aten.index_put_.default
         return [_piled(call.full(x), lambda base, one: put(base, indices, one, True), source)]
@@ -585,6 +654,10 @@ def _by_rows(call: Call) -> Found | None:
     operands = [t for t in tree_leaves((call.args, call.kwargs)) if call.mask(t) is not None]
     if any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands):
         return None
+    if "conv" in call.name:  # filters that samples have made are no rows
+        filters = call.args[2 if "backward" in call.name else 1]
+        if call.mask(filters) is not None:
+            return None
     rows = union(_row_of(call, t) for t in operands)
     assert rows is not None
     if "backward" not in call.name:

@@ -17,7 +17,7 @@ from torch import Tensor
 from anybatch import tree
 from anybatch.errors import NotExactError
 from anybatch.proof.follow import Follow, Notes
-from anybatch.proof.masks import PLACE, SAMPLES, fold, samples_of
+from anybatch.proof.masks import CUT, PLACE, SAMPLES, fold, samples_of
 
 WHOLE = "give micro_batch >= the batch size"
 
@@ -224,17 +224,21 @@ def _in_shuffles(whole: Forward, part: Forward) -> str:
     return ""
 
 
-def other_numbers(first: Notes, later: Notes) -> str:
+def other_numbers(first: Notes, later: Notes, count: tuple[int, int] = (0, 0)) -> str:
     """Look for numbers that a call of the model has moved: a gate of 0 hides what they do.
 
     Args:
         first: of a forward.
         later: of another forward on the same rows, with the same dice.
+        count: rows of the two, where these are not the same. Default: they are.
     """
     for mine, its in zip(first.numbers, later.numbers, strict=False):
         path, kernel, given = mine
         if (path, kernel) != its[:2]:
             return ""
+        if given != its[2] and count[0]:
+            told = f"{numbers(given)} for {count[0]} rows and with {numbers(its[2])} for {count[1]}"
+            return f"{path} computes {kernel} with {told}"
         if given != its[2]:
             return (
                 "forward must give the same when it is called again, and "
@@ -279,10 +283,23 @@ def _doubts(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
         yield f"Python reads a {kind} of the samples in {path}"
     for path, kernel, _ in notes.unfollowed[:1]:
         yield f"{kernel} in {path} could not be followed"
-    for place in notes.parts[:1]:
-        yield f"a part of the batch, cut by position, is brought together in {place}"
-    for operator in notes.operators[:1]:
-        yield f"a higher-order operator in {operator} could not be followed"
+    for words, places in (
+        ("a higher-order operator could not be followed in", notes.operators),
+        ("saved_tensors_hooks change what autograd saves in", notes.saving),
+        ("two samples may write to the same place, which they choose in", notes.collisions),
+        ("a part of the batch, cut by position, is brought together in", notes.parts),
+    ):
+        for place in places[:1]:
+            yield f"{words} {place}"
+    if notes.given:
+        yield "Python makes numbers that are as many as the samples, and they cannot be followed"
+    marked = (mask for _, mask, _, _ in run.outputs if mask is not None)
+    if notes.cuts and any(bool((mask & CUT).any()) for mask in marked):
+        yield "rows are sliced along the samples, and parts of the batch may be computed otherwise"
+    yield from _unfollowed(run, axes)
+
+
+def _unfollowed(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
     for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):
         if axis is not None and trains and mask is None:
             yield f"no sample could be followed to {path}"
