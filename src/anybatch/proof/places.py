@@ -87,6 +87,8 @@ def plain(tensor: Tensor) -> bool:
         and not (tensor.is_quantized or tensor.is_nested)
         and type(tensor) in (Tensor, Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor._is_zerotensor()  # which has no memory: to read it kills the process
+        and (not tensor.numel() or tensor.data_ptr() != 0)
     )
 
 

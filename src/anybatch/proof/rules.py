@@ -441,7 +441,8 @@ def _poured(call: Call) -> Found:
     flat = call.full(source).reshape(-1)
     found = (call.full(x) | call.full(call.args[1]).expand(x.shape)).clone()
     found[chosen] |= flat[: int(chosen.sum())]
-    if call.mask(source) is None and several(fold(found[chosen], [0])):
+    by = call.mask(call.args[1])
+    if call.mask(source) is None and by is not None and several(fold(by, range(by.dim()))):
         found[chosen] |= ALL  # of a table that belongs to none, each takes what others leave
     return [found & ~(LOOSE | PLACE) & 0xFF]
 
