@@ -191,6 +191,10 @@ class _Look:
         moves = self._norms is None and (
             first.numbers != fewer.numbers or self._plain[0] != self._plain[1]
         )
+        if (self._lengths or moves) and self._step.budgeted:  # three outputs were not foreseen
+            self._lengths = {}
+            self.doubt("no room to follow again numbers that are as long as there are samples")
+            return
         if self._lengths or moves:
             self._fewer = part.size
             self._runs.pop(0)
