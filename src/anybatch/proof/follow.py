@@ -176,6 +176,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def heard(self, x: Tensor) -> None:
         """Take in a call of batch normalisation for training, of [n, C, ...]."""
+        with _disable_current_modes():  # or what is done with masks would be followed
+            self._heard(x)
+
+    def _heard(self, x: Tensor) -> None:
         mask = self.masks.of(x)
         channels = max(x.shape[1], 1)
         if mask is None:
