@@ -189,7 +189,7 @@ class _Look:
         first, fewer = (run.notes for run in self._runs)
         self._lengths = sized(first.made, fewer.made)
         moves = self._norms is None and (
-            first.numbers != fewer.numbers or self._plain[0] != self._plain[1]
+            repr(first.numbers) != repr(fewer.numbers) or self._plain[0] != self._plain[1]
         )
         if (self._lengths or moves) and self._step.budgeted:  # three outputs were not foreseen
             self._lengths = {}

@@ -294,7 +294,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the value of a single number that was made of no sample: it may be their count."""
         drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name
         for one in made:
-            if one.dim() == 0 and not drawn and plain(one) and not one.requires_grad:
+            single = one.dim() == 0 and plain(one) and not (drawn or one.requires_grad)
+            if single and not _ours():
                 with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
                     self.notes.numbers.append((self.path, name, (one.item(),)))
 

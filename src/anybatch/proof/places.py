@@ -111,7 +111,7 @@ def marks(
     random = torch.Tag.nondeterministic_seeded in func.tags  # a look may have it draw all alike
     places = not random and (own or func._schema.name.split("::")[1] in COUNTS)
     for d, (size, less) in enumerate(zip(tensor.shape, fewer, strict=True)):
-        if size == less or not (random or _differs(tensor, d)):
+        if size == less or not (random or _tells(tensor, d, n)):
             continue
         if (size, less) == (n, rows):
             bits = [1 << sample for sample in samples]
@@ -127,6 +127,16 @@ def marks(
     if tensor.dtype in INTEGERS:  # they may yet lead to a row of their own
         return torch.full_like(found, PLACE)
     return found | PLACE
+
+
+def _tells(tensor: Tensor, dim: int, n: int) -> bool:
+    """Say whether numbers differ between samples: heads that are repeated for each do not."""
+    size = tensor.shape[dim]
+    if size % n:
+        return _differs(tensor, dim)
+    before = tensor.unflatten(dim, (n, size // n))  # type: ignore[no-untyped-call]
+    after = tensor.unflatten(dim, (size // n, n))  # type: ignore[no-untyped-call]
+    return _differs(before, dim) and _differs(after, dim + 1)
 
 
 def _differs(tensor: Tensor, dim: int) -> bool:

@@ -726,8 +726,8 @@ SLICES = frozenset(("slice", "select", "split", "split_with_sizes", "unbind", "n
 
 
 def _differs_along(mask: Tensor, dim: int) -> bool:
-    first = mask.narrow(dim, 0, 1) & SAMPLES
-    return bool(((fold(mask, [dim]) & SAMPLES) != first).any())
+    own, every = mask & SAMPLES, fold(mask, [dim]) & SAMPLES
+    return bool(((own != every) & (own != 0)).any())  # what belongs to none is beside, not apart
 
 
 def _takes_all(call: Call, dim: int) -> bool:

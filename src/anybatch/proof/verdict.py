@@ -236,10 +236,10 @@ def other_numbers(first: Notes, later: Notes, count: tuple[int, int] = (0, 0)) -
         path, kernel, given = mine
         if (path, kernel) != its[:2]:
             return ""
-        if given != its[2] and count[0]:
+        if repr(given) != repr(its[2]) and count[0]:  # NaN is NaN
             told = f"{numbers(given)} for {count[0]} rows and with {numbers(its[2])} for {count[1]}"
             return f"{path} computes {kernel} with {told}"
-        if given != its[2]:
+        if repr(given) != repr(its[2]):
             return (
                 "forward must give the same when it is called again, and "
                 f"{path} computes {kernel} with {numbers(given)} in one call and with "
