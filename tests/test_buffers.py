@@ -7,6 +7,7 @@ import torch
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine, NotExactError
 
@@ -67,6 +68,29 @@ def test_spectral_norm_iterates_once_a_step(loss: object, norm: object) -> None:
     model, (x, y) = nn.Sequential(norm(nn.Linear(5, 3))).double(), batch()
     got = state_after(model, lambda m: Engine(m, loss, micro_batch=4).backward(x, y))
     assert_exact(got, undivided(model, loss, x, y))
+
+
+@pytest.mark.parametrize("size", [4, 1])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+def test_a_buffer_that_a_checkpoint_moves_again_is_refused_where_the_loss_is_coupled(
+    size: int, reentrant: bool
+) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 5)
+            self.part = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.part, self.first(x), use_reentrant=reentrant)
+            return out
+
+    model, (x, y) = Inside().double(), batch()
+    before = snapshot(model)
+    with pytest.raises(NotExactError, match="must not move in backward .*part.parametrizations"):
+        Engine(model, coupled, micro_batch=size).backward(x, y)
+    assert same(before, snapshot(model))
 
 
 class Average(nn.Linear):

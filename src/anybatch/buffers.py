@@ -105,6 +105,21 @@ class ForwardBuffers:
         if late or other:
             raise _meets(late + other)
 
+    def refuse_moved_again(self) -> None:
+        """Refuse buffers that backward has moved once more: nothing here would do so for the batch.
+
+        Raises:
+            NotExactError: naming them.
+        """
+        moved = [s.path for s, values in self._left or () if not same_values(s.now(), values)]
+        if moved:
+            raise NotExactError(
+                "a buffer must not move in backward where a loss is taken of all outputs at once, "
+                f"and these do: {', '.join(moved)} (a checkpoint runs forward again). Take the "
+                "modules that own them out of the checkpoint, call eval() on them, or give "
+                "micro_batch >= the batch size"
+            )
+
     def refuse_moved(self, tracked: Mapping[int, int | None]) -> None:
         """Refuse what every lane has moved again, where a single forward would move it once.
 
