@@ -124,36 +124,8 @@ class Kept:
             self.container(getattr(value, "__dict__", {}))
 
 
-def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
-    """Return the numbers, words and switches that a person's modules keep in plain attributes.
-
-    Args:
-        modules: paths and modules.
-    """
-    return {
-        (path, name): value
-        for path, module in modules
-        if not type(module).__module__.startswith("torch.nn.")
-        for name, value in vars(module).items()
-        if name not in Attributes.OWN and type(value) in (int, float, bool, str)
-    }
-
-
-def switches(modules: Iterable[tuple[str, nn.Module]]) -> int:
-    """Return a number that changes with the plain numbers of a person's modules, and with these.
-
-    Args:
-        modules: paths and modules.
-    """
-    parts = tuple((path, id(module)) for path, module in modules)
-    plain = plain_numbers(modules).items()
-    return hash((parts, tuple(plain)))
-
-
 class Attributes:
     """The plain attributes of a person's modules: little enough to be noted in every step.
-
-    Torch's own modules keep nothing there.
 
     Args:
         modules: of a model.
@@ -162,9 +134,8 @@ class Attributes:
     OWN = frozenset(vars(nn.Module()))
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        theirs = (m for m in modules if not type(m).__module__.startswith("torch.nn."))
         self._was: list[tuple[Any, Any]] = []
-        for module in theirs:
+        for module in filter(_theirs, modules):
             held = vars(module)
             self._was.append((held, held.copy()))
             for name, value in held.items():
@@ -175,6 +146,29 @@ class Attributes:
         """Make them as they were."""
         for held, was in self._was:
             fill(held, was)
+
+
+def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
+    """Return the numbers, strings and functions in the plain attributes of a person's modules.
+
+    Args:
+        modules: paths and modules.
+
+    Returns:
+        (path, name of the attribute) -> value; of a function its code.
+    """
+    return {
+        (path, name): value.__code__ if type(value) is FunctionType else value
+        for path, module in modules
+        if _theirs(module)
+        for name, value in vars(module).items()
+        if name not in Attributes.OWN and type(value) in (int, float, bool, str, FunctionType)
+    }
+
+
+def _theirs(module: nn.Module) -> bool:
+    """Say whether a class is the person's: torch's own keep nothing in plain attributes."""
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def fill(held: Any, was: Any) -> None:

@@ -40,7 +40,7 @@ from anybatch.errors import NotExactError
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
-from anybatch.kept import Attributes, switches
+from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look
 from anybatch.loss.declared import Algorithm1
@@ -52,6 +52,7 @@ from anybatch.norm.late import SINGLE, Singles, listening
 from anybatch.norm.sites import OtherSitesError
 from anybatch.norm.strides import standard_strides
 from anybatch.outofcore.keeping import Keeping
+from anybatch.proof.familiar import Familiar
 from anybatch.proof.verdict import other_rows
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.unison import OffScriptError
@@ -61,7 +62,7 @@ from anybatch.retry import whole_step
 from anybatch.rng import Dice
 from anybatch.slots import LaneLook
 from anybatch.spill import maker, require_place, require_room
-from anybatch.step import OUTLINES, Step
+from anybatch.step import Step
 from anybatch.stream import stream
 from anybatch.undivided import undivided
 from anybatch.undo import Before
@@ -82,8 +83,7 @@ class Runner:
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
         self._walked: set[Any] = set()
-        self._outlines: dict[Any, set[int]] = {}
-        self._switches: dict[Any, set[int]] = {}
+        self._familiar: dict[Any, Familiar] = {}
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
 
@@ -436,8 +436,7 @@ class Runner:
                 "Algorithm 1 to the letter knows one process, and there are several: leave "
                 "Loss.algorithm1 out"
             )
-        self._look_again_where_switched(step, modules)
-        seen, local = self._seen.get(step.signature), self._given.batchnorm == "local"
+        seen, local = self._known(step, modules), self._given.batchnorm == "local"
         step.lanes = bool(self._given.meets(modules)) or step.everyone.lanes
         step.coupled = step.everyone.coupled
         step.counters = counters(modules) if step.lanes else []
@@ -452,16 +451,18 @@ class Runner:
             step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
-            step.outlines = self._outlines.setdefault(step.signature, set())
+            step.familiar = self._familiar[step.signature]
             step.attributes = Attributes(module for _, module in of_model(modules))
 
-    def _look_again_where_switched(self, step: Step, modules: Modules) -> None:
-        """Forget what a look has found where a switch of the model, or a module, is another."""
-        known = self._switches.setdefault(step.signature, set())
-        now = switches(of_model(modules))
-        if now not in known and len(known) < OUTLINES:
-            known.add(now)
-            self._seen.pop(step.signature, None)
+    def _known(self, step: Step, modules: Modules) -> Seen | None:
+        """Return what earlier steps have found out, if the model was looked at as it is now."""
+        familiar = self._familiar.setdefault(step.signature, Familiar())
+        seen = self._seen.get(step.signature)
+        if familiar.has_model(of_model(modules)) or seen is None:
+            return seen
+        step.steps = seen.steps + 1
+        del self._seen[step.signature]
+        return None
 
     def _link_to_model(self) -> Link:
         device = self._given.device

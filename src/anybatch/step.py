@@ -28,6 +28,7 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
+from anybatch.proof.familiar import Familiar
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
@@ -52,9 +53,6 @@ Layout = tuple[int | None, ...]
 """For each output tensor the dimension that holds the samples; None where none does."""
 
 
-OUTLINES = 16
-"""Graphs of a kind of batch that are looked at: one, or two where the loss has one of its own."""
-
 CHANGES = "forward builds another graph from step to step"
 
 
@@ -69,7 +67,7 @@ class Step(Repeatable):
         doubts: why it is not shown that samples stay apart; nothing where it is.
         looked: the step of its signature in which samples were followed last; 0 is none.
         steps: steps of its signature, this one included.
-        outlines: of the graphs of its signature that were looked at; None does not compare them.
+        familiar: what was looked at in steps of its signature; None compares nothing.
         attributes: plain ones of the model, as they were when the step began.
         own: ids of the leaves that the step itself made.
         discover: told the roots of every backward of the first step of a signature.
@@ -108,7 +106,7 @@ class Step(Repeatable):
     doubts: tuple[str, ...] = ()
     looked: int = 0
     steps: int = 1
-    outlines: set[int] | None = None
+    familiar: Familiar | None = None
     attributes: Attributes = field(default_factory=partial(Attributes, ()))
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
@@ -311,19 +309,16 @@ class Step(Repeatable):
         Raises:
             OutputsChangedError: it is another one.
         """
-        known = self.outlines
-        if known is None or not (self.divided and self.batch.size):
+        familiar = self.familiar
+        if familiar is None or not (self.divided and self.batch.size):
             return
         if self._collected > self.coupled:
             return
-        outline = graph.outline(roots)
-        if self.looked == self.steps or not known:
-            known.add(outline)
-        elif outline in known:
+        if familiar.has_graph(roots, looked=self.looked == self.steps):
             return
-        elif len(known) < OUTLINES:
+        if not familiar.full:
             raise OutputsChangedError
-        elif CHANGES not in self.doubts:
+        if CHANGES not in self.doubts:
             self.doubts += (CHANGES,)
 
     def collect(self) -> None:

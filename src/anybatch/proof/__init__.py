@@ -6,7 +6,8 @@ set of samples that have had a part in it, through every kernel, beside the real
 
 This folder knows kernels, tensors and modules. It knows no engine, no plan and no mechanism.
 
-Read `masks` (the sets, and where they are kept), `rules` (what a kernel does to them), `follow`
-(the mode that sees every kernel), `verdict` (what is concluded), `congruent` (the kernels of the
-whole batch beside those of a micro-batch), `evidence` (what a plan says of it).
+Read `masks` (the sets, and where they are kept), `rules` (what a kernel does to them), `places`
+(numbers that belong to no sample), `follow` (the mode that sees every kernel), `verdict` (what is
+concluded), `congruent` (the kernels of the whole batch beside those of a micro-batch), `familiar`
+(models that change in later steps), `evidence` (what a plan says of it).
 """

@@ -1,0 +1,59 @@
+"""Familiar models: what was looked at of a kind of batch, so that a change is looked at again.
+
+A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
+replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
+person's own modules. Both are compared in every step. What changes neither is found in the steps
+that look at samples again anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch import graph
+from anybatch.kept import plain_numbers
+
+MOST = 16
+"""Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
+
+
+class Familiar:
+    """The graphs and the models that were looked at."""
+
+    def __init__(self) -> None:
+        self._graphs: set[int] = set()
+        self._models: set[Any] = set()
+
+    @property
+    def full(self) -> bool:
+        """Whether no more graphs are looked at."""
+        return len(self._graphs) >= MOST
+
+    def has_model(self, modules: Sequence[tuple[str, nn.Module]]) -> bool:
+        """Say whether a model need not be looked at; one that must be is familiar from now on.
+
+        Args:
+            modules: paths and modules.
+        """
+        # classes, not ids: a module that is gone leaves its id to the next one
+        parts = tuple((path, type(module)) for path, module in modules)
+        model = parts, tuple(plain_numbers(modules).items())
+        if model in self._models or len(self._models) >= MOST:
+            return True
+        self._models.add(model)
+        return False
+
+    def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:
+        """Say whether the graph behind some tensors is familiar.
+
+        Args:
+            roots: the tensors.
+            looked: the model has just been looked at, so it is from now on.
+        """
+        outline = graph.outline(roots)
+        if looked or not self._graphs:
+            self._graphs.add(outline)
+        return outline in self._graphs
