@@ -40,7 +40,7 @@ from anybatch.proof import rows as proof_rows
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
-from anybatch.proof.verdict import Forward, Verdict, ended, judge, other_numbers
+from anybatch.proof.verdict import Forward, Verdict, ended, first_difference, judge, moved_state
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, call_model, copied
 
@@ -179,33 +179,39 @@ class _Look:
         return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
-        """Follow all rows again, where there is a reason.
+        """Follow all rows again, where forward may tell samples apart by other means than rows.
 
-        Forward makes numbers that are as long as there are rows; or it computes with other numbers
-        in another call, which may come from these rows, or from state that lanes have of their own.
+        It makes numbers that are as long as there are rows; or numbers differ between the forwards,
+        which come from how many rows there are, or from state. Lanes have state of their own.
         """
         if len(self._runs) < 2:
             return
         first, fewer = (run.notes for run in self._runs)
-        self._lengths = sized(first.made, fewer.made)
-        moves = self._norms is None and (
-            repr(first.numbers) != repr(fewer.numbers) or self._plain[0] != self._plain[1]
-        )
-        if (self._lengths or moves) and self._step.budgeted:  # three outputs were not foreseen
+        lengths = sized(first.made, fewer.made)
+        if lengths is None:
+            self.doubt("forward makes other numbers of its own for more rows than for fewer")
+        self._lengths = lengths or {}
+        counted = first_difference(first.numbers, fewer.numbers)
+        moves = self._norms is None and (counted or self._plain[0] != self._plain[1])
+        if not (self._lengths or moves):
+            return
+        if self._step.budgeted:  # three outputs were not foreseen
             self._lengths = {}
             self.doubt("no room to follow again numbers that are as long as there are samples")
             return
-        if self._lengths or moves:
-            self._fewer = part.size
-            self._runs.pop(0)
-            self._forward(whole)
-            self._runs.reverse()
-        if moves:
-            self._moved = other_numbers(first, self._runs[0].notes)
-            self._doubt_counters()
-            counted = other_numbers(first, fewer, count=(whole.size, part.size))
-            if counted and not (self._moved or first.read):
-                self._doubts += (counted,)
+        self._fewer = part.size
+        self._runs.pop(0)
+        self._forward(whole)
+        self._runs.reverse()
+        if not moves:
+            return
+        self._doubt_counters()
+        state = first_difference(first.numbers, self._runs[0].notes.numbers)
+        if state is not None:
+            self._moved = moved_state(state)
+        elif counted is not None and not first.read:
+            rows = f"{counted.mine} for {whole.size} rows and with {counted.its} for {part.size}"
+            self.doubt(f"{counted.where} {rows}")
 
     def _doubt_counters(self) -> None:
         """Doubt a model that keeps a number which each call moves: a hook may compute with it."""

@@ -41,8 +41,6 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
     for mask in call.masks.values():
         bits |= total(mask)
     for bit in range(8):
-        if 1 << bit == PLACE:  # it leads somewhere
-            continue
         ordered = call.name in IN_ORDER and bool(1 << bit & (LOOSE | CUT))
         if not bits >> bit & 1 or ordered:
             continue
@@ -55,7 +53,7 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
         floats = [one is not None and _real(leaf) for leaf, one in zip(leaves, chosen, strict=True)]
         if any(floats):
             _ask_floats(call, leaves, spec, chosen, marks, bit, unfollowed)
-        if call.name not in IN_ORDER:
+        if call.name not in IN_ORDER and 1 << bit != PLACE:  # a place among whole numbers leads
             for leaf, one in zip(leaves, chosen, strict=True):
                 if one is not None and not _real(leaf):
                     _by_row(leaf, one, marks, bit)

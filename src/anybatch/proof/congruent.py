@@ -31,7 +31,7 @@ from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import scalars
-from anybatch.proof.verdict import WHOLE, Verdict, numbers, other_rows
+from anybatch.proof.verdict import WHOLE, Verdict, first_difference, other_rows
 from anybatch.rng import Dice
 
 QUERIES = frozenset(
@@ -99,7 +99,8 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.name == "aten::_local_scalar_dense":
-            for value in self._values:
+            value = next(self._values, None)
+            if value is not None:
                 return value
         result = func(*args, **(kwargs or {}))
         self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
@@ -260,15 +261,11 @@ def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
     if whole.functions != part.functions:
         why = f"forward calls other functions for {n} samples than for {m}"
         return Verdict("", (why,))
-    for mine, its in zip(whole.numbers, part.numbers, strict=False):
-        path, kernel, given = mine
-        if (path, kernel) != its[:2]:
-            break
-        if given != its[2]:
-            return Verdict(
-                "forward must compute the same for any number of samples when the batch is split, "
-                f"and {path} computes {kernel} with {numbers(given)} for {n} samples and with "
-                f"{numbers(its[2])} for {m}: a number that depends on how many there are. Compute "
-                f"with it in the loss, or {WHOLE}"
-            )
+    found = first_difference(whole.numbers, part.numbers)
+    if found is not None:
+        return Verdict(
+            "forward must compute the same for any number of samples when the batch is split, and "
+            f"{found.where} {found.mine} for {n} samples and with {found.its} for {m}: a number "
+            f"that depends on how many there are. Compute with it in the loss, or {WHOLE}"
+        )
     return Verdict()

@@ -25,7 +25,16 @@ from anybatch.proof.ask import ask
 from anybatch.proof.masks import CUT, SAMPLES, Masks, elsewhere, fold, geometry, several, union
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import CONSTANT, Lengths, Made, marks, plain, scalars, shapes
-from anybatch.proof.rules import REDUCTIONS, Call, collides, has_rule, masks_after, reduced, sliced
+from anybatch.proof.rules import (
+    REDUCTIONS,
+    Call,
+    by_position,
+    collides,
+    has_rule,
+    masks_after,
+    reduced,
+    sliced,
+)
 
 NORMS = {
     "native_batch_norm": 5,
@@ -96,6 +105,7 @@ class Notes:
         made: kernels in which no sample has a part (`anybatch.proof.places`).
         parts: where some samples are cut off from the others, and their numbers brought together.
         collisions: where samples choose what they write to, and two may choose the same.
+        positions: where some rows are read or written by their place in the batch.
         saving: where what autograd saves is changed.
         cuts: rows are sliced along the samples.
         given: Python makes numbers that are as many as the samples.
@@ -116,6 +126,7 @@ class Notes:
     made: dict[int, Made] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)
     collisions: list[str] = field(default_factory=list)
+    positions: list[str] = field(default_factory=list)
     saving: list[str] = field(default_factory=list)
     cuts: bool = False
     given: bool = False
@@ -316,6 +327,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_part(call)
         if not self.backward and collides(call):
             self.notes.collisions.append(f"{self.path}, in {call.name}")
+        if self._lengths and not self.backward and by_position(call, len(self._samples)):
+            self.notes.positions.append(f"{self.path}, in {call.name}")
         if self.backward:
             self._check_linear(call, operands)
 

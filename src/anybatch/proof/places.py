@@ -50,16 +50,17 @@ Lengths = Mapping[int, Made]
 """By the number of the call: kernels whose results are longer for more rows, as for fewer rows."""
 
 
-def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths:
-    """Return the calls whose results are longer for more rows; none where the calls differ.
+def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
+    """Return the calls whose results are longer for more rows; None where other kernels come.
 
     Args:
         whole: calls of a forward, by number.
-        part: those of the same forward on fewer rows.
+        part: those of the same forward on fewer rows, in the same order.
     """
-    if [(at, made.name) for at, made in whole.items()] != [(at, m.name) for at, m in part.items()]:
-        return {}
-    return {at: part[at] for at, made in whole.items() if made.gave != part[at].gave}
+    if [made.name for made in whole.values()] != [made.name for made in part.values()]:
+        return None
+    pairs = zip(whole.items(), part.values(), strict=True)
+    return {at: fewer for (at, made), fewer in pairs if made.gave != fewer.gave}
 
 
 def shapes(tensors: Iterable[Tensor]) -> Shapes:

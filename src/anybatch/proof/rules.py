@@ -173,7 +173,10 @@ def _copied(call: Call) -> Found:
 
 @_rule("_to_copy clone lift_fresh lift")
 def _converted(call: Call) -> Found:
-    return [call.mask(call.args[0])]
+    mask = call.mask(call.args[0])
+    if mask is None or call.results[0].dtype != torch.bool:
+        return [mask]
+    return [_valued(mask, torch.bool)]  # whether it is the first one
 
 
 @_rule(
@@ -419,7 +422,8 @@ def _added(call: Call) -> Found:
     x, dim, places, source = call.args[:4]
     dim %= max(x.dim(), 1)
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    found = (call.full(source) | call.full(places).reshape(shape)) & ~(LOOSE | PLACE) & 0xFF
+    found = call.full(source) | (call.full(places) & ~PLACE & 0xFF).reshape(shape)
+    found = _kept(found, source)
     return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
 
 
@@ -479,6 +483,24 @@ def collides(call: Call) -> bool:
     return varies and not any(bool((mask & PLACE).any()) for mask in marks)
 
 
+def by_position(call: Call, rows: int) -> bool:
+    """Say whether rows are read or written at some places only, which no sample has chosen.
+
+    Args:
+        call: of a kernel.
+        rows: of the forward; so many places, or so many times as many, are those of all rows.
+    """
+    if call.name not in (WRITES | PUTS | CHOICES):
+        return False
+    integers = [t for t in tree_leaves(call.args[1:]) if isinstance(t, Tensor)]
+    masks = [(t.numel(), call.mask(t)) for t in integers if t.dtype in INTEGERS]
+    places = [n for n, mask in masks if mask is not None and total(mask) == PLACE]
+    return any(n % rows for n in places)
+
+
+CHOICES = frozenset(
+    "index _unsafe_index index_select gather index_fill index_fill_ take put".split()
+)
 WRITES = frozenset(
     "index_add index_add_ index_copy index_copy_ scatter scatter_ scatter_add scatter_add_ "
     "scatter_reduce scatter_reduce_".split()

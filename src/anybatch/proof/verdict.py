@@ -44,6 +44,24 @@ class Verdict:
             raise NotExactError(self.meets)
 
 
+Given = tuple[str, str, tuple[Any, ...]]
+"""Module, kernel, and the numbers that Python gives to it."""
+
+
+class Difference(NamedTuple):
+    """Two forwards that compute with other numbers.
+
+    Attributes:
+        where: the module and the kernel, as the beginning of a sentence.
+        mine: the numbers of the first forward.
+        its: those of the other one.
+    """
+
+    where: str
+    mine: str
+    its: str
+
+
 class Output(NamedTuple):
     """An output of a forward under masks.
 
@@ -224,33 +242,29 @@ def _in_shuffles(whole: Forward, part: Forward) -> str:
     return ""
 
 
-def other_numbers(first: Notes, later: Notes, count: tuple[int, int] = (0, 0)) -> str:
-    """Look for numbers that a call of the model has moved: a gate of 0 hides what they do.
+def first_difference(mine: Sequence[Given], its: Sequence[Given]) -> Difference | None:
+    """Return the first numbers that two forwards give to the same kernel and that differ.
 
-    Args:
-        first: of a forward.
-        later: of another forward on the same rows, with the same dice.
-        count: rows of the two, where these are not the same. Default: they are.
+    None where there are none, or where other kernels come first.
     """
-    for mine, its in zip(first.numbers, later.numbers, strict=False):
-        path, kernel, given = mine
-        if (path, kernel) != its[:2]:
-            return ""
-        if repr(given) != repr(its[2]) and count[0]:  # NaN is NaN
-            told = f"{numbers(given)} for {count[0]} rows and with {numbers(its[2])} for {count[1]}"
-            return f"{path} computes {kernel} with {told}"
-        if repr(given) != repr(its[2]):
-            return (
-                "forward must give the same when it is called again, and "
-                f"{path} computes {kernel} with {numbers(given)} in one call and with "
-                f"{numbers(its[2])} in a later one: it keeps state in plain attributes, which "
-                f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
-            )
-    return ""
+    for (path, kernel, given), (other_path, other, also) in zip(mine, its, strict=False):
+        if (path, kernel) != (other_path, other):
+            return None
+        if repr(given) != repr(also):  # NaN is NaN
+            return Difference(f"{path} computes {kernel} with", _told(given), _told(also))
+    return None
 
 
-def numbers(given: Sequence[Any]) -> str:
-    """Return numbers as they are told."""
+def moved_state(found: Difference) -> str:
+    """Return what is said of numbers that a later call on the same rows gives to a kernel."""
+    return (
+        f"forward must give the same when it is called again, and {found.where} {found.mine} in "
+        f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
+        f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
+    )
+
+
+def _told(given: Sequence[Any]) -> str:
     return ", ".join(f"{number:.6g}" for number in given)
 
 
@@ -287,6 +301,7 @@ def _doubts(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
         ("a higher-order operator could not be followed in", notes.operators),
         ("saved_tensors_hooks change what autograd saves in", notes.saving),
         ("two samples may write to the same place, which they choose in", notes.collisions),
+        ("rows are chosen by their place in the batch in", notes.positions),
         ("a part of the batch, cut by position, is brought together in", notes.parts),
     ):
         for place in places[:1]:

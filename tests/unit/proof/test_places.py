@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.oracle import assert_exact, state_after, undivided
 from tests.unit.proof.nets import Body, Net, batch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
@@ -37,6 +39,88 @@ def centred_noise(h: Tensor) -> Tensor:
 def rescaled_dropout(h: Tensor) -> Tensor:
     kept = torch.empty(h.shape, dtype=h.dtype).bernoulli_(0.5)
     return h * kept / kept.mean().clamp(min=0.1)
+
+
+def ranked(write: Callable[[Tensor, Tensor], Tensor]) -> Body:
+    """Return a body that adds each row's rank, an inverse permutation that is written so."""
+
+    def body(h: Tensor) -> Tensor:
+        order = h[:, 0].argsort()
+        return h + write(order, torch.arange(len(h)))[:, None].to(h.dtype) / 8
+
+    return body
+
+
+RANKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_copy": lambda to, n: torch.zeros_like(to).index_copy(0, to, n),
+    "index_add": lambda to, n: torch.zeros_like(to).index_add(0, to, n),
+    "index_put": lambda to, n: torch.zeros_like(to).index_put((to,), n),
+    "scatter": lambda to, n: torch.zeros_like(to).scatter(0, to, n),
+    "scatter_reduce": lambda to, n: torch.zeros_like(to).scatter_reduce(0, to, n, "sum"),
+}
+
+
+@pytest.mark.parametrize("gate", [None, 0.0])
+@pytest.mark.parametrize("name", RANKS)
+def test_a_rank_is_a_place_whichever_kernel_writes_it(name: str, gate: float | None) -> None:
+    net, (x, y) = Net(ranked(RANKS[name]), gate).double(), batch()
+    with pytest.raises(NotExactError, match="computes with the place of a row"):
+        Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+@pytest.mark.parametrize("name", RANKS)
+def test_a_rank_that_only_leads_back_is_exact(name: str, micro_batch: int) -> None:
+    def body(h: Tensor) -> Tensor:
+        order = h[:, 0].argsort()
+        return h[order].tanh()[RANKS[name](order, torch.arange(len(h)))]
+
+    net, (x, y) = Net(body).double(), batch()
+
+    def run(model: nn.Module) -> Tensor:
+        return Engine(model, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+
+    assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
+
+
+def every_other(h: Tensor) -> Tensor:
+    h, places = h.clone(), torch.arange(0, len(h), 2)
+    h[places] = -h[places]
+    return h
+
+
+def first_half(h: Tensor) -> Tensor:
+    half = torch.arange(len(h) // 2)
+    return h.index_add(0, half, h.index_select(0, half))
+
+
+SOME: dict[str, Body] = {
+    "every other row": every_other,
+    "the first half": first_half,
+    "filled": lambda h: h.index_fill(0, torch.arange(0, len(h), 2), 0.0),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+@pytest.mark.parametrize("name", SOME)
+def test_rows_that_are_chosen_by_their_place_leave_a_doubt(name: str, micro_batch: int) -> None:
+    net, (x, y) = Net(SOME[name]).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    try:
+        engine.backward(x, y)
+    except NotExactError:
+        return
+    assert engine.plan is not None
+    assert "chosen by their place in the batch in Net" in str(engine.plan.exact)
+
+
+def test_nan_is_the_same_number_in_every_call() -> None:
+    body = lambda h: torch.nan_to_num(h, nan=float("nan")) * (len(h) > 0)  # noqa: E731
+    net, (x, y) = Net(body).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact
 
 
 LONG: dict[str, tuple[Body, str]] = {
