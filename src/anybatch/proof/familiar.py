@@ -24,6 +24,7 @@ class Familiar:
     """The graphs and the models that were looked at."""
 
     def __init__(self) -> None:
+        self._now: Any = None
         self._graphs: set[int] = set()
         self._models: set[Any] = set()
 
@@ -33,7 +34,7 @@ class Familiar:
         return len(self._graphs) >= MOST
 
     def has_model(self, modules: Sequence[tuple[str, nn.Module]]) -> bool:
-        """Say whether a model need not be looked at; one that must be is familiar from now on.
+        """Say whether a model need not be looked at.
 
         Args:
             modules: paths and modules.
@@ -41,10 +42,13 @@ class Familiar:
         # classes, not ids: a module that is gone leaves its id to the next one
         parts = tuple((path, type(module)) for path, module in modules)
         model = parts, tuple(plain_numbers(modules).items())
-        if model in self._models or len(self._models) >= MOST:
-            return True
-        self._models.add(model)
-        return False
+        self._now = model
+        return model in self._models or len(self._models) >= MOST
+
+    def keep(self) -> None:
+        """Make the model of this step familiar: the step was made, so it was not refused."""
+        if len(self._models) < MOST:
+            self._models.add(self._now)
 
     def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:
         """Say whether the graph behind some tensors is familiar.

@@ -69,6 +69,22 @@ def test_what_changes_at_the_second_step_is_found_there(
         engine.backward(x, y)
 
 
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
+def test_what_was_refused_once_is_refused_again(norm: Callable[[], nn.Module]) -> None:
+    def detached(net: Later, h: Tensor) -> Tensor:
+        return h - h.detach().mean(0) if net.number else h - h.new_zeros(8)
+
+    net, (x, y) = Later(detached, norm()).double(), batch()
+    net.on = True
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    for net.number in (False, True, True, False, True):
+        if not net.number:
+            engine.backward(x, y)
+            continue
+        with pytest.raises(NotExactError, match="in mean"):
+            engine.backward(x, y)
+
+
 def test_a_loss_that_changes_at_a_later_step_is_found_there() -> None:
     on = []
 
