@@ -11,7 +11,8 @@ forwards gives the value of the whole batch: that is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -105,13 +106,18 @@ class ForwardBuffers:
         if late or other:
             raise _meets(late + other)
 
-    def refuse_moved_again(self) -> None:
-        """Refuse buffers that backward has moved once more: nothing here would do so for the batch.
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Refuse buffers that the backward inside moves: once for each micro-batch is too often.
 
         Raises:
             NotExactError: naming them.
         """
-        moved = [s.path for s, values in self._left or () if not same_values(s.now(), values)]
+        before = [(state, _copy(state)) for state, _ in self._left or ()]
+        written = {id(state) for state in self._kept if state.written()}
+        yield
+        moved = [state.path for state, values in before if not same_values(state.now(), values)]
+        moved += [s.path for s in self._kept if id(s) not in written and s.written() and s.moved()]
         if moved:
             raise NotExactError(
                 "a buffer must not move in backward where a loss is taken of all outputs at once, "

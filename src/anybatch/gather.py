@@ -64,16 +64,12 @@ def gather(step: Step) -> Tensor:
         backwards = Backwards(step, first, taken, end)
         del taken
         backwards.last()
-        if not first.in_laps:
-            step.buffers.refuse_moved_again()
         step.buffers.restart()
         if backwards.left:
             step.put_back(start)
             backwards.second_pass()
         if first.in_laps:
             step.buffers.refuse_strays()
-        elif backwards.left:
-            step.buffers.refuse_moved_again()
         step.buffers.leave()  # the last forward may have been in pass 1, or of some parts only
         check_trains(backwards.trained)
         if step.draws is None:

@@ -101,7 +101,8 @@ class Backwards:
         begin = self._before + step.batch.size - first.flat[-1]
         graph = tree.flat(first.graph.pop())
         place = len(self._gradients) - len(graph)
-        self.trained += step.pull(*shares(step, graph, self._gradients, begin, place))
+        with step.buffers.unmoved():
+            self.trained += step.pull(*shares(step, graph, self._gradients, begin, place))
 
     def _again(self, micro: MicroBatch) -> None:
         step, begin = self._step, self._begin
@@ -165,7 +166,8 @@ def pull(
     for at in range(len(parts) - early):
         tensors = tree.flat(parts.forward(micro, at))
         check(tensors, place)
-        trained += step.flow(*shares(step, tensors, gradients, begin, place))
+        with step.buffers.unmoved():
+            trained += step.flow(*shares(step, tensors, gradients, begin, place))
         place += len(tensors)
         del tensors
     if trained:
