@@ -11,10 +11,9 @@ from anybatch.batch import LazyBatch
 from anybatch.gather import COUPLED
 from anybatch.gradients import HALF, gradient_dtype
 from anybatch.kinds import Allowed
+from anybatch.proof.declared import DECLARED
 from anybatch.segments import segments_of
 from anybatch.step import Step
-
-DECLARED = "the loss is taken as it was declared"
 
 
 def of_run(step: Step, failed: int) -> Facts:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -25,9 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch import tree
-from anybatch.batch import MicroBatch
+from anybatch.batch import LazyBatch, MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.guard import Guard
@@ -37,6 +39,7 @@ from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.proof import congruent
 from anybatch.proof import rows as proof_rows
+from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
@@ -79,7 +82,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
     """
     before = Dice.now()
     one = _Look(step, norms)
-    with quietly(), looking(), one.guard:
+    with quietly(), looking():
         whole, part = one.whole(two_sizes(step, most=ENOUGH))
         drawn = not Dice.now().same_as(before)
         before.put_back()
@@ -112,6 +115,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
     apart = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.copies or one.guard.own_dice):
         apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))
+    rows = _rows_of_loss(step, outputs, whole.size)
     one.outputs = outputs = None
     fewer = fewer if apart else None
     found = one.at_full_size(whole)
@@ -120,6 +124,66 @@ def look(step: Step, norms: Norms | None = None) -> None:
     step.doubts += found.doubts
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
+    if rows is not None:
+        with quietly():
+            step.doubts += _refuse_declared(step, rows, part.size, lanes=norms is not None)
+        before.put_back()
+
+
+def _rows_of_loss(step: Step, outputs: Any, size: int) -> Rows | None:
+    """Return outputs and targets of a few rows, for a loss that is declared; None for another."""
+    if not step.loss.declares:
+        return None
+    count = -(-size // step.micro_batch)
+    few = [] if step.budgeted else list(islice(step.feed(), count))
+    each = size // count
+    if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
+        step.doubts += (DECLARED,)  # what it holds was not foreseen, or there are too few rows
+        return None
+    some = [tree.rows(micro.targets, 0, each, micro.size) for micro in few]
+    targets = some[0] if count == 1 else tree.join(some, sizes=[each] * count, name="targets")
+    return Rows(outputs, targets, size)
+
+
+def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tuple[str, ...]:
+    """Refuse a declaration that is not true; return why it could not be shown to be.
+
+    Args:
+        step: that has been looked at.
+        whole: outputs and targets of a few rows.
+        count: rows of which losses are compared with those of all.
+        lanes: micro-batches wait for each other where samples meet.
+    """
+    layout, size = step.layout or (), whole.size
+    axes = iter(layout)
+
+    def last(tensor: Tensor) -> Tensor:
+        axis = next(axes)
+        return tensor if axis is None else tensor.narrow(axis, size - count, count).flip(axis)
+
+    outputs = tree.map_tensors(last, whole.outputs)
+    targets = turned(tree.rows(whole.targets, size - count, size, size), count)
+    some = Rows(outputs, targets, count)
+    one = Declared(step.loss.own, whole, some, layout, lanes=lanes)
+    sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
+    judge = partial(one.judge, sizes)
+    with _unheard():
+        found = judge() if step.calls is None else step.calls.watched(judge)
+    if found is None:
+        return ("the declared loss changes state of its own",)
+    found.refuse()
+    late = isinstance(step.batch, LazyBatch) or step.everyone.several
+    counts = late and step.loss.counts
+    return (*found.doubts, *([DECLARED] if counts else []))
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Nothing hears what the body calls: it is not a part of forward."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 class _Look:
@@ -231,9 +295,10 @@ class _Look:
         if self._norms is not None:
             self._norms.follow = follow
         try:
-            outputs, hooked = proof_rows.forward(
-                follow, micro, samples, self._step.forward, graph=self._trains, saved=saved
-            )
+            with self.guard:  # loaders have generators of their own
+                outputs, hooked = proof_rows.forward(
+                    follow, micro, samples, self._step.forward, graph=self._trains, saved=saved
+                )
         finally:
             if self._norms is not None:
                 self._norms.follow = None
@@ -261,7 +326,8 @@ class _Look:
         self._norms = None  # their calls have been heard
         micro = MicroBatch(moved, None, whole.size)
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
-        proof_rows.backward(follow, outputs, leaves, rows)
+        with self.guard:
+            proof_rows.backward(follow, outputs, leaves, rows)
         self._runs[0].notes.backward += follow.notes.backward
 
     def at_full_size(self, some: MicroBatch) -> Verdict:

@@ -101,6 +101,10 @@ class Loss(ABC):
     """Whether samples meet in it, whatever the outputs are."""
     believed = False
     """Whether a person's word, which nothing has shown, says what the present step divides by."""
+    declares = False
+    """Whether a person's word says what samples have of their own, which `own` returns."""
+    counts = False
+    """Whether a person's count is what the loss is divided by."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:
@@ -115,6 +119,7 @@ class Loss(ABC):
 
         Raises:
             LossError: at the first step, where `fn` does not return shape [n].
+            NotExactError: there, where samples meet in `fn`, or their number counts.
         """
         return PerSample(fn)
 
@@ -128,6 +133,9 @@ class Loss(ABC):
 
         Returns:
             The loss ``sum num / den(all targets)``.
+
+        Raises:
+            NotExactError: at the first step, where samples meet in `num`, or their number counts.
         """
         return Ratio(num, den)
 
@@ -183,6 +191,15 @@ class Loss(ABC):
         """Return the outputs of the model in what `run` returned."""
         return found
 
+    def own(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return losses that are declared to be of single samples, or their sum.
+
+        Args:
+            outputs: of some rows.
+            micro: these rows.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of an undivided batch, a 0-dim tensor."""
@@ -208,7 +225,7 @@ class Loss(ABC):
 class Ratio(Loss):
     """`Loss.ratio`."""
 
-    believed = True
+    declares = counts = True
 
     def __init__(self, num: Callable[..., Tensor], den: Callable[[Any], Number]) -> None:
         self.name = "declared: sum / count of targets"
@@ -230,6 +247,10 @@ class Ratio(Loss):
             numerator = self._numerator(outputs, micro)
         return [Part(numerator, lambda: self._den(micro.targets))]
 
+    def own(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the sum."""
+        return self._numerator(outputs, micro)
+
     def functions(self) -> tuple[Any, ...]:
         """Return num and den."""
         return self._num, self._den
@@ -241,7 +262,7 @@ class Ratio(Loss):
 class PerSample(Loss):
     """`Loss.per_sample`."""
 
-    believed = True
+    declares = True
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         self.name = "declared: mean over samples"
@@ -265,6 +286,10 @@ class PerSample(Loss):
     def functions(self) -> tuple[Any, ...]:
         """Return fn."""
         return (self._fn,)
+
+    def own(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the losses."""
+        return self._losses(outputs, micro)
 
     def _losses(self, outputs: Any, micro: MicroBatch) -> Tensor:
         losses = call_loss(self._fn, outputs, micro.targets)

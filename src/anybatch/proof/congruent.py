@@ -86,9 +86,12 @@ class _Functions(TorchFunctionMode):
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
-    def __init__(self, seen: Seen, path: Callable[[], str], values: Iterator[Any]) -> None:
+    def __init__(
+        self, seen: Seen, path: Callable[[], str], values: Iterator[Any], *, singles: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen, self._path, self._values = seen, path, values
+        self._singles = singles
 
     def __torch_dispatch__(
         self,
@@ -105,7 +108,8 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         # a number by itself is a loss inside the model, whose numbers are traced
-        real = isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
+        real = isinstance(result, Tensor) and result.is_floating_point()
+        real = real and (result.dim() > 0 or self._singles)
         if schema is not None and real and not _of_all():
             given = scalars(func, args, kwargs or {})
             self._seen.numbers.append((self._path(), schema.name.split("::")[1], given))
@@ -144,6 +148,7 @@ def compare(
     *,
     trains: bool,
     values: Sequence[Any] = (),
+    singles: bool = False,
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the whole batch.
 
@@ -155,10 +160,13 @@ def compare(
         run: ``run(model, inputs, samples)`` calls it.
         trains: with a graph; else without gradients.
         values: what Python reads of tensors in a forward, in order. Default: nothing is known.
+        singles: compare numbers that are computed with a number by itself, too. Default False.
     """
     seen = [Seen() for _ in sizes]
     with _disable_current_modes():  # or a meter would count what has no data
-        said = _traced(model, modules, rows, sizes, run, seen, values, trains=trains)
+        said = _traced(
+            *(model, modules, rows, sizes, run, seen, values), trains=trains, singles=singles
+        )
     if any(one() is not None for each in seen for one in each.made):
         forget_fakes()  # a walk over all objects, so only where something has kept one
     if said:
@@ -184,6 +192,7 @@ def _traced(
     values: Sequence[Any],
     *,
     trains: bool,
+    singles: bool,
 ) -> str:
     """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
     dice = Dice.now()
@@ -201,6 +210,7 @@ def _traced(
                 whole=sizes[0],
                 trains=trains,
                 values=values,
+                singles=singles,
             )
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
@@ -218,6 +228,7 @@ def trace(
     whole: int,
     trains: bool,
     values: Sequence[Any] = (),
+    singles: bool = False,
 ) -> None:
     """Run the model on fakes of so many rows, and note what it calls.
 
@@ -231,11 +242,13 @@ def trace(
         whole: samples of the whole batch.
         trains: build a graph.
         values: what Python reads of tensors, in order.
+        singles: note what is computed with a number by itself, too. Default False.
     """
     paths = Paths(model)
     heard = _Norms(seen, paths.now)
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
-    functions, numbers = _Functions(seen, paths.now), _Numbers(seen, paths.now, iter(values))
+    functions = _Functions(seen, paths.now)
+    numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
     with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
         run(model, inputs, size)
 

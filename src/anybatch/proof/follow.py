@@ -154,7 +154,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         masks: of all tensors that samples have had a part in.
         notes: what has been noted.
         backward: kernels belong to a backward pass.
+        paths: names the module that runs.
         called: Python has called a function of torch, and kernels are its.
+        checks: a number that is read is only checked.
+        singles: numbers that are given to kernels of single numbers are noted, too. Default False:
+            these are a loss inside a model, which is traced.
     """
 
     supports_higher_order_operators = True
@@ -169,15 +173,15 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
-        self.called = False
+        self.called = self.singles = self.checks = False
         self._lengths, self._samples, self._fewer = lengths or {}, samples, fewer
         self._calls = 0
-        self._paths = Paths(model)
+        self.paths = Paths(model)
 
     @property
     def path(self) -> str:
         """The module that runs."""
-        return self._paths.now()
+        return self.paths.now()
 
     def seed(self, tensor: Tensor, samples: list[int]) -> None:
         """Say that the rows of a tensor are these samples."""
@@ -220,7 +224,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if not operands or any(one.dim() for one in operands):  # else a loss in the model: traced
+        if self.singles or not operands or any(one.dim() for one in operands):
             self._note_numbers(name, func, args, kwargs)
         masks: dict[int, Tensor] = {}
         for one in operands:
@@ -314,7 +318,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note what shows in the operands alone."""
         if call.name in READS:
             # of all numbers, where it compares tensors
-            if call.masks and several(call.all()) and not _ours():
+            if call.masks and several(call.all()) and not (self.checks or _ours()):
                 real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))
         elif call.name in TABLES and call.argument("scale_grad_by_freq"):
@@ -436,7 +440,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ids = {id(one) for one in mixed}
         others = [one for one in operands if id(one) in call.masks and id(one) not in ids]
         others = [one for one in others if one.is_floating_point()]
-        if call.name in ADDITIVE:
+        if call.name in ADDITIVE or (call.name in COUNTS and call.argument("reduction") != MEAN):
             return
         twice = len(mixed) > 1
         divides = call.name.startswith("div") and any(call.args[1] is one for one in mixed)
@@ -446,6 +450,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         where = "a hook of a parameter" if node is None else name_of(node)
         self.notes.backward.append(f"the backward of {where}, in {call.name}")
 
+
+COUNTS, MEAN = frozenset(("nll_loss_backward", "nll_loss2d_backward")), 1
+"""Kernels that are given the weight of all samples, and divide by it in a mean alone."""
 
 ADDITIVE = frozenset(
     "add add_ sub sub_ neg sum cat stack copy_ clone detach _to_copy _unsafe_view mean "

@@ -23,13 +23,17 @@ class Paths:
 
     Args:
         model: whose modules are named.
+
+    Attributes:
+        outside: the name of what runs in none of them.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.outside = "forward"
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def now(self) -> str:
-        """Return the innermost module that runs in this thread; "forward" where none does."""
+        """Return the innermost module that runs in this thread; `outside` where none does."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
@@ -41,4 +45,4 @@ class Paths:
             if inside and code.co_name in BEGINS:
                 break
             frame = frame.f_back
-        return "forward"
+        return self.outside

@@ -48,6 +48,9 @@ SIZES = frozenset(
 )
 """Calls that may tell how many samples there are."""
 
+CHECKS = frozenset((torch.nn.functional.one_hot,))
+"""Calls that read numbers only to refuse some, where they are told how many classes there are."""
+
 TRUSTED = (
     *("anybatch.", "torch.nn.modules.", "torch.nn.functional", "torch.nn.utils.parametr"),
     "torch.nn.utils.rnn",
@@ -88,11 +91,17 @@ class Hooked(TorchFunctionMode):
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)
         if func in PAST and self._follow.masks.of(args[0]) is not None:
             self._follow.notes.read.append((self._follow.path, "tensor"))
-        before, self._follow.called = self._follow.called, True
+        before = self._follow.called, self._follow.checks
+        self._follow.called = True
+        self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **(kwargs or {})) > 0
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self._follow.called = before
+            self._follow.called, self._follow.checks = before
+
+
+def _num_classes(num_classes: int = -1, **_: Any) -> int:
+    return num_classes
 
 
 def samples_of_rows(size: int) -> list[int]:

@@ -123,7 +123,7 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
         meets = meets or _in_outputs(run, axes) or _in_backward(run)
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
-    doubts = dict.fromkeys(doubt for run in runs for doubt in _doubts(run, axes))
+    doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run, axes))
     return Verdict(meets, tuple(doubts))
 
 
@@ -137,7 +137,7 @@ def _in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
                 f"{place or path} computes with the place of a row among the samples (arange, eye, "
                 f"an order): give it with the inputs, or {WHOLE}"
             )
-        strange = _strange(mask, axis, run.samples)
+        strange = strange_row(mask, axis, run.samples)
         if strange is None:
             continue
         row, others = strange
@@ -164,8 +164,14 @@ def _in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
     return ""
 
 
-def _strange(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
-    """Return a row that has had a part of other samples, and these; None where none has."""
+def strange_row(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
+    """Return a row that has had a part of other samples, and these; None where none has.
+
+    Args:
+        mask: of an output.
+        axis: where it holds the samples.
+        samples: which they are.
+    """
     mask = mask & SAMPLES
     others = [d for d in range(mask.dim()) if d != axis]
     rows = fold(mask, others, keep=True).reshape(-1)
@@ -291,7 +297,13 @@ def _all(rows: dict[int, int]) -> int:
     return found
 
 
-def _doubts(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
+def doubts_of(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
+    """Yield why a forward does not show that samples stay apart.
+
+    Args:
+        run: the forward.
+        axes: where each output holds the samples; None where it holds none.
+    """
     notes = run.notes
     for path, kind in notes.read[:1]:
         yield f"Python reads a {kind} of the samples in {path}"

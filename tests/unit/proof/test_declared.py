@@ -1,0 +1,256 @@
+"""What a person declares of a loss is followed: true ones are shown, and others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from anybatch import Engine, LazyBatch, Loss, NotExactError, coupled
+
+N, CLASSES = 16, 3
+SIZES = (1, 3, 4, 7)
+WEIGHTS = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(N, 5, dtype=torch.float64), torch.arange(N) % CLASSES
+
+
+def model() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Linear(5, CLASSES).double()
+
+
+def hot(y: Tensor) -> Tensor:
+    return F.one_hot(y, CLASSES).double()
+
+
+def each(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def total(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="sum")
+
+
+def centred(out: Tensor) -> Tensor:
+    return (out - out.mean(0)).square()
+
+
+class Centres(torch.autograd.Function):
+    """Lets samples meet in backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0)
+
+
+def hooked(out: Tensor, y: Tensor) -> Tensor:
+    out.register_hook(lambda gradient: gradient / gradient.norm())
+    return each(out, y)
+
+
+class Head(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(CLASSES, CLASSES).double()
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return each(self.last(out), y)
+
+
+Plain = Callable[[Tensor, Tensor], Tensor]
+Both = tuple[Loss, Plain]
+"""A declared loss, and what the undivided batch computes."""
+
+
+def per(fn: Callable[..., Tensor]) -> Both:
+    return Loss.per_sample(fn), lambda out, y: fn(out, y).mean()
+
+
+def over(num: Callable[..., Tensor], den: Callable[[Tensor], Any] = len) -> Both:
+    return Loss.ratio(num, den), lambda out, y: num(out, y) / den(y)
+
+
+TRUE: dict[str, Callable[[], Both]] = {
+    "cross entropy": lambda: per(each),
+    "its sum": lambda: over(total),
+    "weighted": lambda: over(
+        lambda out, y: F.cross_entropy(out, y, WEIGHTS, reduction="sum"), lambda y: WEIGHTS[y].sum()
+    ),
+    "ignored": lambda: over(
+        lambda out, y: F.cross_entropy(out, y, ignore_index=1, reduction="sum"),
+        lambda y: (y != 1).sum(),
+    ),
+    "largest target": lambda: over(total, lambda y: y.max()),
+    "squares": lambda: over(lambda out, y: F.mse_loss(out, hot(y), reduction="sum")),
+    "smooth": lambda: per(lambda out, y: F.smooth_l1_loss(out, hot(y), reduction="none").mean(1)),
+    "binary": lambda: over(
+        lambda out, y: F.binary_cross_entropy_with_logits(out, hot(y), reduction="sum")
+    ),
+    "divergence": lambda: over(
+        lambda out, y: F.kl_div(out.log_softmax(1), hot(y), reduction="sum")
+    ),
+    "gathered": lambda: per(lambda out, y: -out.log_softmax(1).gather(1, y[:, None])[:, 0]),
+    "indexed": lambda: per(lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y]),
+    "viewed": lambda: per(lambda out, y: each(out, y).view(len(y), -1).mean(1)),
+    "margins": lambda: per(lambda out, y: F.multi_margin_loss(out, y, reduction="none")),
+    "masked": lambda: over(
+        lambda out, y: (each(out, y) * (y != 1)).sum(), lambda y: (y != 1).sum()
+    ),
+    "a module": lambda: per(Head()),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", TRUE)
+def test_what_is_true_is_shown_and_exact(name: str, size: int) -> None:
+    (loss, plain), (x, y) = TRUE[name](), batch()
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=size)
+        found = engine.backward(x, y)
+        assert engine.plan is not None
+        assert engine.plan.exact.state == "shown", engine.plan.exact
+        return found
+
+    assert_exact(state_after(model(), run), undivided(model(), plain, x, y))
+
+
+FALSE: dict[str, tuple[Callable[[], Both], str]] = {
+    "centred": (
+        lambda: per(lambda out, _: centred(out).mean(1)),
+        "0 and 1 meet in the loss, in mean",
+    ),
+    "centred sum": (lambda: over(lambda out, _: centred(out).sum()), "meet in the loss, in mean"),
+    "behind a gate of 0": (
+        lambda: over(lambda out, y: total(out, y) + 0.0 * centred(out).sum()),
+        "meet in the loss, in mean",
+    ),
+    "a mean": (lambda: over(F.cross_entropy), "meet in the loss, in nll_loss"),
+    "a mean of squares": (lambda: over(lambda out, y: F.mse_loss(out, hot(y))), "other numbers"),
+    "a mean of some": (lambda: over(lambda out, y: each(out, y)[y != 1].mean()), "other numbers"),
+    "a norm that is detached": (
+        lambda: per(lambda out, _: (out * (out / out.norm()).detach()).sum(1)),
+        "meet in the loss, in linalg_vector_norm",
+    ),
+    "turned over": (lambda: over(lambda out, _: (out * out.flip(0)).sum()), "0 and 3 meet"),
+    "divided": (lambda: per(lambda out, y: each(out, y) / len(y)), "other numbers"),
+    "by many": (lambda: over(lambda out, y: total(out, y) / (len(y) + 1e6)), "other numbers"),
+    "a branch": (
+        lambda: over(lambda out, y: total(out, y) * (2 if len(y) > 8 else 1)),
+        "any number of samples",
+    ),
+    "numbered": (
+        lambda: over(lambda out, y: (each(out, y) * torch.arange(len(y))).sum()),
+        "the place of a row",
+    ),
+    "a largest one": (
+        lambda: over(lambda out, y: total(out, y) + out.detach().max()),
+        "other numbers",
+    ),
+    "in backward": (
+        lambda: over(lambda out, y: total(Centres.apply(out), y)),
+        "meet in the loss, in mean",
+    ),
+    "a hook": (lambda: per(hooked), "meet in the loss, in linalg_vector_norm"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", FALSE)
+def test_what_is_not_true_is_refused(name: str, size: int) -> None:
+    make, why = FALSE[name]
+    with pytest.raises(NotExactError, match=f"{why}.*without a declaration"):
+        Engine(model(), make()[0], micro_batch=size).backward(*batch())
+
+
+DOUBTED: dict[str, tuple[Callable[[], Both], str]] = {
+    "a mean times a count": (
+        lambda: over(lambda out, y: F.cross_entropy(out, y) * len(y)),
+        "takes a mean over the targets that count",
+    ),
+    "draws": (lambda: per(lambda out, y: each(F.dropout(out, 0.0), y) * torch.rand(())), "draws"),
+    "normalises": (
+        lambda: per(lambda out, y: each(F.batch_norm(out, None, None, training=True), y)),
+        "normalises the batch",
+    ),
+    "coupled": (
+        lambda: per(lambda out, y: each(out, y) + coupled(lambda p: centred(p).sum())(out)),
+        "coupled",
+    ),
+    "as many as there are": (
+        lambda: per(lambda out, y: each(out, y) * torch.ones(N, dtype=torch.float64)[: len(y)]),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTED)
+def test_what_cannot_be_told_is_not_shown(name: str) -> None:
+    make, why = DOUBTED[name]
+    (loss, plain), (x, y) = make(), batch()
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=4)
+        found = engine.backward(x, y)
+        assert engine.plan is not None
+        assert not engine.plan.exact or not why
+        assert why in str(engine.plan.exact)
+        return found
+
+    got = state_after(model(), run)
+    if name != "draws":
+        assert_exact(got, undivided(model(), plain, x, y))
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that are loaded one by one."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        if at >= N:
+            raise IndexError(at)
+        x, y = batch()
+        return x[at], y[at]
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"), [(lambda: per(each), True), (lambda: over(total), False)]
+)
+def test_a_count_of_samples_that_are_loaded_later_is_believed(
+    make: Callable[[], Both], shown: bool
+) -> None:
+    engine = Engine(model(), make()[0], micro_batch=4)
+    engine.backward(LazyBatch(Pairs()))
+    assert engine.plan is not None
+    assert bool(engine.plan.exact) == shown
+    assert shown or "taken as it was declared" in str(engine.plan.exact)
+
+
+def test_a_loss_is_called_as_if_nobody_had_looked() -> None:
+    calls = list[int]()
+
+    def counted(out: Tensor, y: Tensor) -> Tensor:
+        calls.append(len(y))
+        return each(out, y)
+
+    x, y = batch()
+    Engine(model(), per(counted)[0], micro_batch=4).backward(x, y)
+    assert calls == [N] or calls == [4, 4, 4, 4]
