@@ -1,0 +1,1 @@
+"""The first step of an engine beside its later ones."""
