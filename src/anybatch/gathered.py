@@ -21,11 +21,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.batchnorm import GatherError
-from anybatch.guard import Guard
 from anybatch.kinds import bytes_of
 from anybatch.meeting import Meeting, alone_here, here, looks_here, meeting_in, reduce, samples_here
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.norm.batchnorm import MeetingNorms, Place
+from anybatch.proof.follow import Follow
 
 M = TypeVar("M")
 
@@ -136,7 +136,7 @@ def around(what: str) -> Around:
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     alone = next((mode for mode in modes if isinstance(mode, AloneNorms)), None)
-    looked_at = any(isinstance(m, Guard) for m in _get_current_dispatch_mode_stack())
+    looked_at = any(isinstance(m, Follow) for m in _get_current_dispatch_mode_stack())
     looked_at = looked_at or any(isinstance(mode, HeardNorms) for mode in modes)
     meeting = here()
     if alone is None and (looked_at or (meeting is None and alone_here())):

@@ -289,16 +289,17 @@ class _Look:
     ) -> tuple[Any, Follow]:
         self._masks.age()
         lengths = self._lengths if reads else {}  # calls before a backward have other numbers
-        follow = Follow(self._step.model, self._masks, lengths, samples, self._fewer)
+        follow = Follow(
+            self._step.model, self._masks, lengths, samples, self._fewer, guard=self.guard
+        )
         if self._every is not None:
             self._every.forwards += 1
         if self._norms is not None:
             self._norms.follow = follow
         try:
-            with self.guard:  # loaders have generators of their own
-                outputs, hooked = proof_rows.forward(
-                    follow, micro, samples, self._step.forward, graph=self._trains, saved=saved
-                )
+            outputs, hooked = proof_rows.forward(
+                follow, micro, samples, self._step.forward, graph=self._trains, saved=saved
+            )
         finally:
             if self._norms is not None:
                 self._norms.follow = None
@@ -326,8 +327,7 @@ class _Look:
         self._norms = None  # their calls have been heard
         micro = MicroBatch(moved, None, whole.size)
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
-        with self.guard:
-            proof_rows.backward(follow, outputs, leaves, rows)
+        proof_rows.backward(follow, outputs, leaves, rows)
         self._runs[0].notes.backward += follow.notes.backward
 
     def at_full_size(self, some: MicroBatch) -> Verdict:

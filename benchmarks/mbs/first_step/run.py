@@ -107,9 +107,11 @@ def measured(problem: Problem, micro_batch: int, rounds: int) -> dict[str, float
     def median(value: Callable[[dict[str, float]], float], digits: int) -> float:
         return round(statistics.median(map(value, found)), digits)
 
-    names = ("first", "second", "hand", "forward")
     return {
-        **{f"{name}_ms": median(lambda one, n=name: 1000 * one[n], 3) for name in names},
+        "first_ms": median(lambda one: 1000 * one["first"], 3),
+        "second_ms": median(lambda one: 1000 * one["second"], 3),
+        "hand_ms": median(lambda one: 1000 * one["hand"], 3),
+        "forward_ms": median(lambda one: 1000 * one["forward"], 3),
         "more_in_forwards": median(lambda one: (one["first"] - one["second"]) / one["forward"], 1),
         "more_in_steps": median(lambda one: (one["first"] - one["second"]) / one["second"], 2),
         "second_by_hand": median(lambda one: one["second"] / one["hand"], 3),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -149,6 +149,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lengths: calls whose results are as long as there are samples. Default: none are known.
         samples: the sample that each row stands for.
         fewer: rows of the forward that has shown the lengths.
+        guard: what kernels run in. Default: nothing.
 
     Attributes:
         masks: of all tensors that samples have had a part in.
@@ -170,12 +171,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lengths: Lengths | None = None,
         samples: Sequence[int] = (),
         fewer: int = 0,
+        guard: AbstractContextManager[Any] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
         self.called = self.singles = self.checks = False
         self._lengths, self._samples, self._fewer = lengths or {}, samples, fewer
-        self._calls = 0
+        self._calls, self._guard = 0, guard or nullcontext()
         self.paths = Paths(model)
 
     @property
@@ -220,7 +222,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = getattr(func, "_schema", None)
         if schema is None:  # control flow: its kernels come one by one, or not at all
             self.notes.operators.append(f"{self.path} ({func})")
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
@@ -244,7 +246,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._read(func, args)
         views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         before = self._before(call, written, views=views)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         self.notes.sizes |= views and _cuts(call)
         self.notes.cuts |= views and name == "slice" and _cuts(call)
@@ -254,9 +256,14 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made(call, operands, written, before)
         return result
 
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel of the model; what is done with masks is none of it."""
+        with self._guard:
+            return func(*args, **kwargs)
+
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read a number, and note it for a forward on tensors without data."""
-        number = func(*args)
+        number = self._run(func, args, {})
         if not self.backward:
             self.notes.values.append(number)
         return number
@@ -281,7 +288,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: list[Tensor],
     ) -> Any:
         """Run a kernel in which no sample has a part: what it writes to has none any more."""
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         for one in written:
             self.masks.write(one, None)
         if self.backward:
@@ -392,7 +399,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         With batchnorm="local" each micro-batch is normalised by itself. One row of n x C channels
         is each sample by itself (instance_norm).
         """
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         x, mask = args[0], masks.get(id(args[0]))
         self.notes.local |= x.shape[0] != 1
         if mask is not None:
@@ -482,7 +489,7 @@ def _ours() -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
-        passes = name.startswith("anybatch.") and frame.f_code.co_name == "__torch_function__"
+        passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
         if name.startswith(READERS):
             return True
         if not passes and not name.startswith(("torch.", "anybatch.proof.")):
@@ -490,6 +497,9 @@ def _ours() -> bool:
         frame = frame.f_back
     return False
 
+
+PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
+"""Methods of modes, which call what was called."""
 
 READERS = (
     *("torch.nn.modules.rnn", "torch.nn.utils.rnn", "torch.distributions."),
