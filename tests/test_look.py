@@ -54,17 +54,17 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "number of rows": (
         lambda s, x, o: {"out": o, "n": len(x)},
         BatchError,
-        r"outputs\['n'\] is 4 for some and 2 for fewer",
+        r"outputs\['n'\] is 4 for some and 3 for fewer",
     ),
     "rows and a half": (
         lambda s, x, o: torch.cat([o, o]),
         BatchError,
-        r"each sample once .* outputs has shape \(8, 3\) for 4 samples and \(4, 3\) for 2",
+        r"each sample once .* outputs has shape \(8, 3\) for 4 samples and \(6, 3\) for 3",
     ),
     "a tensor a sample": (
         lambda s, x, o: list(o),
         BatchError,
-        "the same number of tensors .* returned 4 for 4 and 2 for 2",
+        "the same number of tensors .* returned 4 for 4 and 3 for 3",
     ),
     "no tensors": (lambda s, x, o: "text", LossError, "must return tensors.*it returned str"),
 }

@@ -157,13 +157,16 @@ def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, s
     Returns:
         (path, name of the attribute) -> value; of a function its code.
     """
-    return {
+    every = list(modules)
+    found: dict[tuple[str, str], Any] = {
         (path, name): value.__code__ if type(value) is FunctionType else value
-        for path, module in modules
+        for path, module in every
         if _theirs(module)
         for name, value in vars(module).items()
         if name not in Attributes.OWN and type(value) in (int, float, bool, str, FunctionType)
     }
+    hooks = (len(m._backward_hooks) + len(m._backward_pre_hooks) for _, m in every)
+    return found | {("", "number of backward hooks"): sum(hooks)}
 
 
 def _theirs(module: nn.Module) -> bool:

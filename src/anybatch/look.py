@@ -37,13 +37,22 @@ from anybatch.kept import plain_numbers
 from anybatch.meeting import ForwardOf, looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
-from anybatch.proof import congruent
+from anybatch.proof import congruent, halves
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
-from anybatch.proof.verdict import Forward, Verdict, ended, first_difference, judge, moved_state
+from anybatch.proof.verdict import (
+    WHOLE,
+    Forward,
+    Verdict,
+    ended,
+    first_difference,
+    judge,
+    moved_number,
+    moved_state,
+)
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, call_model, copied
 
@@ -52,6 +61,16 @@ AGAIN = (10, 100, 1000)
 
 ENOUGH = 4
 """Rows of which half are still more than one: some layers cannot train on a single row."""
+
+ODD = 3
+"""Rows of the second forward: what lines of 4 and of 2 hold of 4 or 8 tokens is one sample's."""
+
+
+OTHER_IN_HALVES = (
+    "the gradient of a row must be the same whatever rows come with it when the batch is split, "
+    "and it is another for some rows at once than for their halves: a hook or an autograd.Function "
+    f"computes with the number or the place of rows. Let it treat each row by itself, or {WHOLE}"
+)
 
 
 class Norms(Protocol):
@@ -87,7 +106,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
         drawn = not Dice.now().same_as(before)
         before.put_back()
         step.buffers.restart()
-        fewer = one.fewer(part)
+        fewer, part = one.fewer(part)
         before.put_back()
         step.buffers.restart()
         one.again(whole, part)
@@ -105,6 +124,9 @@ def look(step: Step, norms: Norms | None = None) -> None:
         step.layout, layout = layout, ()
     else:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
+    one.in_halves(layout or step.layout)
+    before.put_back()
+    step.buffers.restart()
     if _lists(whole.inputs):
         one.doubt("forward is given rows that are no tensors, which cannot be followed")
     if one.guard.own_dice:
@@ -219,17 +241,23 @@ class _Look:
             self._doubts = ("samples were followed in groups, for it takes no fewer rows",)
         return whole, part
 
-    def fewer(self, part: MicroBatch) -> Any:
-        """Return the outputs of `part`, or None where the model cannot take so few rows."""
+    def fewer(self, part: MicroBatch) -> tuple[Any, MicroBatch]:
+        """Return the outputs of `part`, or None where the model cannot take so few rows; and it.
+
+        A model that wants an even number of rows gets one.
+        """
         outside = sys.exception()
         try:
-            return self._forward(part, reverse=True)
+            return self._forward(part, reverse=True), part
         except AnybatchError:
             raise
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if out_of_memory(error, outside=outside):
                 raise
-            return None  # the step itself will meet it if it must
+            if part.size != ODD:
+                return None, part  # the step itself will meet it if it must
+        self._step.buffers.restart()
+        return self.fewer(_first(part, ODD - 1))
 
     def _forward(self, micro: MicroBatch, *, reverse: bool = False) -> Any:
         if reverse:
@@ -280,9 +308,8 @@ class _Look:
     def _doubt_counters(self) -> None:
         """Doubt a model that keeps a number which each call moves: a hook may compute with it."""
         before, _, after = self._plain
-        moved = [at for at, value in after.items() if before.get(at, value) != value]
-        for path, name in moved[:1]:
-            self.doubt(f"each call of forward moves {path + '.' if path else ''}{name}")
+        if moved := _first_moved(before, after):
+            self.doubt(f"each call of forward moves {moved}")
 
     def _follow(
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True
@@ -320,15 +347,50 @@ class _Look:
             self._doubts += ("no room to follow a backward that is not torch's own",)
             return
         refuse_registered(step.model.parameters())
-        inputs = tree.map_tensors(_leaf, whole.inputs)
+        inputs = tree.map_tensors(halves.leaf_of, whole.inputs)
         rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
         leaves = [p for p in step.model.parameters() if p.requires_grad]
-        moved = tree.map_tensors(lambda t: t.clone() if t.requires_grad else t, inputs)
+        moved = tree.map_tensors(halves.moved, inputs)
         self._norms = None  # their calls have been heard
         micro = MicroBatch(moved, None, whole.size)
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
         proof_rows.backward(follow, outputs, leaves, rows)
         self._runs[0].notes.backward += follow.notes.backward
+
+    def in_halves(self, layout: Layout) -> None:
+        """Compare the gradients of some rows with those of their halves, on the same suspicion."""
+        step = self._step
+        if not (self._strange and self._trains) or step.batchnorm == "local" or step.budgeted:
+            return
+        if self._every is not None:
+            self.doubt("a backward that is not torch's own cannot be compared beside BatchNorm")
+            return
+        whole, _ = two_sizes(step, most=self._most)
+        before, drawn = Dice.now(), False
+
+        def run(micro: MicroBatch) -> Any:
+            nonlocal drawn
+            before.put_back()
+            step.buffers.restart()
+            with self.guard:
+                outputs = step.forward(micro)
+            drawn |= not Dice.now().same_as(before)
+            return outputs
+
+        leaves = [p for p in step.model.parameters() if p.requires_grad]
+        numbers = plain_numbers(step.model.named_modules())
+        try:
+            same = whole.size > 1 and halves.add_up(run, whole, layout, leaves)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, AnybatchError) or out_of_memory(error, outside=None):
+                raise
+            same, drawn = False, True
+        if drawn:
+            self.doubt("a backward that is not torch's own cannot be compared where forward draws")
+        elif not same:
+            moved = _first_moved(numbers, plain_numbers(step.model.named_modules()))
+            other = moved_number(moved) if moved else OTHER_IN_HALVES
+            self._moved = self._moved or other
 
     def at_full_size(self, some: MicroBatch) -> Verdict:
         """Compare the forward of the whole batch with that of a micro-batch, without data.
@@ -378,17 +440,17 @@ class _Look:
         return Verdict(found.meets or self._moved, self._doubts + found.doubts)
 
 
+def _first_moved(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> str:
+    """Return the path of a number that calls have moved; "" where none has."""
+    moved = (at for at, value in after.items() if before.get(at, value) != value)
+    path, name = next(moved, ("", ""))
+    return f"{path}.{name}" if path else name
+
+
 def _lists(inputs: Any) -> bool:
     """Say whether inputs hold rows that are no tensors."""
     plain = (Tensor, str, int, float, type(None))
     return any(not isinstance(leaf, plain) for _, leaf in tree.leaves(inputs))
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """Return a leaf that takes a gradient, where a tensor can have one."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    return tensor.detach().clone().requires_grad_()
 
 
 def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
@@ -406,11 +468,13 @@ def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
     if len(few) == 1 and few[0].size < 2:
         few *= 2  # a rank with one sample
     if len(few) == 1:
-        return _halved(few[0], most)
+        return _parted(few[0], most, odd=roomy)
     if most:
         few = [_first(micro, max(most // len(few), 1)) for micro in few]
     try:
         whole, last = _joined(few), _joined(few[len(few) // 2 :])
+        if roomy and whole.size == ENOUGH:
+            last = _last(whole, ODD)
     except AnybatchError:  # samples of different shapes, one at a time
         few = few[:1] * 2
         whole, last = _joined(few), few[0]
@@ -438,12 +502,17 @@ def _first(micro: MicroBatch, most: int) -> MicroBatch:
     return MicroBatch(tree.rows(micro.inputs, 0, size, micro.size), None, size)
 
 
-def _halved(micro: MicroBatch, most: int) -> tuple[MicroBatch, MicroBatch]:
-    """Return rows of a micro-batch, and the last half of these in reverse."""
+def _last(micro: MicroBatch, count: int) -> MicroBatch:
+    """Return the last rows of a micro-batch."""
+    rows = tree.rows(micro.inputs, micro.size - count, micro.size, micro.size)
+    return MicroBatch(rows, None, count)
+
+
+def _parted(micro: MicroBatch, most: int, *, odd: bool) -> tuple[MicroBatch, MicroBatch]:
+    """Return rows of a micro-batch, and the last of these in reverse: a half, or an odd number."""
     few = _first(micro, most or micro.size)
-    half = few.size // 2
-    rows = tree.rows(few.inputs, few.size - half, few.size, few.size)
-    return copied(few), _alone(turned(rows, half), half, micro.inputs)
+    last = _last(few, ODD if odd and few.size == ENOUGH else few.size // 2)
+    return copied(few), _alone(turned(last.inputs, last.size), last.size, micro.inputs)
 
 
 def _alone(inputs: Any, size: int, made_of: Any) -> MicroBatch:

@@ -28,12 +28,14 @@ from anybatch.proof.places import CONSTANT, Lengths, Made, marks, plain, scalars
 from anybatch.proof.rules import (
     REDUCTIONS,
     Call,
+    at_fixed_places,
     by_position,
     collides,
     has_rule,
     masks_after,
     reduced,
     sliced,
+    varies,
 )
 
 NORMS = {
@@ -51,6 +53,9 @@ CUTS = frozenset(
     "slice select narrow split split_with_sizes chunk tensor_split unbind unfold".split()
 )
 """Views of a part, or of parts, of a dimension."""
+
+REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unflatten"))
+"""Kernels that give a tensor other dimensions."""
 
 READS = frozenset(("_local_scalar_dense", "equal", "allclose"))
 """Kernels that return what Python computes with."""
@@ -106,6 +111,9 @@ class Notes:
         parts: where some samples are cut off from the others, and their numbers brought together.
         collisions: where samples choose what they write to, and two may choose the same.
         positions: where some rows are read or written by their place in the batch.
+        fixed: where rows are read or written at places that are the same for any number of rows.
+        regroups: (module, shape, dimensions along which samples lie) of what was given other
+            dimensions, in order.
         saving: where what autograd saves is changed.
         cuts: rows are sliced along the samples.
         given: Python makes numbers that are as many as the samples.
@@ -127,6 +135,8 @@ class Notes:
     parts: list[str] = field(default_factory=list)
     collisions: list[str] = field(default_factory=list)
     positions: list[str] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+    regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
     saving: list[str] = field(default_factory=list)
     cuts: bool = False
     given: bool = False
@@ -155,6 +165,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         masks: of all tensors that samples have had a part in.
         notes: what has been noted.
         backward: kernels belong to a backward pass.
+        samples: the sample that each row stands for.
         paths: names the module that runs.
         called: Python has called a function of torch, and kernels are its.
         checks: a number that is read is only checked.
@@ -176,7 +187,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
         self.called = self.singles = self.checks = False
-        self._lengths, self._samples, self._fewer = lengths or {}, samples, fewer
+        self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths = Paths(model)
 
@@ -307,7 +318,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = fewer is not None and fewer.took == took and all(map(plain, operands))
             self.notes.given |= name == "lift_fresh"
             with _disable_current_modes():
-                found = marks(func, one, shape, self._samples, self._fewer, own=own)
+                found = marks(func, one, shape, self.samples, self._fewer, own=own)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
         return result
@@ -336,12 +347,27 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.lost = self.masks.origin(first) or self.path
         if call.name in REDUCTIONS:
             self._note_part(call)
-        if not self.backward and collides(call):
-            self.notes.collisions.append(f"{self.path}, in {call.name}")
-        if self._lengths and not self.backward and by_position(call, len(self._samples)):
-            self.notes.positions.append(f"{self.path}, in {call.name}")
         if self.backward:
             self._check_linear(call, operands)
+        else:
+            self._note_places(call)
+
+    def _note_places(self, call: Call) -> None:
+        """Note rows that are read or written by their place, or where samples choose it."""
+        where = f"{self.path}, in {call.name}"
+        if collides(call):
+            self.notes.collisions.append(where)
+        if self._lengths and by_position(call, len(self.samples)):
+            self.notes.positions.append(where)
+        if at_fixed_places(call):
+            self.notes.fixed.append(where)
+
+    def fills_diagonal(self, tensor: Tensor) -> None:
+        """Take in a call that writes to a diagonal, which kernels see as a stride."""
+        with _disable_current_modes():
+            mask = self.masks.of(tensor)
+            if mask is not None and tensor.dim() > 1 and any(varies(mask, d) for d in (0, 1)):
+                self.notes.fixed.append(f"{self.path}, in fill_diagonal_")
 
     def _before(self, call: Call, written: list[Tensor], *, views: bool) -> Any:
         """Return the arguments as they are now, for a kernel that will be asked itself."""
@@ -367,7 +393,27 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = call.results or written
         note = self.masks.write if written else self.masks.put
         for one, mask in zip(results, found, strict=False):
-            note(one, _fitting(mask, one), place)
+            note(one, self._kept_cut(call, one, _fitting(mask, one)), place)
+            self._note_regroup(call, one, mask)
+
+    def _kept_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Return the mask of what was written to; rows that a position has chosen stay cut."""
+        old = call.mask(tensor)
+        if self.backward or old is None or not bool((old & CUT).any()):
+            return mask
+        others = (one for at, one in call.masks.items() if at != id(tensor))
+        if any(bool((one & SAMPLES).any()) for one in others):
+            return mask
+        self.notes.cuts = True
+        cut = torch.full([1] * tensor.dim(), CUT, dtype=torch.uint8, device=tensor.device)
+        return cut if mask is None else mask | cut
+
+    def _note_regroup(self, call: Call, view: Tensor, mask: Tensor | None) -> None:
+        """Note along which dimensions samples lie in what was given other dimensions."""
+        if self.backward or mask is None or call.name not in REGROUPS:
+            return
+        lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and varies(mask, d)}
+        self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
 
     def _origin(self, call: Call, operands: list[Tensor]) -> str:
         """Return where samples have met before this call, or that they meet in it."""
@@ -388,6 +434,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         masks, chosen = sliced(call, found)
         for one, view in zip(call.results, masks, strict=False):
             self.masks.join(one, view)
+            self._note_regroup(call, one, view)
             if chosen:
                 self.masks.taint(one, f"{self.path}, in {chosen}")
 

@@ -21,6 +21,7 @@ from anybatch import graph, tree
 from anybatch.batch import MicroBatch
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import ROWS, several
+from anybatch.proof.verdict import strange_row
 
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 PAST = frozenset(
@@ -89,6 +90,8 @@ class Hooked(TorchFunctionMode):
         if func in SIZES and not isinstance(args[0], nn.Parameter):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)
+        if func is Tensor.fill_diagonal_:
+            self._follow.fills_diagonal(args[0])
         if func in PAST and self._follow.masks.of(args[0]) is not None:
             self._follow.notes.read.append((self._follow.path, "tensor"))
         before = self._follow.called, self._follow.checks
@@ -210,7 +213,12 @@ def backward(
         with follow:
             torch.autograd.backward(roots, seeds)  # reentrant checkpoints refuse grad()
         for one in inputs:
-            if one.grad is not None and several(follow.masks.of(one.grad)):
+            mask = None if one.grad is None else follow.masks.of(one.grad)
+            if mask is not None and one.shape[:1] == (len(follow.samples),):
+                other = strange_row(mask, 0, follow.samples) is not None
+            else:
+                other = several(mask)
+            if other and one.grad is not None:
                 place = follow.masks.origin(one.grad)
                 follow.notes.backward.append(place or "the gradient of the inputs")
     finally:

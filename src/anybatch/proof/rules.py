@@ -220,6 +220,8 @@ def _moved(call: Call) -> Found | None:
     def masked(value: Any) -> Any:
         return call.full(value).contiguous() if isinstance(value, Tensor) else value
 
+    if call.name in ADDS:
+        return [_by_bits(call)]
     args = tree_map(masked, call.args)
     kwargs = {k: masked(v) for k, v in call.kwargs.items() if k not in PLACING}
     if call.name == "constant_pad_nd":
@@ -232,6 +234,19 @@ def _moved(call: Call) -> Found | None:
         return None
     return [one for one in tree_leaves(found) if isinstance(one, Tensor)]
 
+
+def _by_bits(call: Call) -> Tensor:
+    """Return the union of what a kernel adds up, such as windows that overlap, sample by sample."""
+    mask = call.full(call.args[0])
+    bits = [
+        (call.func((mask >> bit & 1).float(), *call.args[1:], **call.kwargs) != 0).to(torch.uint8)
+        for bit in range(8)
+    ]
+    return sum((one << bit for bit, one in enumerate(bits)), torch.zeros_like(bits[0]))
+
+
+ADDS = frozenset(("unfold_backward", "col2im"))
+"""Kernels that add up what they move to the same place."""
 
 PLACING = frozenset(("dtype", "layout", "device", "pin_memory"))
 """Arguments that say where a result is made."""
@@ -435,7 +450,19 @@ def _scattered(call: Call) -> Found:
     if isinstance(source, Tensor) and source.dim():
         found = found | call.full(source)[tuple(slice(0, n) for n in places.shape)]
     found = _kept(found, source)
-    return [_piled(call.full(x), lambda base, one: base.scatter_add_(dim, places, one), found)]
+    piled = _piled(call.full(x), lambda base, one: base.scatter_add_(dim, places, one), found)
+    return [_lines(piled, dim, call.mask(places))]
+
+
+def _lines(found: Tensor, dim: int, index: Tensor | None) -> Tensor:
+    """Return the mask of lines of which one sample has chosen a place: it has left out the others.
+
+    Where several choose in one line, or places say whose it is, what is written tells.
+    """
+    if index is None or bool((index & PLACE).any()) or not found.dim():
+        return found
+    line = fold(found & SAMPLES, [dim % found.dim()])
+    return found | torch.where((line & (line - 1)) == 0, line, 0)
 
 
 @_rule("masked_scatter masked_scatter_")
@@ -498,6 +525,44 @@ def by_position(call: Call, rows: int) -> bool:
     return any(n % rows for n in places)
 
 
+def at_fixed_places(call: Call) -> bool:
+    """Say whether rows are read or written at places that no sample has chosen.
+
+    So are all rows by an `arange` of them, until its length has told that it is one.
+    """
+    x = call.args[0] if call.args else None
+    mask = call.mask(x)
+    if not isinstance(x, Tensor) or mask is None or not x.dim():
+        return False
+    if call.name in DIAGONALS:
+        dims = (0, 1) if call.name == "diagonal_scatter" else (-2, -1)
+        lies = [mask.shape[d] > 1 and varies(mask, d % x.dim()) for d in dims if x.dim() > 1]
+        return any(lies) and not all(lies)
+    if call.name in PUTS or call.name in ("index", "_unsafe_index"):
+        return _indexes_rows(call, mask)
+    if call.name not in WRITES | CHOICES | PLACES or call.name in ("take", "put"):
+        return False
+    dim = call.argument("dim", default=0) % x.dim()
+    index = call.argument("index")
+    free = not isinstance(index, Tensor) or call.mask(index) is None
+    return free and mask.shape[dim] > 1 and varies(mask, dim)
+
+
+def _indexes_rows(call: Call, mask: Tensor) -> bool:
+    dim = 0
+    for one in call.args[1]:
+        taken = one.dim() if one is not None and one.dtype in (torch.bool, torch.uint8) else 1
+        free = one is not None and call.mask(one) is None
+        if free and any(mask.shape[d] > 1 and varies(mask, d) for d in range(dim, dim + taken)):
+            return True
+        dim += taken
+    return False
+
+
+DIAGONALS = frozenset("tril triu tril_ triu_ diagonal_scatter".split())
+PLACES = frozenset(("select_scatter", "slice_scatter"))
+"""Kernels that write at a place which a number says."""
+
 CHOICES = frozenset(
     "index _unsafe_index index_select gather index_fill index_fill_ take put".split()
 )
@@ -552,8 +617,26 @@ def _indexed(call: Call) -> Found:
     source = _kept(call.full(call.args[2]).expand(got.shape) | found, call.args[2])
     if call.argument("accumulate", default=False):
         put = torch.ops.aten.index_put_.default
-        return [_piled(call.full(x), lambda base, one: put(base, indices, one, True), source)]
-    return [torch.ops.aten.index_put.default(call.full(x).contiguous(), indices, source)]
+        got = _piled(call.full(x), lambda base, one: put(base, indices, one, True), source)
+    else:
+        got = torch.ops.aten.index_put.default(call.full(x).contiguous(), indices, source)
+    return [_left_out(call, got)]
+
+
+def _left_out(call: Call, got: Tensor) -> Tensor:
+    """Return the mask of what was written to chosen places: the others have been left out."""
+    dim = 0
+    for one in call.args[1]:
+        bools = one is not None and one.dtype in (torch.bool, torch.uint8)
+        mask = call.mask(one)
+        if bools and mask is not None:
+            left = call.full(one) & SAMPLES
+            after = [1] * (got.dim() - dim - one.dim())
+            got = got | left.reshape([1] * dim + list(one.shape) + after)
+        elif mask is not None:
+            got = _lines(got, dim, mask)
+        dim += one.dim() if bools else 1
+    return got
 
 
 def _of_places(
@@ -736,7 +819,7 @@ def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
     if mask is None or call.name not in SLICES or not x.dim():
         return views, ""
     dim = call.argument("dim", default=0) % x.dim()
-    if mask.shape[dim] == 1 or not _differs_along(mask, dim) or _takes_all(call, dim):
+    if mask.shape[dim] == 1 or not varies(mask, dim) or _takes_all(call, dim):
         return views, ""
     if bool((mask & LOOSE).any()) and call.name != "unbind" and not call.backward:
         said = f"{call.name} of samples that nonzero, sort or topk has put in an order"
@@ -747,7 +830,8 @@ def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
 SLICES = frozenset(("slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk"))
 
 
-def _differs_along(mask: Tensor, dim: int) -> bool:
+def varies(mask: Tensor, dim: int) -> bool:
+    """Say whether other samples have had a part in it from place to place along a dimension."""
     own, every = mask & SAMPLES, fold(mask, [dim]) & SAMPLES
     return bool(((own != every) & (own != 0)).any())  # what belongs to none is beside, not apart
 

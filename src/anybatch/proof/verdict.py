@@ -124,6 +124,10 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
     doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run, axes))
+    for place in whole.notes.fixed[:1]:
+        doubts[f"rows are read or written by their place in the batch in {place}"] = None
+    for place in _regrouped(whole, part)[:1]:
+        doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))
 
 
@@ -248,6 +252,21 @@ def _in_shuffles(whole: Forward, part: Forward) -> str:
     return ""
 
 
+def _regrouped(whole: Forward, part: Forward | None) -> list[str]:
+    """Return where no samples lie along a dimension that is as long as there are samples.
+
+    ``reshape(T, n, C)`` of [n, T, C], where transpose was meant: lines of few rows may each lie in
+    one sample by chance. Where they do not in one of two forwards, their masks tell what meets.
+    """
+    found = []
+    pairs = zip(whole.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
+    for (path, shape, lies), (_, fewer, also) in pairs:
+        grown = {d for d, (n, m) in enumerate(zip(shape, fewer, strict=False)) if n != m}
+        if len(shape) == len(fewer) and grown and not grown & (lies | also):
+            found.append(path)
+    return found
+
+
 def first_difference(mine: Sequence[Given], its: Sequence[Given]) -> Difference | None:
     """Return the first numbers that two forwards give to the same kernel and that differ.
 
@@ -267,6 +286,14 @@ def moved_state(found: Difference) -> str:
         f"forward must give the same when it is called again, and {found.where} {found.mine} in "
         f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
         f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
+    )
+
+
+def moved_number(path: str) -> str:
+    """Return what is said of a number that each call moves, and that a backward computes with."""
+    return (
+        f"backward must give the same after another call of forward, and each call moves {path}: "
+        f"every micro-batch would. Move it once a step, outside of forward, or {WHOLE}"
     )
 
 
