@@ -66,6 +66,7 @@ ODD = 3
 """Rows of the second forward: what lines of 4 and of 2 hold of 4 or 8 tokens is one sample's."""
 
 
+OWN = "a backward that is not torch's own"
 OTHER_IN_HALVES = (
     "the gradient of a row must be the same whatever rows come with it when the batch is split, "
     "and it is another for some rows at once than for their halves: a hook or an autograd.Function "
@@ -102,7 +103,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
     before = Dice.now()
     one = _Look(step, norms)
     with quietly(), looking():
-        whole, part = one.whole(two_sizes(step, most=ENOUGH))
+        whole, part = one.whole(two_sizes(step, most=ENOUGH, odd=True))
         drawn = not Dice.now().same_as(before)
         before.put_back()
         step.buffers.restart()
@@ -124,7 +125,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
         step.layout, layout = layout, ()
     else:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
-    one.in_halves(layout or step.layout)
+    one.in_halves(step.layout if step.loss.takes_outputs else None)
     before.put_back()
     step.buffers.restart()
     if _lists(whole.inputs):
@@ -357,13 +358,14 @@ class _Look:
         proof_rows.backward(follow, outputs, leaves, rows)
         self._runs[0].notes.backward += follow.notes.backward
 
-    def in_halves(self, layout: Layout) -> None:
+    def in_halves(self, layout: Layout | None) -> None:
         """Compare the gradients of some rows with those of their halves, on the same suspicion."""
         step = self._step
-        if not (self._strange and self._trains) or step.batchnorm == "local" or step.budgeted:
+        if not (self._strange and self._trains) or step.batchnorm == "local":
             return
-        if self._every is not None:
-            self.doubt("a backward that is not torch's own cannot be compared beside BatchNorm")
+        beside = "BatchNorm" if self._every is not None else "a budget" if step.budgeted else ""
+        if beside:
+            self.doubt(f"{OWN} cannot be compared beside {beside}")
             return
         whole, _ = two_sizes(step, most=self._most)
         before, drawn = Dice.now(), False
@@ -380,13 +382,16 @@ class _Look:
         leaves = [p for p in step.model.parameters() if p.requires_grad]
         numbers = plain_numbers(step.model.named_modules())
         try:
-            same = whole.size > 1 and halves.add_up(run, whole, layout, leaves)
+            same = halves.add_up(run, whole, layout, leaves)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if isinstance(error, AnybatchError) or out_of_memory(error, outside=None):
                 raise
-            same, drawn = False, True
+            self.doubt(f"{OWN} cannot be compared: {type(error).__name__}")
+            return
         if drawn:
-            self.doubt("a backward that is not torch's own cannot be compared where forward draws")
+            self.doubt(f"{OWN} cannot be compared where forward draws")
+        elif same is None:
+            self.doubt(f"{OWN} cannot be compared where no output holds the samples")
         elif not same:
             moved = _first_moved(numbers, plain_numbers(step.model.named_modules()))
             other = moved_number(moved) if moved else OTHER_IN_HALVES
@@ -453,12 +458,13 @@ def _lists(inputs: Any) -> bool:
     return any(not isinstance(leaf, plain) for _, leaf in tree.leaves(inputs))
 
 
-def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
+def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBatch, MicroBatch]:
     """Return the first rows of the batch, and the last of these in reverse; both are copies.
 
     Args:
         step: it has not begun.
         most: of a micro-batch so many rows; 0 (default) is all of them.
+        odd: an odd number of rows in place of a half, where what they hold need not be foreseen.
     """
     count = 1 if step.micro_batch >= ENOUGH else 2
     roomy = not (step.budgeted or step.retries)
@@ -468,12 +474,12 @@ def two_sizes(step: Step, most: int = 0) -> tuple[MicroBatch, MicroBatch]:
     if len(few) == 1 and few[0].size < 2:
         few *= 2  # a rank with one sample
     if len(few) == 1:
-        return _parted(few[0], most, odd=roomy)
+        return _parted(few[0], most, odd=odd and roomy)
     if most:
         few = [_first(micro, max(most // len(few), 1)) for micro in few]
     try:
         whole, last = _joined(few), _joined(few[len(few) // 2 :])
-        if roomy and whole.size == ENOUGH:
+        if odd and roomy and whole.size == ENOUGH:
             last = _last(whole, ODD)
     except AnybatchError:  # samples of different shapes, one at a time
         few = few[:1] * 2

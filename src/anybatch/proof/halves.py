@@ -18,18 +18,21 @@ from torch import Tensor
 from anybatch import tree
 from anybatch.batch import MicroBatch
 
-Axes = Sequence[int | None]
+Axes = Sequence[int | None] | None
 
 
 def add_up(
     run: Callable[[MicroBatch], Any], whole: MicroBatch, axes: Axes, leaves: Sequence[Tensor]
-) -> bool:
+) -> bool | None:
     """Say whether the gradients of the rows in one and in two micro-batches are the same.
+
+    None where no output has samples and a gradient: a loss that the model returns is no row.
 
     Args:
         run: calls the model, each time as the first time.
         whole: the rows.
-        axes: where each output holds the samples; None where it holds none.
+        axes: where each output holds the samples, None where it holds none; None in place of all
+            where the model returns its loss: the first dimension of what is beside it.
         leaves: what gets a gradient; what they have is put back.
     """
     half = whole.size // 2
@@ -37,6 +40,8 @@ def add_up(
     seeds: list[Tensor] = []
     try:
         every = _gradients(run, whole, (0, whole.size), axes, leaves, seeds)
+        if all(gradient is None for gradient in every[0]):
+            return None
         first = _gradients(run, whole, (0, half), axes, leaves, seeds)
         second = _gradients(run, whole, (half, whole.size), axes, leaves, seeds)
     finally:
@@ -64,7 +69,9 @@ def _gradients(
     rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
     outputs = run(MicroBatch(tree.map_tensors(moved, inputs), None, end - begin))
     every = [t for _, t in tree.tensors(outputs)]
-    seeds += [torch.randn_like(t) for t in every] if not seeds else []
+    seeds += [torch.randn_like(t) if _real(t) else t for t in every] if not seeds else []
+    if axes is None:
+        axes = [0 if t.dim() and t.shape[0] == end - begin else None for t in every]
     roots, gradients = [], []
     for one, seed, axis in zip(every, seeds, axes, strict=False):
         if one.requires_grad and axis is not None:
@@ -81,7 +88,7 @@ def _gradients(
 
 def leaf_of(tensor: Tensor) -> Tensor:
     """Return a leaf that takes a gradient, where a tensor can have one."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+    if not _real(tensor):
         return tensor
     return tensor.detach().clone().requires_grad_()
 
@@ -89,6 +96,10 @@ def leaf_of(tensor: Tensor) -> Tensor:
 def moved(tensor: Tensor) -> Tensor:
     """Return what forward may write to in place of a leaf."""
     return tensor.clone() if tensor.requires_grad else tensor
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:

@@ -316,3 +316,58 @@ def test_derivatives_in_forward_are_exact(name: str) -> None:
         return Engine(model, F.cross_entropy, micro_batch=3).backward(x, y)
 
     assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
+
+
+class Inside(nn.Module):
+    """A model that returns its loss, with a hook inside."""
+
+    def __init__(self, hook: Any, *, beside: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.hook, self.beside = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 3),
+            hook,
+            beside,
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(self.hook)
+        out = self.last(h)
+        loss = F.cross_entropy(out, y)
+        return {"loss": loss, "logits": out} if self.beside else loss
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_hook_that_counts_rows_before_a_loss_inside_is_not_shown(beside: bool) -> None:
+    x, y = batch()
+    engine = Engine(Inside(lambda g: g / len(g), beside=beside).double(), micro_batch=3)
+    if beside:
+        with pytest.raises(NotExactError, match="the number or the place of rows"):
+            engine.backward({"x": x, "y": y})
+        return
+    engine.backward({"x": x, "y": y})
+    assert engine.plan is not None
+    assert "cannot be compared where no output holds the samples" in str(engine.plan.exact)
+
+
+@pytest.mark.parametrize("beside", ["a budget", "BatchNorm", "draws"])
+def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(beside: str) -> None:
+    class Doubled(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            h = h * 1
+            if h.requires_grad:
+                h.register_hook(lambda g: g * 2)
+            return h + torch.randn_like(h) if beside == "draws" else h
+
+    norm = nn.BatchNorm1d(8) if beside == "BatchNorm" else nn.Identity()
+    (x, y), given = batch(), {"memory": "1GiB"} if beside == "a budget" else {}
+    net = Net(nn.Sequential(Doubled(), norm)).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3, **given)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert (
+        f"cannot be compared {'where forward' if beside == 'draws' else 'beside'} {beside}"
+        in str(engine.plan.exact)
+    )
