@@ -279,6 +279,8 @@ def _meets(run: _Run) -> str:
 
 
 def _doubts(whole: Forward, part: Forward) -> Iterator[str]:
+    for place in whole.notes.fixed[:1]:
+        yield f"rows are read or written by their place in the batch in {place}"
     for run in (whole, part):
         yield from doubts_of(run, [0] * len(run.outputs))
         for place in run.notes.backward[:1]:

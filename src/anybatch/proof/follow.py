@@ -22,7 +22,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.graph import name_of
 from anybatch.proof.ask import ask
-from anybatch.proof.masks import CUT, SAMPLES, Masks, elsewhere, fold, geometry, several, union
+from anybatch.proof.masks import (
+    CUT,
+    SAMPLES,
+    Masks,
+    elsewhere,
+    fold,
+    geometry,
+    several,
+    shrink,
+    union,
+)
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import CONSTANT, Lengths, Made, marks, plain, scalars, shapes
 from anybatch.proof.rules import (
@@ -412,6 +422,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note along which dimensions samples lie in what was given other dimensions."""
         if self.backward or mask is None or call.name not in REGROUPS:
             return
+        mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
         lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and varies(mask, d)}
         self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
 
