@@ -26,6 +26,7 @@ from benchmarks.integrations.lightning import rows as of_lightning
 from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.adversary import rows as adversary_rows
 from benchmarks.mbs.choice import rows as choice
+from benchmarks.mbs.first_step.rows import first_step
 from benchmarks.mbs.honest import rows as honest_rows
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
@@ -85,6 +86,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "algorithm1": ("mbs/algorithm1", algorithm1),
     "lies": ("mbs/lies", lies),
     "overhead": ("mbs/overhead", overhead),
+    "first_step": ("mbs/first_step", first_step),
     "soak": ("mbs/soak", soak),
     "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
@@ -181,6 +183,7 @@ TITLES = {
     "honest": "Honest networks: none may be refused",
     "speed": "Speed against the best loop by hand",
     "overhead": "What a step costs beside forward and backward",
+    "first_step": "The first step of an engine, beside its second one",
     "bf16": "2048 micro-batches in bfloat16",
     "algorithm1": "The paper's Algorithm 1, word for word",
     "lies": "Five ways accumulation lies",
