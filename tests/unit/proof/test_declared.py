@@ -167,6 +167,14 @@ FALSE: dict[str, tuple[Callable[[], Both], str]] = {
         lambda: over(lambda out, y: total(Centres.apply(out), y)),
         "meet in the loss, in mean",
     ),
+    "weights that targets have": (
+        lambda: per(lambda out, y: each(out, y) / y.bincount(minlength=3)[y]),
+        "meet in the loss, in bincount",
+    ),
+    "a mean of some times their count": (
+        lambda: over(lambda out, y: F.cross_entropy(out, y, ignore_index=1) * (y != 1).sum()),
+        "meet in the loss, in sum",
+    ),
     "a hook": (lambda: per(hooked), "meet in the loss, in linalg_vector_norm"),
 }
 
