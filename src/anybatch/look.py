@@ -125,7 +125,8 @@ def look(step: Step, norms: Norms | None = None) -> None:
         step.layout, layout = layout, ()
     else:
         step.layout = layout = layout_of(outputs, fewer, whole.size, part.size)
-    one.in_halves(step.layout if step.loss.takes_outputs else None)
+    with quietly(), looking():
+        one.in_halves(step.layout if step.loss.takes_outputs else None)
     before.put_back()
     step.buffers.restart()
     if _lists(whole.inputs):
@@ -367,29 +368,25 @@ class _Look:
         if beside:
             self.doubt(f"{OWN} cannot be compared beside {beside}")
             return
+        if len(self._runs) < 2:
+            self.doubt(f"{OWN} cannot be compared, for forward takes no fewer rows")
+            return
         whole, _ = two_sizes(step, most=self._most)
         before, drawn = Dice.now(), False
 
         def run(micro: MicroBatch) -> Any:
             nonlocal drawn
+            drawn |= not Dice.now().same_as(before)
             before.put_back()
             step.buffers.restart()
-            with self.guard:
-                outputs = step.forward(micro)
-            drawn |= not Dice.now().same_as(before)
-            return outputs
+            return step.forward(micro)
 
         leaves = [p for p in step.model.parameters() if p.requires_grad]
         numbers = plain_numbers(step.model.named_modules())
-        try:
+        with self.guard:  # a checkpoint runs forward in backward
             same = halves.add_up(run, whole, layout, leaves)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            if isinstance(error, AnybatchError) or out_of_memory(error, outside=None):
-                raise
-            self.doubt(f"{OWN} cannot be compared: {type(error).__name__}")
-            return
-        if drawn:
-            self.doubt(f"{OWN} cannot be compared where forward draws")
+        if drawn or not Dice.now().same_as(before):
+            self.doubt(f"{OWN} cannot be compared where the model draws")
         elif same is None:
             self.doubt(f"{OWN} cannot be compared where no output holds the samples")
         elif not same:

@@ -202,7 +202,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "chunks of two": (lambda: Fn(in_chunks), "how often forward draws depends on the samples"),
     "two chunks": (lambda: Fn(two_chunks), "its shape does not grow with the samples"),
     "positive entries": (lambda: Fn(of_positive), "does not grow with the samples"),
-    "padded to a power of two": (lambda: Fn(padded), "its shape does not grow with the samples"),
+    "padded to a power of two": (
+        lambda: Fn(padded),
+        "its shape does not grow with the samples|the place of a row among the samples",
+    ),
     "not the same in backward": (
         lambda: Fn(not_kept),
         "draws in backward must be those of forward made again.*preserve_rng_state=False",
@@ -465,7 +468,7 @@ def test_only_what_draws_is_looked_at() -> None:
 
     model, (x, y) = Noisy(Fn(count)), data()
     Engine(model, F.cross_entropy, micro_batch=11, rng="batch").backward(x, y)
-    assert calls == [4, 2, 11, 11]
+    assert calls == [4, 3, 11, 11]
 
 
 # -------------------------------------------------------------------------------- memory

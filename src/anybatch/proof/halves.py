@@ -69,7 +69,7 @@ def _gradients(
     rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
     outputs = run(MicroBatch(tree.map_tensors(moved, inputs), None, end - begin))
     every = [t for _, t in tree.tensors(outputs)]
-    seeds += [torch.randn_like(t) if _real(t) else t for t in every] if not seeds else []
+    seeds += [_seed(t) for t in every] if not seeds else []
     if axes is None:
         axes = [0 if t.dim() and t.shape[0] == end - begin else None for t in every]
     roots, gradients = [], []
@@ -96,6 +96,14 @@ def leaf_of(tensor: Tensor) -> Tensor:
 def moved(tensor: Tensor) -> Tensor:
     """Return what forward may write to in place of a leaf."""
     return tensor.clone() if tensor.requires_grad else tensor
+
+
+def _seed(output: Tensor) -> Tensor:
+    """Return numbers of its shape, drawn from no generator of the model's."""
+    if not _real(output):
+        return output
+    dice = torch.Generator(output.device).manual_seed(0)
+    return torch.randn(output.shape, generator=dice, dtype=output.dtype, device=output.device)
 
 
 def _real(tensor: Tensor) -> bool:

@@ -368,6 +368,6 @@ def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(beside: str)
     engine.backward(x, y)
     assert engine.plan is not None
     assert (
-        f"cannot be compared {'where forward' if beside == 'draws' else 'beside'} {beside}"
+        f"cannot be compared {'where the model' if beside == 'draws' else 'beside'} {beside}"
         in str(engine.plan.exact)
     )
