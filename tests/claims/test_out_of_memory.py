@@ -213,16 +213,16 @@ EXACT = ["known", "coupled", "declared", "lazy", "lazy coupled", "before", "bflo
 def test_a_fault_at_every_call(kind: str, place: str, apart: bool) -> None:
     """Two forwards look, and one with the backward that is not torch's own; three stream.
 
-    A coupled loss is met in the first of those.
+    That backward is compared in three more. A coupled loss is met in the first that streams.
     """
     count = calls(kind, place, apart=apart)
     assert (
         count
         == {
-            ("forward", False): 6,
-            ("forward", True): 9,
-            ("backward", False): 4,
-            ("backward", True): 4,
+            ("forward", False): 9,
+            ("forward", True): 12,
+            ("backward", False): 7,
+            ("backward", True): 7,
         }[place, "coupled" in kind]
     )
     for call in range(count):

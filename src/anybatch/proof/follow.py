@@ -364,13 +364,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_places(self, call: Call) -> None:
         """Note rows that are read or written by their place, or where samples choose it."""
-        where = f"{self.path}, in {call.name}"
         if collides(call):
-            self.notes.collisions.append(where)
+            self.notes.collisions.append(f"{self.path}, in {call.name}")
         if self._lengths and by_position(call, len(self.samples)):
-            self.notes.positions.append(where)
+            self.notes.positions.append(f"{self.path}, in {call.name}")
         if at_fixed_places(call):
-            self.notes.fixed.append(where)
+            self.notes.fixed.append(f"{self.path}, in {call.name}")
 
     def fills_diagonal(self, tensor: Tensor) -> None:
         """Take in a call that writes to a diagonal, which kernels see as a stride."""

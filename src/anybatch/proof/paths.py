@@ -38,7 +38,10 @@ class Paths:
         while frame is not None:
             code = frame.f_code
             if code is CALL:
-                module = frame.f_locals["self"]
+                held = frame.f_locals
+                module = held["self"]
+                if type(held) is dict:  # before Python 3.13 the frame keeps it, and all arguments
+                    held.clear()
                 kind, name = type(module).__name__, self._names.get(id(module), "")
                 return f"{name} ({kind})" if name else kind
             inside = frame.f_globals.get("__name__", "").startswith("anybatch.proof.")
