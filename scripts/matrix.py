@@ -45,11 +45,14 @@ TESTS = (
     "tests/outofcore/test_recipes.py",
     "tests/outofcore/test_sharing_storage.py",
     "tests/test_engine.py",
+    "tests/test_look.py",
     "tests/test_nameless.py",
     "tests/test_offload.py",
     "tests/test_rng.py",
     "tests/test_scripted.py",
     "tests/test_stores.py",
+    "tests/unit/proof/test_declared.py",
+    "tests/unit/proof/test_look.py",
 )
 BESIDE = ("hypothesis", "pytest", "pytest-xdist", "scipy")
 ASK = """

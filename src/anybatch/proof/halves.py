@@ -99,11 +99,11 @@ def moved(tensor: Tensor) -> Tensor:
 
 
 def _seed(output: Tensor) -> Tensor:
-    """Return numbers of its shape, drawn from no generator of the model's."""
+    """Return numbers of its shape that differ from place to place; they are drawn from nothing."""
     if not _real(output):
         return output
-    dice = torch.Generator(output.device).manual_seed(0)
-    return torch.randn(output.shape, generator=dice, dtype=output.dtype, device=output.device)
+    places = torch.arange(1, output.numel() + 1, device=output.device, dtype=torch.float32)
+    return places.cos().reshape(output.shape).to(output.dtype)
 
 
 def _real(tensor: Tensor) -> bool:
