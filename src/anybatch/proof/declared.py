@@ -5,7 +5,7 @@ gradient of an output row has had a part of its own sample alone, and neither th
 gradient change with how many rows come along.
 
     4 rows    sum of losses a + b + c + d    gradient of rows  a b c d
-    2 rows    sum of losses         c + d    gradient of rows      c d
+    3 rows    sum of losses     b + c + d    gradient of rows    b c d
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from anybatch.modules import walk
 from anybatch.proof import congruent
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.follow import Follow, Notes
+from anybatch.proof.halves import leaf_of
 from anybatch.proof.masks import PLACE, Masks
 from anybatch.proof.places import Lengths, sized
 from anybatch.proof.verdict import (
@@ -175,7 +176,8 @@ class Declared:
     def _rows(self, given: Rows, count: int | None = None) -> list[Tensor]:
         """Return the first of some output rows as leaves, all where no count is given."""
         pairs = zip(tree.flat(given.outputs), self._layout, strict=True)
-        return [_leaf(t.movedim(axis, 0)[:count]) for t, axis in pairs if axis is not None]
+        rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
+        return [leaf_of(row.clone()) for row in rows]
 
     def _run(self, given: Rows, lengths: Lengths | None = None) -> _Run:
         """Call the loss on some rows, and take the gradient of these."""
@@ -250,11 +252,6 @@ class Declared:
             if found.meets
             else found
         )
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    alone = tensor.detach().clone()
-    return alone.requires_grad_(alone.is_floating_point() or alone.is_complex())
 
 
 def _meets(run: _Run) -> str:

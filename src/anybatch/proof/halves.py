@@ -81,7 +81,7 @@ def _gradients(
         leaf.grad = None
     if roots:
         torch.autograd.backward(roots, gradients)  # reentrant checkpoints refuse grad()
-    return [leaf.grad for leaf in leaves], [
+    return [_dense(leaf.grad) for leaf in leaves], [
         torch.zeros_like(row) if row.grad is None else row.grad for row in rows
     ]
 
@@ -110,6 +110,12 @@ def _real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient that can be compared: that of a sparse embedding names rows twice."""
+    sparse = gradient is not None and gradient.layout != torch.strided
+    return gradient.to_dense() if sparse and gradient is not None else gradient
+
+
 def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
     one, other = pair
     if one is None or other is None:
@@ -124,8 +130,6 @@ def _alike(one: Tensor | None, other: Tensor | None, scale: float) -> bool:
     """
     if one is None or other is None:
         return one is other
-    if one.layout != torch.strided:
-        one, other = one.to_dense(), other.to_dense()
     finite = one.isfinite() & other.isfinite()
     a, b = one[finite], other[finite]
     if not len(a):

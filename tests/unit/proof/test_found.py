@@ -370,3 +370,23 @@ def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(beside: str)
         f"cannot be compared {'where the model' if beside == 'draws' else 'beside'} {beside}"
         in str(engine.plan.exact)
     )
+
+
+def test_sparse_gradients_are_compared_in_halves() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            h = self.table(words).mean(1)
+            if h.requires_grad:
+                h.register_hook(lambda g: g * 2)
+            out: Tensor = self.last(h)
+            return out
+
+    words, y = torch.arange(24).reshape(8, 3) % 9, torch.arange(8) % 3
+    engine = Engine(Words().double(), F.cross_entropy, micro_batch=3)
+    engine.backward(words, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, engine.plan.exact
