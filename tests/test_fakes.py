@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import logging
+
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -94,3 +97,28 @@ def test_a_model_that_keeps_a_result_is_copied_without_a_warning() -> None:  # w
     model.several = [model.last * 2]
     copied = fakes.copy(model, model.modules())
     assert all(map(is_fake, [copied.last, *copied.several]))
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_torch_reports_no_kernel_that_needs_data() -> None:
+    """It printed 20 frames for every kernel of a mixture of experts."""
+    fakes, kept = Fakes(), Kept()
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(kept)
+    try:
+        with fakes.entered(), pytest.raises(RuntimeError):
+            torch.mm(fakes.of(torch.zeros(2, 3)), fakes.of(torch.zeros(2, 3)))
+        assert not kept.lines
+        with fakes.mode, pytest.raises(RuntimeError):
+            torch.mm(fakes.of(torch.zeros(2, 3)), fakes.of(torch.zeros(2, 3)))
+        assert kept.lines
+    finally:
+        logger.removeHandler(kept)

@@ -39,19 +39,20 @@ def start(answer: Callable[[Any], Any]) -> tuple[BaseProcess, Connection]:
 
 
 def answers(
-    answer: Callable[[Any], Any], questions: Iterable[Any]
+    answer: Callable[[Any], Any], questions: Iterable[Any], patience: float = PATIENCE
 ) -> Iterator[tuple[Any, Any | Died]]:
     """Each question with its answer, in order.
 
     Args:
         answer: a function of a module; what it raises kills the process.
         questions: picklable, none of them None.
+        patience: seconds after which a question has no end.
     """
     process, pipe = start(answer)
     for index, question in enumerate(questions, 1):
         pipe.send(question)
         try:
-            found = pipe.recv() if pipe.poll(PATIENCE) else Died(f"no end after {PATIENCE:.0f} s")
+            found = pipe.recv() if pipe.poll(patience) else Died(f"no end after {patience:.0f} s")
         except EOFError:
             process.join()
             found = Died(f"the process died with {process.exitcode}")

@@ -258,7 +258,7 @@ def silence_dropout(model: nn.Module) -> list[str]:
 def draws(model: nn.Module, batch: TensorBatch) -> bool:
     """Say whether forward gives other outputs under another seed."""
     outputs = []
-    with torch.no_grad(), _same_buffers(model):
+    with _same_buffers(model):
         for seed in (1, 2):
             torch.manual_seed(seed)
             outputs.append([t for _, t in tree.tensors(call_model(model, batch.inputs))])
@@ -273,9 +273,9 @@ def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
     BatchNorm does not count: micro-batches wait for each other there.
     """
     half, alone = max(1, batch.size // 2), AloneNorms(counters(walk(model)))
-    with torch.no_grad(), _same_buffers(model), alone:
+    with _same_buffers(model), alone:
         whole = _outputs_by_module(model, batch.inputs)
-    with torch.no_grad(), _same_buffers(model), alone:
+    with _same_buffers(model), alone:
         part = _outputs_by_module(model, tree.rows(batch.inputs, 0, half, batch.size))
     for (name, all_rows), (other, some_rows) in zip(whole, part, strict=False):
         if name != other:
@@ -289,14 +289,14 @@ def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
 def value_reads(model: nn.Module, batch: TensorBatch) -> list[str]:
     """Return ``file:line`` of every place in forward that turns a tensor into a Python value."""
     reads = _Reads()
-    with torch.no_grad(), _same_buffers(model), reads:
+    with _same_buffers(model), reads:
         call_model(model, batch.inputs)
     return sorted(reads.places)
 
 
 def moved_buffers(model: nn.Module, batch: TensorBatch) -> list[str]:
     """Return the names of the buffers that one forward pass changes."""
-    with torch.no_grad(), _same_buffers(model) as before:
+    with _same_buffers(model) as before:
         call_model(model, batch.inputs)
         return [state.path for state in before if state.moved()]
 

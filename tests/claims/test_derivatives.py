@@ -5,6 +5,7 @@ Each is exact, or refused in one sentence that leaves no trace (Law 5).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -139,6 +140,16 @@ def test_what_cannot_be_divided_is_said_in_one_sentence(
     with pytest.raises(error, match=words):
         Engine(model, loss, micro_batch=4).backward(x)
     assert same(before, snapshot(model))
+
+
+@pytest.mark.parametrize(("kind", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_a_check_says_the_same(
+    kind: Any, loss: Any, error: type[AnybatchError], words: str
+) -> None:
+    """It ended in an error of torch's, where its own explanation ran forward without gradients."""
+    report = anybatch.check(of(kind), loss, (rows(), None))
+    assert not report.exact
+    assert re.search(words, str(report))
 
 
 def embedded() -> nn.Module:

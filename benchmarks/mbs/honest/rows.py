@@ -47,5 +47,5 @@ def honest_skipped(results: Results) -> str:
     skipped = {
         name: row["skipped"] for name, row in results["networks"].items() if "skipped" in row
     }
-    rows = [[name, why] for name, why in (results["missing"] | skipped).items()]
+    rows = [[name, why] for name, why in skipped.items()]
     return markdown(["not run", "why"], rows)

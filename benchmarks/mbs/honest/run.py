@@ -16,7 +16,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +41,6 @@ ROUNDING = 1e-5
 
 BLOCKS = networks.__name__
 """The module that registers blocks when it is imported; the others do so when asked to."""
-OTHERS = ("torchvision", "timm")
-"""Other packages of networks: none is installed with this project, and each is named."""
-
 Row = dict[str, Any]
 Tensors = dict[str, Tensor]
 Step = Callable[[nn.Module, Any, Any], Tensor]
@@ -185,10 +181,11 @@ def answer(name: str) -> Row:
         register()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _row(SUBJECTS[name])
+        return row_of(SUBJECTS[name])
 
 
-def _row(subject: Subject) -> Row:
+def row_of(subject: Subject) -> Row:
+    """What the splits of a network came to, or why it was not run."""
     row: Row = {"group": subject.group}
     try:
         problem = made(subject)
@@ -205,6 +202,18 @@ def _row(subject: Subject) -> Row:
     start = time.perf_counter()
     states(problem, undivided(problem))
     return row | {"undivided": round((time.perf_counter() - start) / STEPS, 4)}
+
+
+def died(name: str, why: Died) -> Row:
+    """The row of a network whose process did not answer."""
+    crash = {"uneven": {"outcome": "crash", "message": str(why)}}
+    return {"group": SUBJECTS[name].group, "splits": crash}
+
+
+def is_exact(row: Row) -> bool:
+    """Whether each split was exact and claimed."""
+    splits = row.get("splits", {}).values()
+    return bool(splits) and all(one["outcome"] == "exact" for one in splits)
 
 
 def summary(table: dict[str, Row]) -> Row:
@@ -231,18 +240,14 @@ def main(
     names = [name for name in SUBJECTS if only in name][:: 25 if quick else 1]
     table: dict[str, Row] = {}
     for name, found in track(answers(answer, names), "honest", total=len(names), console=console):
-        died = {"uneven": {"outcome": "crash", "message": str(found)}}
-        lost = {"group": SUBJECTS[name].group, "splits": died}
-        table[name] = lost if isinstance(found, Died) else found
-        bad = any(s["outcome"] != "exact" for s in table[name].get("splits", {}).values())
-        if show or bad or "skipped" in table[name]:
+        table[name] = died(name, found) if isinstance(found, Died) else found
+        if show or not is_exact(table[name]):
             console.print(name, table[name], highlight=False)
     groups = summary(table)
     console.print(groups)
     if not only:
-        missing = {name: "not installed" for name in OTHERS if find_spec(name) is None}
         results = {"seed": SEED, "environment": environment(), "rows": ROWS, "steps": STEPS}
-        results |= {"networks": table, "groups": groups, "missing": missing}
+        results |= {"networks": table, "groups": groups}
         write(out / "results.json", results)
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
-from anybatch.fakes import Fakes, forget_fakes
+from anybatch.fakes import Fakes, forget_fakes, unreported
 from anybatch.kept import Kept
 from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
@@ -249,7 +249,7 @@ def trace(
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
     functions = _Functions(seen, paths.now)
     numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
-    with torch.set_grad_enabled(trains), fakes.mode, norms, functions, numbers:
+    with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
         run(model, inputs, size)
 
 

@@ -1,0 +1,1 @@
+"""Networks of timm and torchvision, in an environment of their own: none may be refused."""
