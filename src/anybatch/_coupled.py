@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch import graph, tree
 from anybatch.alike import meets_alike, refuse_constants, rows_and_memory, told
+from anybatch.beside import Beside
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 from anybatch.gathered import Around, around
@@ -47,7 +48,8 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Args:
         fn: returns a 0-dim tensor. It computes from its arguments, any trees: tensors of shape
             [n, ...] hold rows, which come as those of the whole batch, in its order; a 0-dim tensor
-            (a learned scale) belongs to no sample. It draws nothing at random.
+            (a learned scale) belongs to no sample. It draws nothing at random. What its closure or
+            an attribute holds must be constants, made of no sample.
 
     Returns:
         The function, to be called with the rows that are there. Its value is a term of the loss:
@@ -55,7 +57,8 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     Raises:
         LossError: `fn` is no function, trains what it was not given, is given what is neither rows
-            nor the same for all, writes to it, or returns no single number.
+            nor the same for all, writes to it, reads samples that it was not given, or returns no
+            single number.
         LaneMismatchError: other micro-batches call something else, or with other shapes of a row.
 
     Example:
@@ -96,14 +99,17 @@ def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> T
         return fn(*args, **named)
     grad = not looks_here()
 
+    did: list[Any] | None = None
+
     def take(every: list[Tensor], trains: list[bool]) -> Shared:
-        return _taken(fn, name, given, every, trains if grad else None)
+        return _taken(fn, name, given, every, trains if grad else None, did)
 
     own, alone = tree.flat(given), place.mode(AloneNorms)
     if alone is not None and place.meeting is None and not any(map(is_fake, own)):
-        alone.called.append(told(name, given, place.part, rows=True))
+        alone.called.append(told(name, fn, given, place.part, rows=True))
+        did = alone.called[-1].did
     spark = graph.spark(grad=grad)  # all come to backward, whatever they train
-    found: Tensor = _Coupled.apply(spark, take, name, place, given, *own)  # type: ignore[no-untyped-call]
+    found: Tensor = _Coupled.apply(spark, take, (fn, name), place, given, *own)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -113,15 +119,20 @@ def _taken(
     given: Any,
     every: list[Tensor],
     trains: list[bool] | None,
+    did: list[Any] | None,
 ) -> Shared:
-    """Return the value for the rows of all, and its gradients."""
+    """Return the value for the rows of all, and its gradients; note what it did in `did`."""
     needed = trains or [False] * len(every)
     leaves = [one.detach().requires_grad_(need) for one, need in zip(every, needed, strict=True)]
     versions, left = [leaf._version for leaf in leaves], iter(leaves)
     args, named = tree.map_tensors(lambda _: next(left), given)
+    call: Callable[[], Any] = partial(fn, *args, **named)
+    if did is not None:
+        did.append(list(map(_rows, every)))
+        call = partial(Beside(leaves, did).run, name, call)
     with as_it_is(), torch.set_grad_enabled(trains is not None):
         with saved_tensors_hooks(_packed, _unpacked):  # a checkpoint around it would save nothing
-            value = scalar(fn(*args, **named), name)
+            value = scalar(call(), name)
         _refuse_moved(name, leaves, versions)
         _refuse_hidden(name, leaves, value)
         needs = [leaf for leaf in leaves if leaf.requires_grad]
@@ -197,12 +208,12 @@ class _Coupled(torch.autograd.Function):
         ctx: Any,
         spark: Tensor,
         take: Callable[[list[Tensor], list[bool]], Shared],
-        name: str,
+        called: tuple[Callable[..., Tensor], str],
         place: Around,
         given: Any,
         *own: Tensor,
     ) -> Tensor:
-        trains = list(ctx.needs_input_grad[5:])
+        trains, (fn, name) = list(ctx.needs_input_grad[5:]), called
         ctx.words = f"coupled {name}"
         ctx.meeting, ctx.empty = place.meeting, place.empty
         if place.meeting is None:
@@ -212,7 +223,7 @@ class _Coupled(torch.autograd.Function):
         else:
             real = not any(map(is_fake, own))  # else there is nothing to compare
             if real:
-                meets_alike(name, given, place)
+                meets_alike(name, fn, given, place)
             every, ctx.begins = _of_all(ctx.words, own, place)
 
             def combine(parts: list[tuple[list[bool], list[Any]]]) -> list[Shared]:
@@ -223,7 +234,7 @@ class _Coupled(torch.autograd.Function):
 
             part = trains, [rows_and_memory(one) for one in own]
             shared = place.meeting.exchange(Place(ctx.words, "take"), part, combine)
-        ctx.sizes = [len(one) if one.dim() else None for one in own]
+        ctx.sizes = list(map(_rows, own))
         ctx.gradients, ctx.scale, ctx.trains = shared.gradients, shared.scale, trains
         return shared.value.clone()
 
@@ -274,6 +285,10 @@ def _own(
         return own * factor
     wide: Tensor = own.float() * (factor.float() / float(ctx.scale))
     return wide.to(gradient.dtype)
+
+
+def _rows(tensor: Tensor) -> int | None:
+    return len(tensor) if tensor.dim() else None
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -12,12 +12,15 @@ as if it did, and come several times. Neither shows in the result: both are look
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anybatch import tree
+from anybatch.beside import held
 from anybatch.errors import LossError
 from anybatch.gathered import Around
 from anybatch.norm.batchnorm import Place
@@ -32,10 +35,12 @@ class Told(NamedTuple):
     Attributes:
         name: of the function.
         samples: that the model was called with.
-        words: paths of all arguments, and what can be written down.
+        words: paths of all arguments, and what can be written down; of what it holds, too.
         numbers: the 0-dim tensors.
         objects: all else.
         alike: of each tensor with rows how many there are, where all are one and the same; else 0.
+        did: how many rows of all it was given, then its kernels and the numbers in them; empty
+            where nobody looked.
     """
 
     name: str
@@ -44,10 +49,13 @@ class Told(NamedTuple):
     numbers: list[complex]
     objects: list[Any]
     alike: list[int]
+    did: list[Any]
 
 
-def told(name: str, given: Any, samples: int, *, rows: bool = False) -> Told:
-    """Return what a function is called with; `rows` looks at its rows, too."""
+def told(
+    name: str, fn: Callable[..., Any], given: Any, samples: int, *, rows: bool = False
+) -> Told:
+    """Return what a function is called with and what it holds; `rows` looks at its rows, too."""
     words, numbers, objects, alike = [], [], [], []
     for path, leaf in tree.leaves(given):
         words.append(path)
@@ -58,7 +66,10 @@ def told(name: str, given: Any, samples: int, *, rows: bool = False) -> Told:
             numbers.append(complex(leaf.detach()))
         elif rows:
             alike.append(len(leaf) if bool((leaf == leaf[:1]).all()) else 0)
-    return Told(name, samples, " ".join(words), numbers, objects, alike)
+    for path, leaf in held(fn):
+        words += [path, repr(leaf) if isinstance(leaf, PLAIN) else ""]
+        objects += [] if isinstance(leaf, PLAIN) else [leaf]
+    return Told(name, samples, " ".join(words), numbers, objects, alike, [])
 
 
 def refuse_looks(calls: list[Told]) -> None:
@@ -74,18 +85,19 @@ def refuse_looks(calls: list[Told]) -> None:
     for whole, part in zip(calls[:half], calls[half:], strict=False):
         if odd or whole.name != part.name or whole.samples == part.samples:
             return
-        if whole.words != part.words:
+        if whole.words != part.words or (whole.did[:1] == part.did[:1] and whole.did != part.did):
             raise _differs(whole.name)
         for one, other in zip(whole.alike, part.alike, strict=False):
             if one == other and one > 1:
                 raise _no_rows(whole.name, f"with {one} rows for any number of samples,")
 
 
-def meets_alike(name: str, given: Any, place: Around) -> None:
+def meets_alike(name: str, fn: Callable[..., Any], given: Any, place: Around) -> None:
     """Compare what has no rows with that of all other micro-batches.
 
     Args:
         name: of the function.
+        fn: the function.
         given: its arguments.
         place: where it is called.
 
@@ -93,7 +105,7 @@ def meets_alike(name: str, given: Any, place: Around) -> None:
         LossError: it differs.
     """
     assert place.meeting is not None
-    own = told(name, given, place.part)
+    own = told(name, fn, given, place.part)
     values: list[float] = [zlib.crc32(own.words.encode())]
     for number in own.numbers:
         values += [number.real, number.imag]
@@ -114,9 +126,10 @@ def meets_alike(name: str, given: Any, place: Around) -> None:
 
 def _differs(name: str) -> LossError:
     return LossError(
-        "what a coupled function is given beside rows must be the same in all micro-batches, "
-        f"and {name} was called with other numbers, names or objects: compute len(rows), "
-        "means and the like inside of it, where the rows are those of the whole batch"
+        "what a coupled function is given beside rows, and what its closure holds, must be the "
+        f"same in all micro-batches, and {name} was called with other numbers, names or objects: "
+        "compute len(rows), means and the like inside of it, where the rows are those of the whole "
+        "batch"
     )
 
 
@@ -135,6 +148,10 @@ def _is(one: Any, other: Any) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     try:
+        if isinstance(one, Tensor):
+            return one.shape == other.shape and torch.equal(one, other)
+        if isinstance(one, np.ndarray):
+            return np.array_equal(one, other)
         return bool(one == other)
     except (RuntimeError, ValueError, TypeError):
         return False

@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "closes over": (closes_over, "must be given what it trains"),
     "counts rows": (counts_rows, "must be the same in all micro-batches, and <lambda>"),
     "own scale": (own_scale, "must be the same in all micro-batches"),
-    "own object": (own_object, "must be the same in all micro-batches"),
+    "own object": (own_object, r"reads a tensor of shape \(\) which forward has made of some"),
     "own order": (own_order, "must be the same in all micro-batches"),
     "prototypes": (prototypes, r"of shape \(5, 4\), belongs to no sample"),
     "queue": (queue, r"of shape \(5, 4\), belongs to no sample"),

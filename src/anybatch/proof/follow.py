@@ -107,7 +107,7 @@ class Notes:
     """What has been noted.
 
     Attributes:
-        read: places where Python reads a number of several samples: (module, kind).
+        read: places where Python reads a number of a sample: (module, kind).
         values: numbers that Python has read of any tensor, in order.
         unfollowed: kernels that could not be followed: (module, kernel, error).
         lost: where samples had met that came into a loss inside the model; "" where none did.
@@ -346,7 +346,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note what shows in the operands alone."""
         if call.name in READS:
             # of all numbers, where it compares tensors
-            if call.masks and several(call.all()) and not (self.checks or _ours()):
+            if call.masks and not (self.checks or _ours()):
                 real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))
         elif call.name in TABLES and call.argument("scale_grad_by_freq"):

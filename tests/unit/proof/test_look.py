@@ -253,6 +253,10 @@ def test_what_one_call_leaves_for_the_next_is_refused() -> None:
         (lambda h: h * (1.0 if bool((h > -99).all()) else 2.0), "reads a count of the samples"),
         (lambda h: h * (1 + 0 * float(h.mean())), "reads a number of the samples"),
         (lambda h: h + 0 * float(h.detach().numpy().mean()), "reads a tensor of the samples"),
+        # of one sample alone: it may steer what is done with the others
+        (lambda h: h * (1 + 0 * float(h[0, 0])), "reads a number of the samples"),
+        (lambda h: h.relu() if int(h[-1, 0]) > 99 else h, "reads a number of the samples"),
+        (lambda h: h.relu() if int(h[0].argmax()) > 99 else h, "reads a count of the samples"),
     ],
 )
 def test_numbers_that_python_reads_leave_a_doubt(read: Body, said: str) -> None:
