@@ -104,10 +104,12 @@ def look(step: Step, norms: Norms | None = None) -> None:
     one = _Look(step, norms)
     with quietly(), looking():
         whole, part = one.whole(two_sizes(step, most=ENOUGH, odd=True))
-        drawn = not Dice.now().same_as(before)
+        now = Dice.now()
+        drawn = not now.same_as(before)
         before.put_back()
         step.buffers.restart()
         fewer, part = one.fewer(part)
+        one.draws_for_all(outside_torch=not now.others_as(before))
         before.put_back()
         step.buffers.restart()
         one.again(whole, part)
@@ -306,6 +308,25 @@ class _Look:
         elif counted is not None and not first.read:
             rows = f"{counted.mine} for {whole.size} rows and with {counted.its} for {part.size}"
             self.doubt(f"{counted.where} {rows}")
+
+    def draws_for_all(self, *, outside_torch: bool) -> None:
+        """Doubt draws that belong to no sample, where each micro-batch draws its own.
+
+        A mask of [n, ...] is equal in distribution however the batch is divided. One coin for the
+        whole batch (a branch, a layer that is left out, a mask of weights) is not.
+
+        Args:
+            outside_torch: forward drew from random or numpy.
+        """
+        if self._step.draws is not None:
+            return
+        again = 'and each micro-batch draws its own: rng="batch" draws them once'
+        if outside_torch:
+            self.doubt(f"forward draws numbers from random or numpy, {again}")
+        pairs = zip(*(run.notes.draws for run in self._runs[:2]), strict=False)
+        alike = (one[:2] for one, *other in pairs if other == [one])
+        for path, name in [*alike][:1]:
+            self.doubt(f"{name} in {path} draws numbers that belong to no sample, {again}")
 
     def _doubt_counters(self) -> None:
         """Doubt a model that keeps a number which each call moves: a hook may compute with it."""

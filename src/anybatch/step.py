@@ -213,21 +213,31 @@ class Step(Repeatable):
         if self.layout and len(self.layout) != len(tree.flat(outputs)):
             raise OutputsChangedError
 
-    def forward(self, micro: MicroBatch, *, begins: bool = True, ends: bool = True) -> Any:
+    def forward(
+        self,
+        micro: MicroBatch,
+        *,
+        begins: bool = True,
+        ends: bool = True,
+        within: AbstractContextManager[Any] | None = None,
+    ) -> Any:
         """Run the model on a micro-batch, its buffers as the undivided batch would find them.
 
         Args:
             micro: the rows.
             begins: nothing of their forward has been run.
             ends: nothing of it is left to run.
+            within: entered for the call of the model, and not for what is done with its buffers.
+                Default: nothing is.
         """
+        within = within or nullcontext()
         if not self.divided:
-            return self.call(micro, None)
-        if self.copies:
-            micro = copied(micro)
+            with within:
+                return self.call(micro, None)
         if begins:
             self.buffers.before()
-        outputs = self.call(micro, self.draws)
+        with within:
+            outputs = self.call(copied(micro) if self.copies else micro, self.draws)
         if ends:
             self.buffers.after()
         return outputs

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,6 +180,10 @@ class Declared:
         rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
         return [leaf_of(row.clone()) for row in rows]
 
+    def _called(self, micro: MicroBatch, *, within: AbstractContextManager[None]) -> Any:
+        with within:
+            return self._loss(*micro.inputs)
+
     def _run(self, given: Rows, lengths: Lengths | None = None) -> _Run:
         """Call the loss on some rows, and take the gradient of these."""
         self._masks.age()
@@ -190,7 +195,7 @@ class Declared:
         follow.singles, follow.paths.outside = True, "the loss"
         micro = MicroBatch((rows, given.targets), None, given.size)
         found, _ = proof_rows.forward(
-            *(follow, micro, samples, lambda m: self._loss(*m.inputs)), graph=True, saved=True
+            *(follow, micro, samples, self._called), graph=True, saved=True
         )
         origin, mask = self._masks.origin(found), self._masks.of(found)
         losses = [Output("", mask, origin, found.requires_grad)] if found.dim() else []

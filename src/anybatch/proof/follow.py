@@ -34,7 +34,7 @@ from anybatch.proof.masks import (
     union,
 )
 from anybatch.proof.paths import Paths
-from anybatch.proof.places import CONSTANT, Lengths, Made, marks, plain, scalars, shapes
+from anybatch.proof.places import CONSTANT, Lengths, Made, Shapes, marks, plain, scalars, shapes
 from anybatch.proof.rules import (
     REDUCTIONS,
     Call,
@@ -114,6 +114,7 @@ class Notes:
         norms: calls of batch normalisation, in order.
         frequencies: tables whose gradient is scaled by how often a batch has each entry.
         shuffles: random orders that were drawn: (module, how long).
+        draws: random numbers that were drawn: (module, kernel, shapes).
         backward: where samples meet in backward.
         operators: kernels that are no torch kernels, and higher-order ones.
         numbers: what Python gives to kernels that compute with it: (module, kernel, numbers).
@@ -139,6 +140,7 @@ class Notes:
     frequencies: list[str] = field(default_factory=list)
     backward: list[str] = field(default_factory=list)
     shuffles: list[tuple[str, int]] = field(default_factory=list)
+    draws: list[tuple[str, str, Shapes]] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
@@ -280,7 +282,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel of the model; what is done with masks is none of it."""
         with self._guard:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.backward:
+            made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+            self.notes.draws.append((self.path, func._schema.name.split("::")[1], shapes(made)))
+        return result
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
         """Read a number, and note it for a forward on tensors without data."""

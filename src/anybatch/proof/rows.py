@@ -116,7 +116,7 @@ def forward(
     follow: Follow,
     micro: MicroBatch,
     samples: Sequence[int],
-    run: Callable[[MicroBatch], Any],
+    run: Callable[..., Any],
     *,
     graph: bool,
     saved: bool,
@@ -127,7 +127,7 @@ def forward(
         follow: follows it.
         micro: the rows.
         samples: which sample each row is.
-        run: calls the model.
+        run: calls the model with rows, within what is handed on as `within`.
         graph: build one. Else without gradients.
         saved: save for it what a backward needs. Else nothing.
 
@@ -138,10 +138,15 @@ def forward(
     for _, tensor in tree.tensors(micro.inputs):
         if tensor.dim() and tensor.shape[0] == micro.size:
             follow.seed(tensor, list(samples))
-    saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
-    try:
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
         with torch.set_grad_enabled(graph), saves, _saving(follow), hooked, follow:
-            outputs = run(micro)
+            yield
+
+    try:
+        outputs = run(micro, within=within())
     except RuntimeError as error:
         if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
             raise NeededError from error

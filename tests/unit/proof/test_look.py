@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.oracle import assert_exact, state_after, undivided
@@ -318,3 +320,61 @@ def test_a_number_of_samples_that_is_read_where_nothing_hears_it_is_found() -> N
     net, (x, y) = Net(unheard).double(), batch()
     with pytest.raises(NotExactError, match="a number that depends on how many there are"):
         Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
+
+
+COINS: dict[str, tuple[Body, str]] = {
+    "a branch": (lambda h: h if torch.rand(()) < 0.5 else h.relu(), "rand in Net draws numbers"),
+    "a factor": (lambda h: h * torch.rand(()), "rand in Net draws numbers"),
+    "a mask of features": (
+        lambda h: h * F.dropout(torch.ones(h.shape[1])),
+        "bernoulli_ in Net draws numbers",
+    ),
+    "a branch by random": (lambda h: h if random.random() < 0.5 else h.relu(), "forward draws"),
+    "a branch by numpy": (lambda h: h if np.random.rand() < 0.5 else h.relu(), "forward draws"),
+}
+
+
+@pytest.mark.parametrize("name", COINS)
+def test_a_draw_for_all_samples_leaves_a_doubt(name: str) -> None:
+    """Each micro-batch tossed its own coin, and the plan said shown."""
+    body, said = COINS[name]
+    net, (x, y) = Net(body).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=4)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert not engine.plan.exact
+    assert str(engine.plan.exact).startswith(f"not shown: {said}")
+
+
+@pytest.mark.parametrize("name", COINS)
+def test_a_draw_for_all_samples_is_exact_where_it_is_drawn_once(name: str) -> None:
+    net, (x, y) = Net(COINS[name][0]).double(), batch()
+
+    def seeded(step: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tensor]:
+        def run(model: nn.Module) -> Tensor:
+            random.seed(1), np.random.seed(1), torch.manual_seed(1)
+            return step(model)
+
+        return run
+
+    engines = []
+
+    def divided(model: nn.Module) -> Tensor:
+        engines.append(Engine(model, F.cross_entropy, micro_batch=4, rng="batch"))
+        return engines[0].backward(x, y)
+
+    def whole(model: nn.Module) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    assert_exact(state_after(net, seeded(divided)), state_after(net, seeded(whole)))
+
+
+@pytest.mark.parametrize("body", [F.dropout, lambda h: h + torch.randn_like(h)])
+def test_a_draw_of_each_sample_is_shown(body: Body) -> None:
+    net, (x, y) = Net(body).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=4)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact
