@@ -64,8 +64,9 @@ class Whole(nn.Module):
         super().__init__()
         self.inner = inner
         for module in inner.modules():
-            for rate in ("p", "drop_prob"):
-                if "Drop" in type(module).__name__ and hasattr(module, rate):
+            rates = ("p", "drop_prob") if "Drop" in type(module).__name__ else ("drop_rate",)
+            for rate in rates:
+                if hasattr(module, rate):
                     setattr(module, rate, 0.0)
 
     def forward(self, images: Tensor) -> Tensor:
