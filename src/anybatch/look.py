@@ -423,12 +423,13 @@ class _Look:
         step = self._step
         sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
         counts = any(run.notes.may_count for run in self._runs) or self._hidden(some.inputs)
-        if len(sizes) < 2 or not counts:
+        backward = self._strange and self._trains
+        if len(sizes) < 2 or not (counts or backward):
             return Verdict()
 
-        def run(model: nn.Module, inputs: Any, size: int) -> None:
+        def run(model: nn.Module, inputs: Any, size: int) -> Any:
             with ForwardOf(size, alone=False):
-                call_model(model, inputs)
+                return call_model(model, inputs)
 
         with quietly():
             rows = some.inputs, some.size
@@ -440,6 +441,7 @@ class _Look:
                 run,
                 trains=self._trains,
                 values=self._runs[0].notes.values,
+                backward=backward,
             )
 
     @property

@@ -12,12 +12,13 @@ no memory, and the same functions must be called with the same numbers for it an
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -29,6 +30,7 @@ from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
+from anybatch.proof.law import CUTS, Called, breaks, called
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import scalars
 from anybatch.proof.verdict import WHOLE, Verdict, first_difference, other_rows
@@ -38,7 +40,7 @@ QUERIES = frozenset(
     "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
     "view reshape expand expand_as view_as clone detach to type float double half bfloat16 "
     "requires_grad_ is_floating_point is_complex __getitem__ unbind __iter__ element_size "
-    "data_ptr nelement ndimension get_device is_pinned storage_offset __format__".split()
+    "__set__ data_ptr nelement ndimension get_device is_pinned storage_offset __format__".split()
 )
 """Functions that compute nothing, or whose way through depends on how rows lie in memory."""
 
@@ -51,12 +53,16 @@ class Seen:
         functions: (module, function), in order.
         numbers: (module, kernel, numbers) of pointwise kernels, in order.
         norms: (module, values of a channel) of calls of batch normalisation, in order.
+        calls: of functions that compute something, in order.
+        cuts: of kernels that cut something off, in order.
         made: tensors without data that were made.
     """
 
     functions: list[tuple[str, str]] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     norms: list[tuple[str, int]] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    cuts: list[Called] = field(default_factory=list)
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
@@ -66,9 +72,11 @@ def _of_all() -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
+    def __init__(self, seen: Seen, path: Callable[[], str], known: Mapping[int, str]) -> None:
         super().__init__()
-        self._seen, self._path = seen, path
+        self._seen, self._path, self._known = seen, path, known
+        self._free: dict[int, weakref.ref[Tensor]] = {}
+        self.backward = False
 
     def __torch_function__(
         self,
@@ -77,10 +85,30 @@ class _Functions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name not in QUERIES and not _of_all():
-            self._seen.functions.append((self._path(), name))
-        return func(*args, **(kwargs or {}))
+        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it
+        compares = not kernel and name not in QUERIES and (self.backward or not _of_all())
+        path = self._path() if compares else ""
+        if compares:
+            self._seen.functions.append((path, name))
+        free = not self.backward and self._is_free(name, given)
+        result = func(*args, **(kwargs or {}))
+        if free:
+            made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+            self._free.update((id(one), weakref.ref(one)) for one in made)
+        if compares:
+            self._seen.calls.append(called(path, name, given, result, self._known, free=free))
+        return result
+
+    def _is_free(self, name: str, given: Any) -> bool:
+        """Say whether no sample has a part in what a function computes."""
+        if name.startswith("new_") or name.endswith("_like"):
+            return True
+        return all(
+            id(one) in self._known or (id(one) in self._free and self._free[id(one)]() is one)
+            for one in tree_leaves(given)
+            if isinstance(one, Tensor)
+        )
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,6 +120,7 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._seen, self._path, self._values = seen, path, values
         self._singles = singles
+        self.backward = False
 
     def __torch_dispatch__(
         self,
@@ -107,12 +136,15 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return value
         result = func(*args, **(kwargs or {}))
         self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        name = "" if schema is None else schema.name.split("::")[1]
+        if name in CUTS and (self.backward or not _of_all()):
+            self._seen.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
         # a number by itself is a loss inside the model, whose numbers are traced
         real = isinstance(result, Tensor) and result.is_floating_point()
         real = real and (result.dim() > 0 or self._singles)
-        if schema is not None and real and not _of_all():
+        if schema is not None and real and not (self.backward or _of_all()):
             given = scalars(func, args, kwargs or {})
-            self._seen.numbers.append((self._path(), schema.name.split("::")[1], given))
+            self._seen.numbers.append((self._path(), name, given))
         return result
 
 
@@ -149,6 +181,7 @@ def compare(
     trains: bool,
     values: Sequence[Any] = (),
     singles: bool = False,
+    backward: bool = False,
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the whole batch.
 
@@ -157,15 +190,19 @@ def compare(
         modules: of it.
         rows: inputs of some rows, and how many.
         sizes: numbers of samples.
-        run: ``run(model, inputs, samples)`` calls it.
+        run: ``run(model, inputs, samples)`` calls it, and returns its outputs.
         trains: with a graph; else without gradients.
         values: what Python reads of tensors in a forward, in order. Default: nothing is known.
         singles: compare numbers that are computed with a number by itself, too. Default False.
+        backward: compare what hooks and functions of one's own call in backward. Default False.
     """
     seen = [Seen() for _ in sizes]
     with _disable_current_modes():  # or a meter would count what has no data
         said = _traced(
-            *(model, modules, rows, sizes, run, seen, values), trains=trains, singles=singles
+            *(model, modules, rows, sizes, run, seen, values),
+            trains=trains,
+            singles=singles,
+            backward=backward,
         )
     if any(one() is not None for each in seen for one in each.made):
         forget_fakes()  # a walk over all objects, so only where something has kept one
@@ -193,6 +230,7 @@ def _traced(
     *,
     trains: bool,
     singles: bool,
+    backward: bool,
 ) -> str:
     """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
     dice = Dice.now()
@@ -211,6 +249,7 @@ def _traced(
                 trains=trains,
                 values=values,
                 singles=singles,
+                backward=backward,
             )
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
@@ -229,6 +268,7 @@ def trace(
     trains: bool,
     values: Sequence[Any] = (),
     singles: bool = False,
+    backward: bool = False,
 ) -> None:
     """Run the model on fakes of so many rows, and note what it calls.
 
@@ -243,14 +283,26 @@ def trace(
         trains: build a graph.
         values: what Python reads of tensors, in order.
         singles: note what is computed with a number by itself, too. Default False.
+        backward: run that, too. Default False.
     """
     paths = Paths(model)
     heard = _Norms(seen, paths.now)
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
-    functions = _Functions(seen, paths.now)
+    named = [*model.named_parameters(), *model.named_buffers()]
+    functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named})
     numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
+    model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
     with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
-        run(model, inputs, size)
+        outputs = run(model, inputs, size)
+        if backward:
+            numbers.backward = functions.backward = True
+            ends = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+            starts = [torch.ones_like(end) for end in ends]
+            if ends:  # inside of autograd.backward() no mode would hear what is called
+                _engine_run_backward(
+                    tuple(ends), tuple(starts), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True,
+                )  # fmt: skip
 
 
 def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
@@ -281,4 +333,15 @@ def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
             f"{found.where} {found.mine} for {n} samples and with {found.its} for {m}: a number "
             f"that depends on how many there are. Compute with it in the loss, or {WHOLE}"
         )
-    return Verdict()
+    return Verdict("", tuple(_broken(whole, part, n, m)))
+
+
+def _broken(whole: Seen, part: Seen, n: int, m: int) -> Iterator[str]:
+    """Yield the first call, and the first cut, that breaks the law of sizes."""
+    for ours, theirs in ((whole.calls, part.calls), (whole.cuts, part.cuts)):
+        pairs = zip(ours, theirs, strict=False)
+        broken = next((a for a, b in pairs if breaks(a, b, n, m)), None)
+        if broken is not None:
+            yield f"{broken.name} in {broken.path} is not for {n} samples what it is for {m}"
+        elif len(ours) != len(theirs):
+            yield f"forward slices otherwise for {n} samples than for {m}"

@@ -259,6 +259,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in NORMS and _trains(schema, args) and not self.backward:
             return self._normalised(func, args, kwargs, masks)
         written = _written(schema, args, kwargs)
+        self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
         if not masks and name != "_local_scalar_dense":

@@ -1,0 +1,168 @@
+"""What a call may have that grows with the samples, and what must be the same for any number.
+
+Two forwards without data, of 48 samples and of 12, call the same functions in the same order. Then
+each size is the same in both, or so many for each sample, and each number is the same, or one such
+size. What is cut off at a fixed place, or at a part of the samples, keeps neither:
+
+    48 samples   x [48, 7]   x[:8] [8, 7]    x.topk(48 // 5)   weight.select(0, 48 // 20)
+    12 samples   x [12, 7]   x[:8] [8, 7]    x.topk(12 // 5)   weight.select(0, 12 // 20)
+                                   of x [n, 7]: 8 of 48, and 8 of 12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+VALUES = frozenset(
+    "add sub mul div true_divide floor_divide remainder fmod pow rsub clamp clamp_min clamp_max "
+    "where maximum minimum lerp addcmul addcdiv full full_like fill_ masked_fill eq ne lt le gt ge "
+    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ "
+    "__rtruediv__ __itruediv__ __rdiv__ __floordiv__ __mod__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
+    "__le__ __gt__ __ge__ add_ sub_ mul_ div_ pow_ clamp_ masked_fill_".split()
+)
+"""Functions that compute with the numbers they are given, which are no sizes."""
+
+STEPS = frozenset(
+    "floor_divide remainder fmod div clamp clamp_min clamp_max eq ne lt le gt ge bucketize "
+    "__floordiv__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __rshift__ __and__ "
+    "bitwise_right_shift bitwise_and minimum maximum sum count_nonzero".split()
+)
+"""Functions by which places of rows (``arange(n) // 8``) differ only where there are many rows."""
+
+CUTS = frozenset("slice select narrow split split_with_sizes tensor_split unbind chunk".split())
+"""Kernels that give a part of what they are given."""
+
+
+class Called(NamedTuple):
+    """One call.
+
+    Attributes:
+        path: the module.
+        name: of the function or kernel.
+        numbers: what Python gives, in order; slices as their parts.
+        words: parameters and buffers among the operands, by name; other values, written down.
+        shapes: of the results, then of the tensors that are given.
+        made: how many of `shapes` are results.
+        trains: which results carry gradients.
+        free: it computes with tensors in which no sample has a part.
+    """
+
+    path: str
+    name: str
+    numbers: list[float]
+    words: list[str]
+    shapes: list[tuple[int, ...]]
+    made: int
+    trains: list[bool]
+    free: bool
+
+
+def called(
+    path: str,
+    name: str,
+    given: tuple[Any, Any],
+    result: Any,
+    known: Mapping[int, str],
+    *,
+    free: bool = False,
+) -> Called:
+    """Return what is compared of a call.
+
+    Args:
+        path: the module.
+        name: of the function.
+        given: its arguments.
+        result: what it returned.
+        known: names of parameters and buffers, by id.
+        free: no sample has a part in the tensors that are given. Default False.
+    """
+    numbers, words, shapes = [], [], []
+    for one in _leaves(given):
+        if isinstance(one, Tensor):
+            words += [known[id(one)]] if id(one) in known else []
+            shapes.append(tuple(one.shape))
+        elif isinstance(one, bool | str | None):
+            words.append(repr(one))
+        elif isinstance(one, int | float):
+            numbers.append(one)
+    results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    made = [tuple(one.shape) for one in results]
+    trains = [one.requires_grad for one in results]
+    return Called(path, name, numbers, words, made + shapes, len(made), trains, free)
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    for one in tree_leaves(given):
+        if isinstance(one, slice):
+            yield from (one.start, one.stop, one.step)
+        else:
+            yield one
+
+
+def breaks(whole: Called, part: Called, n: int, m: int) -> bool:
+    """Say whether a call breaks the law.
+
+    Args:
+        whole: of `n` samples.
+        part: the same call of `m`.
+        n: samples of the whole batch.
+        m: those of a micro-batch, fewer.
+    """
+    alike = (whole.path, whole.name, whole.words) == (part.path, part.name, part.words)
+    if not alike or whole.trains != part.trains or len(whole.shapes) != len(part.shapes):
+        return True
+    shapes = zip(whole.shapes, part.shapes, strict=True)
+    if not all(_grows(a, b, n, m) for a, b in shapes):
+        return True
+    if len(whole.numbers) != len(part.numbers) or (whole.free and _steps(whole, part, n)):
+        return True
+    single = all(shape == () for shape in whole.shapes[: whole.made])
+    pairs = zip(whole.numbers, part.numbers, strict=True)
+    if whole.name in VALUES and not single:
+        return not all(a == b or (a != a and b != b) for a, b in pairs)
+    if whole.name == "roll" and _rolls(whole, part):
+        return True
+    return not all(_scales(a, b, n, m, inverse=single) for a, b in pairs)
+
+
+def _grows(a: Sequence[int], b: Sequence[int], n: int, m: int) -> bool:
+    """Say whether each dimension is the same, or so many for each sample."""
+    if len(a) != len(b):
+        return False
+    return all(x == y or (x % n == 0 and x // n * m == y) for x, y in zip(a, b, strict=True))
+
+
+def _scales(a: float, b: float, n: int, m: int, *, inverse: bool) -> bool:
+    """Say whether a number is the same, or a size; of a single number also one over a size."""
+    if a == b or (a != a and b != b):
+        return True
+    if not (isfinite(a) and isfinite(b)):
+        return False
+    return (a % n == 0 and a // n * m == b) or (inverse and abs(a * n - b * m) <= 1e-9 * abs(a * n))
+
+
+def _steps(whole: Called, part: Called, n: int) -> bool:
+    """Say whether places of rows, or a count of them, are compared or divided.
+
+    Where each sample has several entries (``arange(n * 4) // 4``), a divisor of these is no step.
+    """
+    pairs = [*zip(whole.shapes[whole.made :], part.shapes[part.made :], strict=True)]
+    each = [x // n for a, b in pairs for x, y in zip(a, b, strict=True) if x != y]
+    if whole.name not in STEPS or not each:
+        return False
+    if whole.name in ("sum", "count_nonzero"):
+        return whole.shapes[: whole.made] == part.shapes[: part.made]
+    return not (whole.numbers and all(k and each[0] % k == 0 for k in whole.numbers))
+
+
+def _rolls(whole: Called, part: Called) -> bool:
+    """Say whether rows are rolled: a roll by 12 leaves 4 rows, and 3, where they are."""
+    shape, other = whole.shapes[whole.made], part.shapes[part.made]
+    half = len(whole.numbers) // 2
+    dims = [int(d) for d in whole.numbers[half:]] if half else range(len(shape))
+    return any(shape[d] != other[d] for d in dims)

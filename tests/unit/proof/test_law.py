@@ -1,0 +1,136 @@
+"""What differs for many samples and not for few: fixed places, parts of a batch, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.unit.proof.nets import Body, Net, batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine, NotExactError
+
+
+def written(h: Tensor) -> Tensor:
+    weight = torch.ones(len(h), 1, dtype=h.dtype)
+    weight[8:] = 0.1
+    return h * weight
+
+
+def emptied(h: Tensor) -> Tensor:
+    h = h.clone()
+    h[: len(h) // 8] = 0
+    return h
+
+
+def grouped(h: Tensor) -> Tensor:
+    table = torch.eye(3, 8, dtype=h.dtype)
+    return h + table[torch.arange(len(h)) // 8]
+
+
+def attending(h: Tensor) -> Tensor:
+    late = torch.arange(len(h)) >= 8
+    return torch.where((late[:, None] & late[None]), 0.1, 0.0).to(h.dtype) @ h + h
+
+
+def without_gradient(h: Tensor) -> Tensor:
+    with torch.set_grad_enabled(len(h) <= 8):
+        found = h.tanh()
+    return h + found
+
+
+N = 16
+PLACES: dict[str, Body] = {
+    "the first 8": lambda h: torch.cat([h[:8] * 2, h[8:]]),
+    "all but the first 8": lambda h: torch.cat([h[:8], h[8:].detach()]),
+    "a split": lambda h: torch.cat([h.tensor_split([8])[0] * 2, h.tensor_split([8])[1]]),
+    "written at 8": written,
+    "an eighth written": emptied,
+    "groups of 8 places": grouped,
+    "places after 8": attending,
+    "rolled by 12": lambda h: h.roll(12, 0),
+    "rolled by a fifth": lambda h: h.roll(len(h) // 5, 0),
+    "features by size": lambda h: F.pad(h[:, :4] if len(h) > 8 else h[:, 4:], (0, 4)),
+    "a constant by size": lambda h: h * torch.tensor([1.0, 2.0])[int(len(h) > 8)],
+    "topk by size": lambda h: F.pad(h.topk(max(1, len(h) // 4))[0], (0, 8))[:, :8],
+    "eps by size": lambda h: F.layer_norm(h, [8], eps=0.1 if len(h) > 8 else 1e-5),
+    "no gradient by size": without_gradient,
+}
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4, 5])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_differs_for_many_samples_alone_is_not_shown(name: str, micro_batch: int) -> None:
+    """Of the 4 rows that are followed it cuts all or nothing."""
+    assert not claimed(PLACES[name], micro_batch)
+
+
+BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "a count": lambda g: g / max(len(g), 8),
+    "a branch": lambda g: g if len(g) <= 8 else g / 2,
+    "rows after 8": lambda g: torch.cat([g[:8], g[8:] * 0]),
+    "rolled by 12": lambda g: g.roll(12, 0),
+}
+
+
+class Turned(torch.autograd.Function):
+    """A function whose backward is its argument."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, h: Tensor, turn: object) -> Tensor:
+        """[n, c] -> [n, c]."""
+        ctx.turn = turn  # type: ignore[attr-defined]
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """[n, c] -> [n, c]."""
+        return ctx.turn(g), None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4, 5])
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_so_is_a_backward(name: str, hooked: bool, micro_batch: int) -> None:
+    turn = BACKWARD[name]
+
+    def body(h: Tensor) -> Tensor:
+        if not hooked:
+            found: Tensor = Turned.apply(h, turn)
+            return found
+        h = h * 1
+        h.register_hook(turn)
+        return h
+
+    assert not claimed(body, micro_batch)
+
+
+HONEST: dict[str, Body] = {
+    "two views": lambda h: sum(torch.cat([h, h.tanh()]).chunk(2)) / 2,  # type: ignore[return-value]
+    "features": lambda h: torch.cat([h[:, :4] * 2, h[:, 4:].roll(1, 1)], 1),
+    "its own entry": lambda h: h * h[torch.arange(len(h)), h.argmax(1)][:, None],
+    "windows": lambda h: h.view(-1, 2, 4).roll((1, 2), (1, 2)).flatten(1),
+    "by heads": lambda h: h.view(len(h) * 2, 4).softmax(1).view(len(h), 8),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4, 5])
+@pytest.mark.parametrize("name", HONEST)
+def test_sizes_that_grow_with_the_samples_are_shown(name: str, micro_batch: int) -> None:
+    assert claimed(HONEST[name], micro_batch)
+
+
+def claimed(body: Body, micro_batch: int) -> bool:
+    """Whether a step says that it is exact."""
+    torch.manual_seed(0)
+    net: nn.Module = Net(body).double()
+    x, y = batch(N)
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    try:
+        engine.backward(x, y)
+    except NotExactError:
+        return False
+    assert engine.plan is not None
+    return bool(engine.plan.exact)
