@@ -14,7 +14,7 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 
-from anybatch import LossError, NotExactError
+from anybatch import LossError, NotExactError, coupled
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"
@@ -285,3 +285,83 @@ def test_a_callback_can_be_sent_to_another_process_before_and_after_a_fit(again:
     assert other.state_dict() == whole.state_dict() != {}
     assert_whole(fit(made(), other))
     assert other.engine.micro_batch == 3
+
+
+EMPTIES = {
+    "the module": lambda module: module.zero_grad(),
+    "a part": lambda module: module.body.zero_grad(),
+    "its optimizer": lambda module: module.optimizers().zero_grad(),
+    "the bare optimizer": lambda module: module.optimizers().optimizer.zero_grad(),
+}
+
+
+class Empties(Net):
+    way = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        EMPTIES[self.way](self)
+        return self.lose(*batch)[0]
+
+
+@pytest.mark.parametrize("way", EMPTIES)
+def test_a_step_that_empties_the_gradients_of_earlier_rows_is_refused(way: str) -> None:
+    module = made(Empties)
+    module.way = way
+    with pytest.raises(NotExactError, match="training_step calls zero_grad"):
+        fit(module, WholeBatch(micro_batch=4))
+    assert "zero_grad" not in vars(module)
+
+
+LOGS: dict[str, Any] = {
+    "a number": (lambda module, loss, out: module.log("lr", 0.1), True),
+    "the loss": (lambda module, loss, out: module.log("loss", loss), True),
+    "several": (
+        lambda module, loss, out: module.log_dict({"a": loss.detach(), "b": out.mean()}),
+        True,
+    ),
+    "rows": (lambda module, loss, out: module.log("n", float(len(out)), reduce_fx="sum"), True),
+    "a number that is read": (lambda module, loss, out: module.log("a", float(out.mean())), False),
+    "an array": (lambda module, loss, out: module.log("a", max(out.tolist()[0])), False),
+}
+"""What a step logs, and whether that leaves the plan shown."""
+
+
+class Logs(Net):
+    way = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, out = self.lose(*batch)
+        LOGS[self.way][0](self, loss, out)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize("way", LOGS)
+def test_what_log_itself_reads_is_no_read_of_the_samples(way: str) -> None:
+    module, whole = made(Logs), WholeBatch(micro_batch=4)
+    module.way = way
+    assert_whole(fit(module, whole))
+    assert whole.engine is not None
+    assert whole.engine.plan is not None
+    assert bool(whole.engine.plan.exact) is LOGS[way][1]
+
+
+class Decays(Net):
+    """A part of the loss that belongs to no sample, as the refusal says to write it."""
+
+    marked = True
+
+    def lose(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss, out = super().lose(x, y)
+        square = self.body[0].weight.square().sum()
+        more = coupled(lambda value: 0.1 * value)(square) if self.marked else 0.1 * square
+        return loss + more, out
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_the_square_of_a_weight_is_a_part_of_the_loss(micro_batch: int) -> None:
+    assert_whole(fit(made(Decays), WholeBatch(micro_batch=micro_batch)))
+    bare = made(Decays)
+    bare.marked = False
+    with pytest.raises(LossError, match=r"coupled\(lambda value: 0.1 \* value\)"):
+        fit(bare, WholeBatch(micro_batch=micro_batch))
