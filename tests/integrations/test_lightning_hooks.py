@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from anybatch import LossError, NotExactError, coupled
 
@@ -22,6 +23,7 @@ pl = pytest.importorskip(
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
 from tests.integrations.fits import Net, assert_whole, fit, made  # noqa: E402
+from torchmetrics import MeanMetric, MeanSquaredError  # noqa: E402
 
 from anybatch.integrations.lightning import WholeBatch  # noqa: E402
 
@@ -320,6 +322,8 @@ LOGS: dict[str, Any] = {
         True,
     ),
     "rows": (lambda module, loss, out: module.log("n", float(len(out)), reduce_fx="sum"), True),
+    "a mean of losses": (lambda module, loss, out: module.mean(loss), True),
+    "a metric": (lambda module, loss, out: module.log("m", module.own(out, out + 1)), True),
     "a number that is read": (lambda module, loss, out: module.log("a", float(out.mean())), False),
     "an array": (lambda module, loss, out: module.log("a", max(out.tolist()[0])), False),
 }
@@ -329,10 +333,25 @@ LOGS: dict[str, Any] = {
 class Logs(Net):
     way = ""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.own = MeanMetric(), MeanSquaredError()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, out = self.lose(*batch)
         LOGS[self.way][0](self, loss, out)
         return loss
+
+
+class Weighs(Logs):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch[0])
+        return F.cross_entropy(out * self.mean(out.detach()), batch[1])
+
+
+def test_the_value_of_a_metric_in_the_loss_is_that_of_some_rows_and_refused() -> None:
+    with pytest.raises(NotExactError, match="samples must not meet inside the model"):
+        fit(made(Weighs), WholeBatch(micro_batch=4))
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")

@@ -543,17 +543,21 @@ def ours() -> bool:
 
     A mode of ours that only passes a call on does not read.
     """
-    frame = sys._getframe(1)
+    frame, measures = sys._getframe(1), False
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
         if name.startswith(READERS):
             return True
-        if not passes and not name.startswith(("torch.", "anybatch.proof.")):
-            return bool(name.startswith("anybatch."))
+        measures |= name.startswith(METRICS)
+        if not passes and not name.startswith(("torch.", "anybatch.proof.", METRICS)):
+            return bool(name.startswith("anybatch.integrations." if measures else "anybatch."))
         frame = frame.f_back
     return False
 
+
+METRICS = "torchmetrics."
+"""Modules that read numbers; their values have all samples where an integration calls them."""
 
 PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
 """Methods of modes, which call what was called."""
