@@ -151,6 +151,15 @@ def test_lanes_that_meet_for_other_things_are_a_mismatch() -> None:
         run(2, lambda lane: None if lane else exchange("a", 0, total) and None)
 
 
+@pytest.mark.parametrize(
+    ("key", "way_out"),
+    [("coupled f", "use what it returns in each loss"), ("bn", 'Use batchnorm="local"')],
+)
+def test_a_mismatch_names_the_way_out_of_where_lanes_meet(key: str, way_out: str) -> None:
+    with pytest.raises(LaneMismatchError, match=way_out):
+        run(2, lambda lane: None if lane else exchange(key, 0, total) and None)
+
+
 def test_ctrl_c_ends_all_lanes_at_the_next_meeting() -> None:
     met: list[int] = []
 

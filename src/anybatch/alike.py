@@ -138,7 +138,7 @@ def _no_rows(name: str, what: str) -> LossError:
         "arguments of a coupled function that have a dimension must hold rows, and one of "
         f"{name}, {what} belongs to no sample: let the function reach it without an argument where "
         "it is not trained (functools.partial), or compute with it before the call (similarities "
-        "to prototypes, not prototypes)"
+        "to prototypes, not prototypes; of a weight, fn(weight.square().sum()))"
     )
 
 

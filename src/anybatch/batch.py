@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from numbers import Number
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ class MicroBatch:
         """Return a checksum of every bit of it: tensors, arrays, texts and numbers."""
         check = 0
         for _, leaf in tree.leaves((self.inputs, self.targets)):
-            check = zlib.crc32(_bytes_of(leaf), check)
+            check = zlib.crc32(bytes_of_leaf(leaf), check)
         return check
 
 
@@ -133,10 +133,12 @@ class LazyBatch:
     as one batch. An item is a pair ``(input, target)``; with a loss inside the model
     (`Loss.inside`) an item is the input alone.
 
-    What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: a loss that
-    counts padding is then another number than that of the whole batch. Pad to a fixed length, or
-    give padding no weight (``ignore_index``). A number that it returns beside the rows must not
-    depend on the samples; one that differs between micro-batches is refused.
+    What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: what counts
+    padding is then another number than that of the whole batch. Where shapes differ between
+    micro-batches the plan says "not shown"; pad to a fixed length. A function that makes other rows
+    of the same items when others come with them is refused: a few items are loaded and collated to
+    see that, in the first step. A number that it returns beside the rows must not depend on the
+    samples; one that differs between micro-batches is refused.
 
     With `workers`, every pass over the batch seeds them from torch's global generator: each step
     draws augmentations of its own, and both passes of one step draw the same.
@@ -175,6 +177,7 @@ class LazyBatch:
         self.workers = workers
         self.collate_fn = collate_fn
         self.paired = True
+        self._ragged = ""
 
     @property
     def size(self) -> int:
@@ -212,31 +215,52 @@ class LazyBatch:
         )
         numbers: dict[str, Any] = {}
         begin = 0
+        shapes: dict[str, Any] = {}
         for item, chunk in zip(loader, chunks, strict=True):
-            inputs, targets = self._split(item)
-            yield MicroBatch(*_collated(inputs, targets, len(chunk), numbers), len(chunk), begin)
+            inputs, targets = collated(item, len(chunk), numbers, paired=self.paired)
+            self._note_shapes(shapes, inputs, targets)
+            yield MicroBatch(inputs, targets, len(chunk), begin)
             begin += len(chunk)
 
-    def _split(self, item: Any) -> tuple[Any, Any]:
-        if not self.paired:
-            return item, None
-        if isinstance(item, tuple | list) and len(item) == 2:
-            return cast("tuple[Any, Any]", tuple(item))
+    def _note_shapes(self, shapes: dict[str, Any], inputs: Any, targets: Any) -> None:
+        """Note in which tensor rows of another shape come first."""
+        for name, values in (("inputs", inputs), ("target", targets)):
+            for path, leaf in tree.leaves(values, name):
+                if isinstance(leaf, tree.ARRAYS):
+                    known = shapes.setdefault(path, leaf.shape[1:])
+                    if known != leaf.shape[1:] and not self._ragged:
+                        self._ragged = path
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why it is not shown that what was loaded is a part of the undivided batch."""
+        if not self._ragged:
+            return ()
+        return (
+            f"rows of {self._ragged} have other shapes in other micro-batches, and the undivided "
+            "batch would be padded to the longest of all: let collate_fn pad to a fixed length",
+        )
+
+
+def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) -> tuple[Any, Any]:
+    """Return inputs and targets of what `collate_fn` gave, lists marked, or refuse what is wrong.
+
+    Args:
+        item: of a micro-batch.
+        items: that it was made of.
+        numbers: those of the first micro-batch, by path.
+        paired: it is a pair (input, target); else the input alone.
+
+    Raises:
+        BatchError: it is no pair, or rows or numbers are not as they must be.
+    """
+    pair = isinstance(item, tuple | list) and len(item) == 2
+    if paired and not pair:
         raise BatchError(
             f"an item of a lazy batch must be a pair (input, target), and it is "
             f"{type(item).__name__}: return pairs from the data set or from collate_fn"
         )
-
-
-def _collated(inputs: Any, targets: Any, items: int, numbers: dict[str, Any]) -> tuple[Any, Any]:
-    """Return what `collate_fn` gave, its lists marked, or refuse what it must not do.
-
-    Args:
-        inputs: of a micro-batch.
-        targets: the same, or None.
-        items: that it was made of.
-        numbers: those of the first micro-batch, by path.
-    """
+    inputs, targets = item if paired else (item, None)
     named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
     size = tree.batch_size(**named)
     if size != items:
@@ -253,7 +277,8 @@ def _collated(inputs: Any, targets: Any, items: int, numbers: dict[str, Any]) ->
     return inputs, targets
 
 
-def _bytes_of(leaf: Any) -> bytes | memoryview:
+def bytes_of_leaf(leaf: Any) -> bytes | memoryview:
+    """Return every bit of a tensor, an array, a text or a number; nothing of another object."""
     if isinstance(leaf, Tensor):
         flat = leaf.detach().cpu().contiguous().reshape(-1)
         flat = flat.resolve_conj().resolve_neg()

@@ -217,11 +217,12 @@ class Lanes:
         lane, first = self._order[self._at], self._order[0]
         self._keys[lane] = key
         if key != self._keys[first]:
+            places = str(self._keys[first]), str(key)
             raise LaneMismatchError(
                 "every micro-batch must go through the same layers where samples meet, and "
                 f"micro-batch {first} is at {self._keys[first]} while micro-batch {lane} is at "
-                f"{key}: the model takes another path for other samples. Use "
-                'batchnorm="local", or give micro_batch >= the batch size'
+                f"{key}: the model takes another path for other samples. {_way_out(places)}or give "
+                "micro_batch >= the batch size"
             )
         return lane
 
@@ -272,6 +273,13 @@ class Lanes:
             self._go[min(self._alive)].release()
         else:
             self._go[self._order[self._at]].release()
+
+
+def _way_out(places: tuple[str, str]) -> str:
+    """Return what helps where two micro-batches meet for these, as the beginning of a sentence."""
+    if any("coupled" in place or "all_gather" in place for place in places):
+        return "Call it for every micro-batch, and use what it returns in each loss, "
+    return 'Use batchnorm="local", '
 
 
 def _join(threads: list[threading.Thread]) -> None:

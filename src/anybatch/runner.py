@@ -336,6 +336,7 @@ class Runner:
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
         self._familiar[step.signature].keep()
+        step.doubt_batch()
         self._seen[step.signature] = Seen(
             step.coupled,
             frozenset(),
@@ -418,6 +419,7 @@ class Runner:
         drew = step.draws is not None or (step.drew_any() if seen is None else not seen.still)
         coupled = step.found == COUPLED
         self._familiar[step.signature].keep()
+        step.doubt_batch()
         self._seen[step.signature] = Seen(
             coupled,
             moving,

@@ -184,7 +184,8 @@ def shares(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the output tensors that the loss depends on, and their rows of its gradient.
 
-    An output without samples is the same for all micro-batches: the first one hands it back.
+    An output without samples is the same for all micro-batches: the first one hands it back. Others
+    that wait for each other hand zeros back, for it may be a value in whose backward all meet.
 
     Args:
         step: the step.
@@ -198,11 +199,13 @@ def shares(
     for tensor, gradient, axis in zip(
         tensors, gradients[here], (step.layout or ())[here], strict=True
     ):
-        if gradient is None or (axis is None and begin > 0):
+        later = axis is None and begin > 0
+        if gradient is None or (later and not step.lanes):
             continue
         size = 0 if axis is None else tensor.shape[axis]
+        own = gradient if axis is None else gradient.narrow(axis, begin, size)
         roots.append(tensor)
-        shares.append(gradient if axis is None else gradient.narrow(axis, begin, size))
+        shares.append(torch.zeros_like(own) if later else own)
     return roots, shares
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from anybatch import graph, tree
 from anybatch._memory import Inside, Room
-from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
+from anybatch.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
 from anybatch.errors import LossError, NotExactError
@@ -330,6 +330,11 @@ class Step(Repeatable):
             raise OutputsChangedError
         if CHANGES not in self.doubts:
             self.doubts += (CHANGES,)
+
+    def doubt_batch(self) -> None:
+        """Take in what its batch has shown as it was loaded."""
+        found = self.batch.doubts if isinstance(self.batch, LazyBatch) else ()
+        self.doubts += tuple(doubt for doubt in found if doubt not in self.doubts)
 
     def collect(self) -> None:
         """Take what has flowed back from a micro-batch into the sum."""

@@ -151,6 +151,48 @@ def test_a_term_that_comes_with_the_third_micro_batch_is_too() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+class Beside(nn.Module):
+    """Returns a coupled value, and what it makes of it, beside its logits."""
+
+    def __init__(self, *, normalises: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6) if normalises else nn.Tanh()
+        self.last, self.scale = nn.Linear(6, CLASSES), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = self.last(self.norm(self.first(x)))
+        spread = anybatch.coupled(lambda rows: rows.var(0).sum())(out)
+        return out, spread, self.scale * spread + self.last.weight.square().sum()
+
+
+BESIDE: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda out, y: F.cross_entropy(out[0], y) + 0.1 * out[1],
+    "product": lambda out, y: F.cross_entropy(out[0], y) * out[1].exp() + out[2],
+    "unused": lambda out, y: F.cross_entropy(out[0], y) + out[2],
+}
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 5])
+@pytest.mark.parametrize("way", BESIDE)
+def test_a_value_beside_the_outputs_goes_into_the_loss_outside(
+    way: str, micro_batch: int, normalises: bool
+) -> None:
+    x, y = batch()
+    model, loss = Beside(normalises=normalises).double(), BESIDE[way]
+    want = undivided(model, loss, x, y)
+    engine: list[Engine] = []
+
+    def run(copied: nn.Module) -> Tensor:
+        engine.append(Engine(copied, loss, micro_batch=micro_batch))
+        return engine[0].backward(x, y)
+
+    assert_exact(state_after(model, run), want)
+    assert engine[0].plan is not None
+    assert engine[0].plan.exact
+
+
 @pytest.mark.parametrize("declare", ["per sample", "ratio"])
 def test_a_declared_loss_outside_may_call_it(declare: str) -> None:
     marked = anybatch.coupled(dice)

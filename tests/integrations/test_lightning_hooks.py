@@ -13,8 +13,9 @@ import pytest
 import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from anybatch import LossError, NotExactError
+from anybatch import LossError, NotExactError, coupled
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"
@@ -22,6 +23,7 @@ pl = pytest.importorskip(
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
 from tests.integrations.fits import Net, assert_whole, fit, made  # noqa: E402
+from torchmetrics import MeanMetric, MeanSquaredError  # noqa: E402
 
 from anybatch.integrations.lightning import WholeBatch  # noqa: E402
 
@@ -285,3 +287,100 @@ def test_a_callback_can_be_sent_to_another_process_before_and_after_a_fit(again:
     assert other.state_dict() == whole.state_dict() != {}
     assert_whole(fit(made(), other))
     assert other.engine.micro_batch == 3
+
+
+EMPTIES = {
+    "the module": lambda module: module.zero_grad(),
+    "a part": lambda module: module.body.zero_grad(),
+    "its optimizer": lambda module: module.optimizers().zero_grad(),
+    "the bare optimizer": lambda module: module.optimizers().optimizer.zero_grad(),
+}
+
+
+class Empties(Net):
+    way = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        EMPTIES[self.way](self)
+        return self.lose(*batch)[0]
+
+
+@pytest.mark.parametrize("way", EMPTIES)
+def test_a_step_that_empties_the_gradients_of_earlier_rows_is_refused(way: str) -> None:
+    module = made(Empties)
+    module.way = way
+    with pytest.raises(NotExactError, match="training_step calls zero_grad"):
+        fit(module, WholeBatch(micro_batch=4))
+    assert "zero_grad" not in vars(module)
+
+
+LOGS: dict[str, Any] = {
+    "a number": (lambda module, loss, out: module.log("lr", 0.1), True),
+    "the loss": (lambda module, loss, out: module.log("loss", loss), True),
+    "several": (
+        lambda module, loss, out: module.log_dict({"a": loss.detach(), "b": out.mean()}),
+        True,
+    ),
+    "rows": (lambda module, loss, out: module.log("n", float(len(out)), reduce_fx="sum"), True),
+    "a mean of losses": (lambda module, loss, out: module.mean(loss), True),
+    "a metric": (lambda module, loss, out: module.log("m", module.own(out, out + 1)), True),
+    "a number that is read": (lambda module, loss, out: module.log("a", float(out.mean())), False),
+    "an array": (lambda module, loss, out: module.log("a", max(out.tolist()[0])), False),
+}
+"""What a step logs, and whether that leaves the plan shown."""
+
+
+class Logs(Net):
+    way = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.own = MeanMetric(), MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, out = self.lose(*batch)
+        LOGS[self.way][0](self, loss, out)
+        return loss
+
+
+class Weighs(Logs):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self(batch[0])
+        return F.cross_entropy(out * self.mean(out.detach()), batch[1])
+
+
+def test_the_value_of_a_metric_in_the_loss_is_that_of_some_rows_and_refused() -> None:
+    with pytest.raises(NotExactError, match="samples must not meet inside the model"):
+        fit(made(Weighs), WholeBatch(micro_batch=4))
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize("way", LOGS)
+def test_what_log_itself_reads_is_no_read_of_the_samples(way: str) -> None:
+    module, whole = made(Logs), WholeBatch(micro_batch=4)
+    module.way = way
+    assert_whole(fit(module, whole))
+    assert whole.engine is not None
+    assert whole.engine.plan is not None
+    assert bool(whole.engine.plan.exact) is LOGS[way][1]
+
+
+class Decays(Net):
+    """A part of the loss that belongs to no sample, as the refusal says to write it."""
+
+    marked = True
+
+    def lose(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        loss, out = super().lose(x, y)
+        square = self.body[0].weight.square().sum()
+        more = coupled(lambda value: 0.1 * value)(square) if self.marked else 0.1 * square
+        return loss + more, out
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_the_square_of_a_weight_is_a_part_of_the_loss(micro_batch: int) -> None:
+    assert_whole(fit(made(Decays), WholeBatch(micro_batch=micro_batch)))
+    bare = made(Decays)
+    bare.marked = False
+    with pytest.raises(LossError, match=r"coupled\(lambda value: 0.1 \* value\)"):
+        fit(bare, WholeBatch(micro_batch=micro_batch))

@@ -268,7 +268,8 @@ def test_a_model_that_returns_no_loss_lacks_a_loss_fn(
 def test_what_cannot_be_traced_is_refused_with_the_operation_and_the_ways_out() -> None:
     ways = (
         r"something else \(Neg\): declare Loss.inside\(count=...\) if it is a mean, or mark "
-        "the part in which samples meet with anybatch.coupled, or give micro_batch >= the batch"
+        "the part in which samples meet with anybatch.coupled, and the square of a weight by "
+        r"coupled\(lambda value: 0.1 \* value\)\(weight.square\(\).sum\(\)\), or give micro_batch"
     )
     with pytest.raises(LossError, match=ways):
         Engine(model(untraced), micro_batch=3).backward(batch())

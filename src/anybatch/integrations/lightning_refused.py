@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
@@ -79,6 +81,35 @@ def _refuse_places(trainer: Any, module: Any) -> None:
             "a compiled model that computes its own loss is not something that the engine can run "
             "today: give the Trainer the module without torch.compile"
         )
+
+
+@contextmanager
+def refusing_zero_grad(module: Any, trainer: Any) -> Iterator[None]:
+    """Refuse ``zero_grad`` of a module, its parts or its optimizers in the body: a step runs.
+
+    Raises:
+        NotExactError: from ``training_step``, which calls it.
+    """
+    wrapped = getattr(trainer.strategy, "_lightning_optimizers", ())  # what self.optimizers() gives
+    owners = [module, *module.children(), *trainer.optimizers, *wrapped]
+    before = [vars(owner).get("zero_grad") for owner in owners]
+    for owner in owners:
+        vars(owner)["zero_grad"] = _no_zero_grad
+    try:
+        yield
+    finally:
+        for owner, own in zip(owners, before, strict=True):
+            vars(owner).pop("zero_grad", None)
+            if own is not None:
+                vars(owner)["zero_grad"] = own
+
+
+def _no_zero_grad(*_given: Any, **_named: Any) -> None:
+    raise NotExactError(
+        "gradients must stay while micro-batches run, and training_step calls zero_grad, which "
+        "empties those of the micro-batches before: leave it out, because Lightning empties them "
+        "before each backward; in manual optimisation, call it outside of what whole_loss is given"
+    )
 
 
 def refuse_backward(*, handed: bool) -> None:

@@ -30,9 +30,8 @@ from anybatch.integrations.install import require
 from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, may_divide
 from anybatch.integrations.transformers_experts import evenly_over_all
 from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
-from anybatch.integrations.transformers_padding import Trimmed
+from anybatch.integrations.transformers_padding import OfTrimmed, Trimmed
 from anybatch.integrations.transformers_resume import History
-from anybatch.loss.heard import OfModel
 from anybatch.norm.adaptive import Adaptive
 from anybatch.units import show_bytes
 
@@ -67,8 +66,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     and ``on_substep_end`` is never called. What is set between two calls of `train` counts, as it
     does there; what would accumulate in the middle of one is refused at the step. With
     ``dataloader_drop_last`` the last batch of an epoch is left out where it is not whole. The batch
-    is padded to its longest row by the collator; what of that a micro-batch does not need is cut
-    off again (`transformers_padding`).
+    is padded to its longest row by the collator, and so is each micro-batch; ``cut_padding=True``
+    leaves out the columns that a micro-batch does not need (`transformers_padding`).
 
     The loss of the model is heard (`anybatch.loss.heard`): a weighted sum of torch's own losses
     needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
@@ -88,6 +87,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         batchnorm: as for `Engine`.
         rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
         plan: obey it; a checkpoint brings its own.
+        cut_padding: leave out of a micro-batch the columns that are padding in all of its rows, and
+            take rows in order of length. It is less to compute, and the plan says "not shown": the
+            gradient is that of the batch where the model heeds its attention mask. Default False.
         named: what it takes by name.
 
     Attributes:
@@ -96,7 +98,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     Raises:
         ImportError: transformers or accelerate is not installed.
         ValueError: ``auto_find_batch_size``, which changes the batch; gradients would be
-            accumulated over several batches of the loader.
+            accumulated over several batches of the loader; `cut_padding` beside ``rng="batch"``.
         NotYetError: DeepSpeed, FSDP, DataParallel, a compiled model, fused losses.
         NotExactError: `compute_loss`, or another method that is not called, is overridden.
         LossError: at the first step, where the loss of the model is not known.
@@ -118,8 +120,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         batchnorm: BatchNormMode | Adaptive = "exact",
         rng: RngMode = "lane",
         plan: Plan | None = None,
+        cut_padding: bool = False,
         **named: Any,
     ) -> None:
+        if cut_padding and rng == "batch":
+            raise ValueError(
+                'with rng="batch" dropout is drawn for all columns of the undivided batch, and '
+                "cut_padding=True computes fewer: leave one of them out"
+            )
         given = transformers.TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(given)
         self._overrides = Overrides(self, Trainer, transformers.Trainer)
@@ -127,6 +135,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self.engine: Engine | None = None
         self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
         self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
+        self._cuts = cut_padding
         self._heard: Trimmed | None = None
         self._given: GivenLoss | None = None
         self._made_for: tuple[int, ...] = ()
@@ -285,10 +294,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             inner = getattr(getattr(model, "base_model", None), "model", model)
             name = type(inner if hasattr(model, "peft_config") else model).__name__
             return model, smoothed(self.label_smoother, shifts=name in CAUSAL.values())
-        self._heard = Trimmed(model)
-        if self._how["rng"] == "batch":  # the draws of the undivided batch are for all columns
-            self._heard.trims = False
-        return self._heard, OfModel(self._heard, WAY_OUT)
+        self._heard = Trimmed(model, cuts=self._cuts)
+        return self._heard, OfTrimmed(self._heard, WAY_OUT)
 
     def _tell(self, engine: Engine) -> None:
         """Log the plan where it is another one, and what the logits of a micro-batch take."""

@@ -1,16 +1,18 @@
-"""Padding that no micro-batch needs: rows in order of length, columns that are padding in all cut.
+"""Padding that no micro-batch needs, cut where it was asked for: columns that are padding in all.
 
 A batch is collated once, and so padded to the longest of all its rows. A Trainer that accumulates
 pads each of its small batches to its own longest, which is less to compute. What comes behind the
-last token of every row of a micro-batch is nothing to a model that heeds its attention mask, so it
-is cut off; and micro-batches of rows of like lengths have the least of it.
+last token of every row of a micro-batch is nothing to a model that heeds its attention mask. With
+``cut_padding=True`` it is cut off, and rows go in order of length, so that there is more to cut.
 
     a b c d e       a b c d e          sorted by length, the longest first: a lack of memory
     f g . . .  ──>  h i j k .          shows at once; the sum over rows has no order
     h i j k .       f g | . . .
 
-Whether the model heeds its mask is asked: one short row must have one loss, cut or not. Cut are
-only batches of token ids, masks and labels, padded on the right.
+No comparison of values proves that a model heeds its mask: a maximum over all columns has padding
+in it for some rows only. So cutting is asked for, the plan says that it was not shown, and a model
+is refused whose loss of a padded row is another one without its padding. Cut are only batches of
+token ids, masks and labels, padded on the right.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from torch import Tensor, nn
 from anybatch import tree
 from anybatch._check import permuted
 from anybatch.batch import TensorBatch
+from anybatch.errors import NotExactError
 from anybatch.fakes import is_fake
-from anybatch.loss.heard import Heard, Overheard, first_loss
+from anybatch.loss.heard import Heard, OfModel, Overheard, first_loss
 from anybatch.meeting import looks_here
 
 Inputs = dict[str, Any]
@@ -35,33 +38,50 @@ SECOND = ("decoder_input_ids", "decoder_attention_mask")
 IGNORED = -100
 
 
+CUT = (
+    "padding is cut, as cut_padding=True asks, and a model that computes with the places of "
+    "padding gives another gradient"
+)
+HEEDS = (
+    "a model must heed its attention mask where cut_padding=True, and the loss of a row of this "
+    "batch is {whole:.8g} with its padding and {cut:.8g} without: leave cut_padding out"
+)
+
+
 class Trimmed(Overheard):
     """An `Overheard` model that is trained on rows without the padding that they share.
 
     Args:
         model: of transformers.
+        cuts: whether it is; by default it is trained on all columns.
 
     Attributes:
-        trims: whether it does; None before it is known.
+        doubts: why the gradient is not shown to be that of the padded batch.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, cuts: bool = False) -> None:
         super().__init__(model)
-        self.trims: bool | None = None
+        self.doubts = (CUT,) if cuts else ()
+        self._cuts, self._compared, self._rows = cuts, False, 0
         self._pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Heard:
-        """Run the model and listen; looked at, the rows are left as they are."""
-        if self.trims and not args and not looks_here():
+        """Run the model and listen; the whole batch, and rows looked at, are left as they are."""
+        if self._cuts and not args and not looks_here() and _rows_of(kwargs) < self._rows:
             kwargs = self._cut(kwargs)
         return super().forward(*args, **kwargs)
 
     def ordered(self, inputs: Inputs) -> Inputs:
-        """Return a batch with the longest rows first, where padding is cut."""
-        if self.trims is None:
-            self.trims = _may(inputs, pair=self._pair) and self._heeds(inputs)
-        if not self.trims or not _may(inputs, pair=self._pair):
+        """Return a batch with the longest rows first, where padding is cut.
+
+        Raises:
+            NotExactError: the first row that has padding has another loss without it.
+        """
+        if not self._cuts or not _may(inputs, pair=self._pair):
             return inputs
+        self._rows = _rows_of(inputs)
+        if not self._compared:
+            self._compare(inputs)
         lengths = inputs["attention_mask"].sum(1)
         order = torch.argsort(lengths, descending=True, stable=True).cpu()
         moved: Inputs = permuted(TensorBatch.of(inputs, None), order).inputs
@@ -75,17 +95,36 @@ class Trimmed(Overheard):
             short |= {name: inputs[name][:, :width].contiguous() for name in names}
         return short
 
-    def _heeds(self, inputs: Inputs) -> bool:
-        """Say whether the shortest row has the same loss without its padding."""
+    def _compare(self, inputs: Inputs) -> None:
+        """Refuse a model whose loss of the shortest row is another one without its padding."""
         size = len(inputs["attention_mask"])
         at = int(inputs["attention_mask"].sum(1).argmin())
         device = next(self.model.parameters()).device
         row = tree.map_tensors(lambda t: t.to(device), tree.rows(inputs, at, at + 1, size))
+        short = self._cut(row)
+        if all(short[name].shape == row[name].shape for name in row):
+            return  # no row has padding, which tells nothing of those that have
         with torch.no_grad(), _evaluating(self.model):
-            whole, cut = (float(first_loss(self.model(**x))) for x in (row, self._cut(row)))
+            whole, cut = (float(first_loss(self.model(**x))) for x in (row, short))
+        if whole != whole and cut != cut:
+            return  # no token of it is predicted
+        self._compared = True
         bound = torch.finfo(torch.float32).eps ** 0.5
-        nothing = whole != whole and cut != cut  # no token of it is predicted
-        return nothing or abs(whole - cut) <= bound * abs(whole)
+        if not abs(whole - cut) <= bound * abs(whole):
+            raise NotExactError(HEEDS.format(whole=whole, cut=cut))
+
+
+class OfTrimmed(OfModel):
+    """The loss of a model that is `Trimmed`; it has the doubts of that model."""
+
+    def __init__(self, model: Trimmed, way_out: str) -> None:
+        super().__init__(model, way_out)
+        self.doubts = model.doubts
+
+
+def _rows_of(inputs: Inputs) -> int:
+    mask = inputs.get("attention_mask")
+    return len(mask) if isinstance(mask, Tensor) and mask.dim() else 0
 
 
 def _may(inputs: Inputs, *, pair: bool) -> bool:

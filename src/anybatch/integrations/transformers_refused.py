@@ -13,7 +13,8 @@ from anybatch.errors import NotExactError, NotYetError
 PACKAGE = Path(transformers.__file__).parent
 
 WAY_OUT = (
-    "mark the part of it in which samples meet with anybatch.coupled, or leave the labels out of "
+    "mark the part of it in which samples meet with anybatch.coupled, the square of a weight by "
+    "coupled(lambda value: 0.1 * value)(weight.square().sum()), or leave the labels out of "
     "the batch and pass compute_loss_func=, which is exact for every loss"
 )
 """What helps where a model's own loss is not known."""

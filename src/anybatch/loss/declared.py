@@ -101,6 +101,8 @@ class Loss(ABC):
     """Whether samples meet in it, whatever the outputs are."""
     believed = False
     """Whether a person's word, which nothing has shown, says what the present step divides by."""
+    doubts: tuple[str, ...] = ()
+    """Why it is not shown that what is computed is the loss of the batch."""
     declares = False
     """Whether a person's word says what samples have of their own, which `own` returns."""
     counts = False

@@ -29,7 +29,8 @@ from anybatch.loss.hearing import TermOfAll
 
 WAY_OUT = (
     "declare Loss.inside(count=...) if it is a mean, or mark the part in which samples meet with "
-    "anybatch.coupled, or give micro_batch >= the batch size"
+    "anybatch.coupled, and the square of a weight by coupled(lambda value: 0.1 * value)"
+    "(weight.square().sum()), or give micro_batch >= the batch size"
 )
 
 ROUNDING = 1e-4

@@ -345,7 +345,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name
         for one in made:
             single = one.dim() == 0 and plain(one) and not (drawn or one.requires_grad)
-            if single and not _ours():
+            if single and not ours():
                 with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
                     self.notes.numbers.append((self.path, name, (one.item(),)))
 
@@ -353,7 +353,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note what shows in the operands alone."""
         if call.name in READS:
             # of all numbers, where it compares tensors
-            if call.masks and not (self.checks or _ours()):
+            if call.masks and not (self.checks or ours()):
                 real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))
         elif call.name in TABLES and call.argument("scale_grad_by_freq"):
@@ -545,22 +545,26 @@ LINEAR = ADDITIVE | frozenset(
 """Kernels that are linear in one operand when the others are constants."""
 
 
-def _ours() -> bool:
+def ours() -> bool:
     """Say whether it is this library that reads, or code that is known: not what a person wrote.
 
     A mode of ours that only passes a call on does not read.
     """
-    frame = sys._getframe(1)
+    frame, measures = sys._getframe(1), False
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
         if name.startswith(READERS):
             return True
-        if not passes and not name.startswith(("torch.", "anybatch.proof.")):
-            return bool(name.startswith("anybatch."))
+        measures |= name.startswith(METRICS)
+        if not passes and not name.startswith(("torch.", "anybatch.proof.", METRICS)):
+            return bool(name.startswith("anybatch.integrations." if measures else "anybatch."))
         frame = frame.f_back
     return False
 
+
+METRICS = "torchmetrics."
+"""Modules that read numbers; their values have all samples where an integration calls them."""
 
 PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
 """Methods of modes, which call what was called."""
