@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from anybatch import Engine, LazyBatch
+from anybatch import Engine, LazyBatch, Loss, NotExactError
 from anybatch.loss.entries import holds, unread
 
 N = 7
@@ -256,3 +256,75 @@ def test_a_tree_of_tensors_holds_no_such_rows() -> None:
     assert not holds({"y": torch.ones(3), "size": (224, 224), "n": 3, "t": "text", "": None})
     assert holds((torch.ones(3), ["a", "b", "c"]))
     assert holds([np.ones(3)])
+
+
+def weighed(o: Tensor, t: dict[str, Any]) -> Tensor:
+    return (o - t["y"]).square().mean(1) * (2 if "hard" in t["k"] else 1)
+
+
+def by_sample(o: Tensor, t: dict[str, Any]) -> Tensor:
+    scales = torch.tensor([2.0 if k == "hard" else 1.0 for k in t["k"]], dtype=o.dtype)
+    return (o - t["y"]).square().mean(1) * scales
+
+
+def untold(o: Tensor, t: dict[str, Any]) -> Tensor:
+    return (o - t["y"]).square().mean(1)
+
+
+def ratio(fn: Callable[..., Tensor]) -> Loss:
+    return Loss.ratio(lambda o, t: fn(o, t).sum(), lambda t: len(t["k"]))
+
+
+DECLARED: dict[str, Callable[..., Loss]] = {"per_sample": Loss.per_sample, "ratio": ratio}
+KINDS: dict[str, list[str]] = {
+    "first": HARD,
+    "last": HARD[::-1],
+    "middle": [*HARD[1:4], "hard", *HARD[4:]],
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("declared", DECLARED)
+def test_a_declared_loss_that_asks_for_all_entries_is_refused(
+    declared: str, kinds: str, micro_batch: int
+) -> None:
+    """It was once shown to be exact, and wrong by up to 0.7, where a later row was the hard one."""
+    model = model_of(lanes=False)
+    engine = Engine(model, DECLARED[declared](weighed), micro_batch=micro_batch)
+    with pytest.raises(NotExactError, match="Give the loss without a declaration"):
+        engine.backward(*batch(KINDS[kinds]))
+    inputs, targets = batch(KINDS[kinds])
+    plain = Engine(model, lambda o, t: weighed(o, t).mean(), micro_batch=micro_batch)
+    want = undivided(model, lambda o, t: weighed(o, t).mean(), inputs, targets)
+    assert_exact(state_of(model, plain.backward(inputs, targets)), want)  # as the refusal says
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["tensors", "lazy"])
+@pytest.mark.parametrize("declared", DECLARED)
+def test_a_declared_loss_that_reads_each_entry_is_exact_and_not_shown(
+    declared: str, lazy: bool
+) -> None:
+    model = model_of(lanes=False)
+    inputs, targets = batch(HARD[::-1])
+    want = undivided(model, lambda o, t: by_sample(o, t).mean(), inputs, targets)
+    engine = Engine(model, DECLARED[declared](by_sample), micro_batch=3)
+    assert_exact(state_of(model, run(engine, inputs, targets, lazy=lazy)), want)
+    assert not engine.plan.exact
+    assert "reads rows that are no tensors" in str(engine.plan.exact)
+
+
+def test_a_declared_loss_of_loaded_entries_is_never_shown() -> None:
+    engine = Engine(model_of(lanes=False), Loss.per_sample(weighed), micro_batch=5)
+    run(engine, *batch(HARD[::-1]), lazy=True)
+    assert not engine.plan.exact
+
+
+@pytest.mark.parametrize("declared", DECLARED)
+def test_a_declared_loss_that_reads_no_entries_is_shown(declared: str) -> None:
+    model = model_of(lanes=False)
+    inputs, targets = batch(HARD)
+    want = undivided(model, lambda o, t: untold(o, t).mean(), inputs, targets)
+    engine = Engine(model, DECLARED[declared](untold), micro_batch=3)
+    assert_exact(state_of(model, engine.backward(inputs, targets)), want)
+    assert engine.plan.exact
