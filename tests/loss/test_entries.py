@@ -328,3 +328,21 @@ def test_a_declared_loss_that_reads_no_entries_is_shown(declared: str) -> None:
     engine = Engine(model, DECLARED[declared](untold), micro_batch=3)
     assert_exact(state_of(model, engine.backward(inputs, targets)), want)
     assert engine.plan.exact
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
+def test_entries_steer_no_part_of_a_batch_that_a_budget_divides(place: int) -> None:
+    """Four rows are watched to foresee a step: a last one that steers is met in the step itself."""
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), *hidden, nn.Linear(16, 3)).double()
+    scales = [1.0] * 12
+    scales[place] = 5.0
+    inputs = torch.randn(12, 40, 6).double()
+    targets = {"y": torch.randn(12, 40, 3).double(), "k": scales}
+    loss = STEERED["a number"][0]
+    want = undivided(model, loss, inputs, targets)
+    engine = Engine(model, loss, memory="200KiB")
+    assert_exact(state_of(model, engine.backward(inputs, targets)), want)
+    assert engine.last is not None
+    assert engine.last.micro_batches > 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from anybatch import tree
-from anybatch.batch import MicroBatch
+from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.entries import Asked, holds, unread
 from anybatch.loss.terms import Numerators, Term
@@ -182,7 +182,8 @@ class Watched(Loss):
         All is known so before the first backward.
         """
         if seen.reads and scope.batch is not None:
-            each = scope.batch.micro_batches(scope.first.size)
+            # all of them, where a rehearsal has the first few
+            each = TensorBatch.micro_batches(scope.batch, scope.first.size)
             return all(self._is_part(seen, scope.outputs, micro) for micro in each)
         sizes = {scope.first.size, scope.size % scope.first.size} - {0}
         return all(self._holds_at(seen, size) for size in sizes)
