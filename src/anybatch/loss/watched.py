@@ -185,8 +185,12 @@ class Watched(Loss):
             # all of them, where a rehearsal has the first few
             each = TensorBatch.micro_batches(scope.batch, scope.first.size)
             return all(self._is_part(seen, scope.outputs, micro) for micro in each)
-        sizes = {scope.first.size, scope.size % scope.first.size} - {0}
-        return all(self._holds_at(seen, size) for size in sizes)
+        n = scope.first.size
+        if all((seen.key, size) in self._held for size in (n, scope.size % n or n)):
+            return True
+        # Two calls, tail or none: what a rehearsal counts must not depend on whether there is one.
+        held = [self._holds_anew(seen, size) for size in (n, scope.size % n or n)]
+        return all(held)
 
     def _is_part(self, seen: Seen, outputs: Any, micro: MicroBatch) -> bool:
         """Say whether the loss of a micro-batch is that of the whole, but for its samples."""
@@ -203,14 +207,14 @@ class Watched(Loss):
 
     def _holds_at(self, seen: Seen, size: int) -> bool:
         """Compare with the loss of so many samples, once for each that calls the same."""
-        key = seen.key, size
-        if key in self._held:
-            return True
+        return (seen.key, size) in self._held or self._holds_anew(seen, size)
+
+    def _holds_anew(self, seen: Seen, size: int) -> bool:
         held = self._compare(seen, *seen.rows(size), size)
         if held:
             if len(self._held) > MANY:  # a weight that moves in every step
                 self._held.clear()
-            self._held.add(key)
+            self._held.add((seen.key, size))
         return held
 
     def _compare(self, seen: Seen, outputs: Any, targets: Any, size: int) -> bool:
