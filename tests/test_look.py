@@ -154,6 +154,38 @@ def test_a_value_for_each_micro_batch_is_refused() -> None:
         Engine(model, lambda o, t: F.cross_entropy(o[0], t) + o[1], micro_batch=4).backward(x, y)
 
 
+def test_targets_that_are_trained_are_named_and_the_advice_is_exact() -> None:
+    """It was once said that forward had left them elsewhere."""
+    model, (x, y) = Wrapped(lambda s, x, o: o).double(), batch()
+    weights = nn.Parameter(torch.rand(len(x), dtype=torch.double))
+
+    def loss(out: Tensor, t: Any) -> Tensor:
+        return (F.cross_entropy(out, t["y"], reduction="none") * t["w"]).mean()
+
+    with pytest.raises(LossError, match=r"targets\['w'\] requires a gradient.*as an input"):
+        Engine(model, loss, micro_batch=4).backward(x, {"y": y, "w": weights})
+
+    class Weighed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            return self.inner(x), w
+
+    def advised(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+        return loss(o[0], {"y": y, "w": o[1]})
+
+    whole = Weighed()
+    want = undivided(whole, advised, (x, weights), y)
+    assert weights.grad is not None
+    gradient, weights.grad = weights.grad, None
+    inputs = x, weights
+    got = state_after(whole, lambda m: Engine(m, advised, micro_batch=4).backward(inputs, y))
+    assert_exact(got, want)
+    assert_exact({"w": weights.grad}, {"w": gradient})
+
+
 @pytest.mark.parametrize("micro_batch", [4, 5])
 def test_what_forward_left_elsewhere_is_refused(micro_batch: int) -> None:
     """`loss + model.aux` once took the last micro-batch's."""

@@ -244,6 +244,7 @@ def test_an_array_of_another_size_is_named() -> None:
         (4, 4.0, r"outputs\['n'\] is 4 in one micro-batch and 4.0 in another"),
         (np.zeros(2), 1, r"outputs\['n'\] is array"),
         ("x" * 99, "y", r"outputs\['n'\] is 'x{56}\.\.\. in one"),
+        ("x" * 99, "x" * 98, r"outputs\['n'\] has other values in one micro-batch than in another"),
     ],
 )
 def test_a_leaf_without_rows_must_be_the_same_in_all_parts(
@@ -255,6 +256,14 @@ def test_a_leaf_without_rows_must_be_the_same_in_all_parts(
         tree.join(parts)
     last = tree.join([{"o": torch.zeros(4), "n": other}, {"o": torch.zeros(2), "n": other}])
     assert last["n"] is other
+
+
+def test_values_that_differ_in_one_shape_are_not_called_by_their_shape() -> None:
+    parts = [[torch.zeros(size, 2), torch.tensor([float(size)])] for size in (4, 2)]
+    with pytest.raises(
+        BatchError, match=r"outputs\[1\] has other values .*of shape \(1,\) in both"
+    ):
+        tree.join(parts, [0, None])
 
 
 def test_constants_of_nan_are_the_same() -> None:
@@ -277,7 +286,7 @@ def test_tensors_are_joined_along_the_dimensions_given() -> None:
     assert torch.equal(joined[1]["rows"], whole[1]["rows"])
     assert joined[1]["constant"] is parts[-1][1]["constant"]
     parts[0][1]["constant"][0, 0] += 1
-    with pytest.raises(BatchError, match=r"targets\[1\]\['constant'\] is of shape \(4, 2\)"):
+    with pytest.raises(BatchError, match=r"\['constant'\] has other values.*\(4, 2\) in both"):
         tree.join(parts, [1, 0, None], name="targets")
 
 

@@ -33,11 +33,7 @@ def of_run(step: Step, failed: int) -> Facts:
         lanes=step.lanes and step.count > 1,
         segments=segments_of(step.device).told(),
         looked=step.looked,
-        doubts=(
-            *step.doubts,
-            *([DECLARED] if step.loss.believed else []),
-            *step.loss.doubts,
-        ),
+        doubts=(*step.doubts, *step.loss.doubts, *([DECLARED] if step.loss.believed else [])),
     )
 
 

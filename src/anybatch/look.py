@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -29,7 +28,7 @@ from torch.jit import ScriptModule
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch import tree
-from anybatch.batch import LazyBatch, MicroBatch
+from anybatch.batch import LazyBatch, MicroBatch, TensorBatch
 from anybatch.collated import doubts_of_collate
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
@@ -41,6 +40,7 @@ from anybatch.modules import walk
 from anybatch.proof import congruent, halves
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
+from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
@@ -195,7 +195,18 @@ def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tup
     some = Rows(outputs, targets, count)
     one = Declared(step.loss.own, whole, some, layout, lanes=lanes)
     sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
-    judge = partial(one.judge, sizes)
+    entries = Entries(step.loss.own, whole, layout)
+    batch = step.batch if isinstance(step.batch, TensorBatch) else None
+    if step.budgeted or step.retries:
+        batch = None
+
+    def judge() -> Verdict:
+        found = one.judge(sizes)
+        if found.meets:
+            return found
+        other = entries.judge(batch, step.micro_batch)
+        return Verdict(other.meets, (*found.doubts, *other.doubts))
+
     with _unheard():
         found = judge() if step.calls is None else step.calls.watched(judge)
     if found is None:

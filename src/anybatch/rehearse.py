@@ -145,10 +145,12 @@ def divided(
         step.discover = discoverer(step, before)
         step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
-            if seen.coupled:
+            coupled = seen.coupled
+            if not coupled and stream(step) is None:  # as these rows tell, and fewer did not
+                step.restart()
+                coupled = True
+            if coupled:
                 _gathered(step, case, around)
-            else:
-                stream(step)
         claim_gradients(meter, gradients)
     return meter.timeline()
 

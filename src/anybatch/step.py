@@ -24,6 +24,7 @@ from anybatch.errors import LossError, NotExactError
 from anybatch.kept import Attributes
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
+from anybatch.loss.heard import OtherFormError
 from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
@@ -145,11 +146,19 @@ class Step(Repeatable):
         """Return the terms of the whole batch's loss; None where it couples samples.
 
         A loss that changes state of its own is taken so, too: it is called once.
+
+        Raises:
+            OutputsChangedError: the loss that the model returns has not been looked at.
         """
         scope = self.scope(outputs, micro)
-        if self.calls is None:
-            return self.loss.totals(scope)
-        return self.calls.watched(partial(self.loss.totals, scope))
+        try:
+            if self.calls is None:
+                return self.loss.totals(scope)
+            return self.calls.watched(partial(self.loss.totals, scope))
+        except OtherFormError as error:
+            if self.looked == self.steps or self.familiar is None:
+                raise LossError(str(error)) from error
+            raise OutputsChangedError from error
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return a micro-batch's part of each of `totals`.

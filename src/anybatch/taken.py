@@ -67,6 +67,13 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
             step, tree.map_tensors(lambda _: next(given).clone(), outputs), _whole(rows)
         )
     if graph.reaches_before(loss, moment):
+        trained = [path for path, t in tree.tensors(rows.targets, "targets") if t.requires_grad]
+        if trained:
+            raise LossError(
+                "targets of a loss in which samples meet must not be trained, because they are "
+                f"joined of all micro-batches, and {trained[0]} requires a gradient: give it to "
+                "the model as an input and return it among the outputs, or detach() it"
+            )
         raise LossError(
             "a loss must compute from the outputs and targets it is given, and it uses a tensor "
             "that forward left elsewhere, which belongs to one micro-batch only (an attribute of "

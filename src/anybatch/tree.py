@@ -353,10 +353,13 @@ def check_constant(path: str, one: Any, other: Any) -> None:
         BatchError: it names the path and both values.
     """
     if not _same(one, other):
+        first, second = _short(other), _short(one)
+        differ = f"is {first} in one micro-batch and {second} in another"
+        if first == second:
+            differ = f"has other values in one micro-batch than in another ({first} in both)"
         raise BatchError(
-            f"what has no rows must be the same in every micro-batch, and {path} is "
-            f"{_short(other)} in one micro-batch and {_short(one)} in another: it depends on the "
-            "samples, so return one value a sample, in a tensor of shape [n]"
+            f"what has no rows must be the same in every micro-batch, and {path} {differ}: it "
+            "depends on the samples, so return one value a sample, in a tensor of shape [n]"
         )
 
 

@@ -31,12 +31,22 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
 from anybatch.loss.quiet import Quiet
+from anybatch.loss.terms import Term
 from anybatch.meeting import looks_here
 from anybatch.norm.alone import AloneNorms
 
 Weighted = list[tuple[float, HeardTerm]]
 Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
 """For each term its weight, and the shapes of its arguments with rows."""
+
+MOST = 16
+"""Forms of a loss that are looked at; what changes in every step, a smoothing, has one in each."""
+
+OPTIONS = "the loss is called with other options from step to step"
+
+
+class OtherFormError(LossError):
+    """The loss has a form that has not been seen at two sizes: look again."""
 
 
 class Heard(dict[str, Any]):
@@ -64,6 +74,7 @@ class Sizes:
         self.crossed: set[Any] = set()
         self._apart: dict[Any, bool] = {}
         self._first: dict[Any, tuple[int, Shapes]] = {}
+        self._names: set[Any] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sizes:
         return self
@@ -72,21 +83,30 @@ class Sizes:
         """Take in a forward of some samples."""
         if heard.terms is None or (form := _form(heard.terms)) in self._apart:
             return
+        if len(self._first) > MOST:  # one that is new in every step
+            self._first.clear()
         n, shapes = heard.rows, _shapes(heard.terms)
         kind = form, tuple(t.shape[1:] for _, t in tree.tensors(inputs))
         m, others = self._first.setdefault(kind, (n, shapes))
         if n != m:
             self._first.clear()
+            self._names.add(_named(heard.terms))
             terms = list(zip(shapes, others, strict=True))
             pairs = [p for (_, xs), (_, ys) in terms for p in zip(xs, ys, strict=True)]
             same = all(weight == other for (weight, _), (other, _) in terms)
-            self._apart[form] = same and all(_grow(a, b, n, m) for a, b in pairs)
+            grows = all(_grow(a, b, n, m) for a, b in pairs)  # and not by chance
+            self._apart[form] = same and grows and not chosen(heard.terms, masks=True)
             if any(_crossed(a, b, n, m) for a, b in pairs):
                 self.crossed.add(form)
 
-    def apart(self, terms: Weighted) -> bool:
-        """Say whether it is so; not where one size is all that was seen."""
-        return self._apart.get(_form(terms), False)
+    def apart(self, terms: Weighted) -> bool | None:
+        """Say whether it is so; None where one size is all that was seen."""
+        return self._apart.get(_form(terms))
+
+    def familiar(self, terms: Weighted) -> bool:
+        """Say whether many forms were looked at, and one of the same losses among them."""
+        alike = _named(terms) in self._names and all(self._apart.values())
+        return alike and len(self._apart) >= MOST
 
     def meets(self, terms: Weighted) -> bool:
         """Say whether a form of loss has been seen to compare samples."""
@@ -142,9 +162,9 @@ class Tracer:
         if looks_here():  # else the logits would stay until their backward is done
             # Labels that say where a sample stands among gathered rows are others in each batch.
             some = slice(1 if _gathers() else None)
-            heard["losses of"] = [
-                _by_sample(t, heard.rows) for given in hearing.arguments for t in given[some]
-            ]
+            masked = heard.terms is not None and chosen(heard.terms, masks=True)
+            given = [] if masked else hearing.arguments  # whose rows stand for no samples
+            heard["losses of"] = [_by_sample(t, heard.rows) for one in given for t in one[some]]
         return outputs, heard
 
 
@@ -208,11 +228,7 @@ class OfModel(Loss):
             LossError: the loss is not a weighted sum of known losses over samples.
         """
         terms = self._terms(scope.outputs)
-        if not self._tracer.sizes.apart(terms):
-            raise LossError(
-                f"every row that a loss inside the model is taken of must belong to one sample, "
-                f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
-            )
+        self._refuse_joined(terms)
         counts = [self._count(term, scope) if term.divides else 1 for _, term in terms]
         if None in counts and len(terms) > 1:
             raise LossError(
@@ -232,7 +248,7 @@ class OfModel(Loss):
         del micro
         terms = self._terms(outputs)
         same = len(totals) == len(terms) and all(
-            total.weight == weight and (total.term is None or total.term.part_of(term))
+            total.weight == weight and (total.term is None or _alike(total.term, term))
             for total, (weight, term) in zip(totals, terms, strict=True)
         )
         if not same:
@@ -242,6 +258,35 @@ class OfModel(Loss):
                 f"{first} and then {[(w, t.name) for w, t in terms]}: {self._way_out}"
             )
         return [Part(term.numerator, lambda term=term: term.count) for _, term in terms]  # type: ignore[misc]
+
+    def _refuse_joined(self, terms: Weighted) -> None:
+        """Refuse terms whose rows are not known to belong to single samples.
+
+        Raises:
+            OtherFormError: no two sizes have been seen.
+            LossError: they do not grow with the samples.
+        """
+        apart = self._tracer.sizes.apart(terms)
+        unseen = apart is None and self._tracer.sizes.familiar(terms)
+        self.doubts = (OPTIONS,) if unseen else ()
+        if apart or unseen:
+            return
+        if apart is None and not chosen(terms):
+            raise OtherFormError(
+                "a loss inside the model must be called with the same options whatever comes "
+                f"along, and no two calls of {_names(terms)} for more and for fewer samples were "
+                f"alike: {self._way_out}"
+            )
+        if chosen(terms):
+            raise LossError(
+                "how many rows a loss inside the model is taken of must not depend on values, and "
+                f"for {_names(terms)} some are chosen before (x[mask]): give it all rows, those "
+                f"that do not count with ignore_index as their target, or {self._way_out}"
+            )
+        raise LossError(
+            f"every row that a loss inside the model is taken of must belong to one sample, "
+            f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
+        )
 
     def _terms(self, outputs: Any) -> Weighted:
         assert isinstance(outputs, Heard)
@@ -292,6 +337,31 @@ class OfModel(Loss):
             return False
         self._tracer.sizes.checked.add(kind)
         return True
+
+
+NEAR = 16
+"""Nodes of a graph that are asked whether they choose rows."""
+
+
+def chosen(terms: Weighted, *, masks: bool = False) -> bool:
+    """Say whether rows are chosen shortly before a term.
+
+    Args:
+        terms: of a loss.
+        masks: ask for those chosen by masks alone, whose number depends on values. Default False.
+    """
+    nodes = [term.numerator.grad_fn for _, term in terms]
+    for _ in range(NEAR):
+        node = nodes.pop(0) if nodes else None
+        if node is None:
+            continue
+        name = name_of(node)
+        indices = getattr(node, "_saved_indices", ()) if name.startswith("IndexBackward") else ()
+        by_mask = any(isinstance(one, Tensor) and one.dtype == torch.bool for one in indices)
+        if by_mask or name.startswith("MaskedSelect") or (indices and not masks):
+            return True
+        nodes += [before for before, _ in node.next_functions]
+    return False
 
 
 def made_by(loss: Any) -> tuple[str, ...]:
@@ -375,6 +445,16 @@ def _crossed(a: torch.Size, b: torch.Size, n: int, m: int) -> bool:
 
 def _form(terms: Weighted) -> Any:
     return tuple(term.form for _, term in terms)
+
+
+def _named(terms: Weighted) -> Any:
+    """Return the losses without their options."""
+    return tuple((term.name, tuple(term.shapes)) for _, term in terms)
+
+
+def _alike(one: Term, other: HeardTerm) -> bool:
+    """Say whether a term of the first micro-batch and one of another have the same form."""
+    return one.part_of(other) and isinstance(one, HeardTerm) and one.form == other.form
 
 
 def _shapes(terms: Weighted) -> Shapes:

@@ -31,6 +31,7 @@ class Term:
         numerator: the sum over the rows.
         samples: whose rows they are. Default 0: nobody has counted.
         axes: name -> the dimension along which an argument holds samples. Default none.
+        seen: what the loss of the whole batch was seen to be, for its parts. Default None.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Term:
     numerator: Tensor
     samples: int = field(default=0, kw_only=True)
     axes: dict[str, int] = field(default_factory=dict, kw_only=True)
+    seen: Any = field(default=None, kw_only=True, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -56,13 +58,8 @@ class Term:
         return known.TABLE[self.function].count(self.arguments) if self.divides else 1
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments that hold no samples and are no tensors."""
-        entry = known.TABLE[self.function]
-        return {
-            name: value
-            for name, value in self.arguments.items()
-            if name not in entry.rows and not isinstance(value, Tensor)
-        }
+        """Return the arguments that are no tensors: one number may stand for that of all rows."""
+        return {n: value for n, value in self.arguments.items() if not isinstance(value, Tensor)}
 
     def same_as(self, other: Term) -> bool:
         """Say whether both are calls of one functional with the same options and constants."""

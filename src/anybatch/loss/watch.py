@@ -30,6 +30,9 @@ from anybatch.loss.terms import Term
 ANY = -1
 """The axis of a constant: it fits samples along any dimension."""
 
+Call = tuple[str, tuple[Any, ...], tuple[int, ...], torch.Size, int | None]
+"""A function, the numbers it is given, which tensors, and the shape and axis of the result."""
+
 
 class UnfollowableError(Exception):
     """The loss reads a value, writes to a tensor, or does what cannot be followed."""
@@ -54,7 +57,7 @@ class Watch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.terms: list[Term] = []
-        self.calls: list[tuple[str, tuple[Any, ...], torch.Size, int | None]] = []
+        self.calls: list[Call] = []
         self._known_calls = 0
         self._size = size
         self._device = device
@@ -62,6 +65,8 @@ class Watch(TorchFunctionMode):
         self._axes: dict[int, int] = {}
         self._sums: dict[int, Sum] = {}
         self._touched: dict[int, Any] = {}  # id -> the grad_fn it had when it was followed
+        self._places: dict[int, int] = {}  # id -> how many there were before it
+        self._failed = False
         for (_, tensor), axis in zip(tree.tensors(outputs[0]), outputs[1], strict=True):
             self._touch(tensor)
             if axis is not None:
@@ -73,7 +78,7 @@ class Watch(TorchFunctionMode):
     def combination(self, result: Any) -> list[tuple[float, Term]] | None:
         """Return ``[(c_k, term_k)]`` of the returned value, or None where it is not one."""
         found = self._sums.get(id(result))
-        if not found or not self._intact(result):
+        if not found or self._failed or not self._intact(result):
             return None
         return [(weight, self.terms[index]) for index, weight in sorted(found.items())]
 
@@ -85,7 +90,13 @@ class Watch(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Note what `func` does to samples and terms, and let it."""
-        kwargs = kwargs or {}
+        try:
+            return self._call(func, args, kwargs or {})
+        except UnfollowableError:
+            self._failed = True  # whoever catches it
+            raise
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in known.TABLE:
             term = self._term(func, args, kwargs)
             if term is not None:
@@ -121,7 +132,8 @@ class Watch(TorchFunctionMode):
         self.terms.append(Term(*own, samples=self._size, axes=axes))
         for name in entry.rows:
             if isinstance(arguments[name], Tensor):
-                self._note(name, (), arguments[name])
+                given = (torch.is_grad_enabled(),)
+                self._note(name, given, arguments[name], [arguments[name]])
         self._touch(empty)
         return empty
 
@@ -181,7 +193,7 @@ class Watch(TorchFunctionMode):
         if name in rows.CONSTANTS and isinstance(result, Tensor) and not touched:
             if name in rows.FILLED or result.dim() == 0:
                 self._axes[id(result)] = ANY
-                self._note(name, _fill(name, args, kwargs), result)
+                self._note(name, _fill(name, args, kwargs), result, [])
             return
         if not touched or name in rows.QUERIES or name in rows.PROPERTIES:
             return
@@ -198,7 +210,10 @@ class Watch(TorchFunctionMode):
         if axis is not None:
             self._axes[id(result)] = axis
         given = () if name in rows.RESHAPES else (*args[1:], *sorted(kwargs.items()))
-        self._note(name, tuple(g for g in given if not isinstance(g, Tensor)), result)
+        numbers = tuple(g for g in given if not isinstance(g, Tensor))
+        if name == "contiguous":  # itself where it lies so, and that may depend on the size
+            self._places[id(result)] = self._places[id(touched[0])]
+        self._note(name, numbers, result, touched)
 
     def _moved(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
@@ -224,12 +239,16 @@ class Watch(TorchFunctionMode):
         if combined is not None:
             self._sums[id(result)] = combined
 
-    def _note(self, name: str, given: tuple[Any, ...], result: Tensor) -> None:
-        self.calls.append((name, given, result.shape, self._axes.get(id(result))))
+    def _note(
+        self, name: str, given: tuple[Any, ...], result: Tensor, sources: list[Tensor]
+    ) -> None:
+        places = tuple(self._places.get(id(source), ANY) for source in sources)
+        self.calls.append((name, given, places, result.shape, self._axes.get(id(result))))
         self._touch(result)
 
     def _touch(self, tensor: Tensor) -> None:
         self._touched[id(tensor)] = tensor.grad_fn
+        self._places.setdefault(id(tensor), len(self._alive))
         self._alive.append(tensor)
 
     def _intact(self, tensor: Tensor) -> bool:
@@ -255,8 +274,11 @@ def same_calls(a: Watch, b: Watch) -> bool:
     return (
         len(a.calls) == len(b.calls)
         and all(
-            name == other and repr(given) == repr(also) and i == j and same_shape(x, y, i)
-            for (name, given, x, i), (other, also, y, j) in zip(a.calls, b.calls, strict=True)
+            one[0] == other[0]
+            and repr(one[1:3]) == repr(other[1:3])
+            and one[4] == other[4]
+            and same_shape(one[3], other[3], one[4])
+            for one, other in zip(a.calls, b.calls, strict=True)
         )
         and len(a.terms) == len(b.terms)
         and all(map(Term.same_as, a.terms, b.terms))

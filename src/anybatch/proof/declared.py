@@ -220,11 +220,11 @@ class Declared:
         pairs = list(zip(whole.gradients, part.gradients, strict=True))
         if whole.found.dim():
             pairs.append((whole.found, part.found))
-        agree = all(_alike(more[rest:].flip(0), fewer) for more, fewer in pairs)
+        agree = all(alike(more[rest:].flip(0), fewer) for more, fewer in pairs)
         if agree and not whole.found.dim():
             with torch.no_grad():
                 others = self._loss(self._rows(self._whole, rest), self._targets(rest))
-            agree = _alike(whole.found, part.found + others)
+            agree = alike(whole.found, part.found + others)
         if agree:
             return ""
         return (
@@ -292,7 +292,7 @@ def _doubts(whole: Forward, part: Forward) -> Iterator[str]:
         yield f"{other.where} {other.mine} for some rows and with {other.its} for fewer"
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def alike(one: Tensor, other: Tensor) -> bool:
     """Compare numbers up to rounding: a factor that counts rows is far more."""
     if one.shape != other.shape:
         return False

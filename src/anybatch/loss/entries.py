@@ -1,0 +1,92 @@
+"""Rows that are no tensors: whether a loss reads the lists, texts and arrays of its samples.
+
+torch tells what happens to tensors; nobody tells what Python makes of a list, such as the largest
+of its entries. So a loss is first called with stand-ins, which answer nothing: where it asks them,
+what it computes may follow from the samples that came along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from anybatch import tree
+
+ASKS = (
+    "len getitem setitem delitem iter next reversed contains bool int float index complex hash "
+    "repr str format bytes array array_function array_ufunc eq ne lt le gt ge add radd iadd sub "
+    "rsub mul rmul imul truediv rtruediv floordiv mod pow neg abs and or xor invert call enter"
+).split()
+"""Names, without underscores, of what Python looks up on a type and not on the object."""
+
+
+class UnreadError(Exception):
+    """A stand-in was asked for what it stands for."""
+
+
+class StandIn:
+    """In place of a list, text or array of samples: it notes that it is asked, and fails.
+
+    Args:
+        leaf: what it stands for.
+        told: the type of it is added to, for each question.
+    """
+
+    def __init__(self, leaf: Any, told: list[type]) -> None:
+        object.__setattr__(self, "_stands", (type(leaf), told))
+
+    def __getattribute__(self, name: str) -> Any:
+        """Answer what type it has, which is that of all parts, and nothing else."""
+        kind, told = object.__getattribute__(self, "_stands")
+        if name == "__class__":
+            return kind
+        told.append(kind)
+        raise UnreadError(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse it."""
+        getattr(self, name)
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    def ask(self: StandIn, *_: Any) -> Any:
+        return getattr(self, name)
+
+    return ask
+
+
+for _name in (f"__{name}__" for name in ASKS):
+    setattr(StandIn, _name, _asked(_name))
+
+
+def is_entries(leaf: Any) -> bool:
+    """Say whether a leaf of a tree has one entry a sample and is no tensor."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return isinstance(leaf, tree.LISTS)  # of samples, or of texts: others are structure
+
+
+def holds(values: Any) -> bool:
+    """Say whether a tree holds rows that are no tensors."""
+    return any(is_entries(leaf) for _, leaf in tree.leaves(values))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which stand-ins were asked: one type for each question."""
+
+    outputs: list[type] = field(default_factory=list)
+    targets: list[type] = field(default_factory=list)
+
+
+def unread(values: Any, told: list[type]) -> Any:
+    """Return a tree with stand-ins for the rows that are no tensors.
+
+    Args:
+        values: outputs or targets.
+        told: what the stand-ins tell is added to it.
+    """
+    return tree.map_leaves(lambda x: StandIn(x, told) if is_entries(x) else x, values)
