@@ -72,13 +72,15 @@ class Given:
             self._states.append(LossState(self.loss.functions(), self.model))
         return self._states[0]
 
-    def calls(self) -> LossCalls | None:
+    def calls(self, *, first: bool) -> LossCalls | None:
         """Return what compares that state around the calls of a step; None where there is none.
 
+        In the `first` step of a kind values are compared, and so is the loss with itself.
         Algorithm 1 to the letter calls its loss as often as there are micro-batches.
         """
         literal = isinstance(self.loss, Algorithm1)
-        return None if literal or not self.state else LossCalls(self.state, self.changed)
+        asked = self.state or (first and self.state.written_by_person)
+        return None if literal or not asked else LossCalls(self.state, self.changed, first=first)
 
     @property
     def batchnorm(self) -> str:

@@ -34,6 +34,7 @@ from anybatch.gather import COUPLED
 from anybatch.gradients import Gradients
 from anybatch.kinds import bytes_of
 from anybatch.look import layout_of, two_sizes, written
+from anybatch.loss.writes import Writes
 from anybatch.meter import Meter
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.parts import Lap, Parts, feed, laps
@@ -145,10 +146,11 @@ def divided(
         step.discover = discoverer(step, before)
         step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
-            if seen.coupled:
+            if not seen.coupled and stream(step) is None:  # at this size it is another function
+                step.begin_again()
                 _gathered(step, case, around)
-            else:
-                stream(step)
+            elif seen.coupled:
+                _gathered(step, case, around)
         claim_gradients(meter, gradients)
     return meter.timeline()
 
@@ -181,8 +183,10 @@ def watch_loss(case: Case, seen: Look) -> Look:
         step.layout, step.copies = seen.layout, seen.copies
         coupled = stream(step) is None
         (micro,) = step.feed()
-        step.loss.whole(step.forward(micro), micro)
-    writes = any(t._version > 0 for _, t in tree.tensors(rows.targets))
+        given = [t for _, t in tree.tensors(rows.targets)]
+        with Writes(given) as heard:
+            step.loss.whole(step.forward(micro), micro)
+    writes = bool(heard) or any(t._version > 0 for t in given)
     loss = COUPLED if coupled else step.found
     return replace(seen, coupled=coupled, loss=loss, copies=seen.copies or writes)
 

@@ -141,7 +141,7 @@ class Runner:
             private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
             sharded=self._given.sharded,
             tries=tries or Tries(),
-            calls=self._given.calls(),
+            calls=self._given.calls(first=signature not in self._seen),
         )
         if step.calls is not None:
             before.patched.insert(0, step.calls.restart)

@@ -23,6 +23,7 @@ from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.look import quietly
 from anybatch.loss.calls import LossCalls
+from anybatch.loss.holders import Depth
 from anybatch.loss.watched import Rehearsed, Watched
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import renormalised, tensors_of
@@ -64,7 +65,7 @@ def put_back(case: Case) -> Iterator[Before]:
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
     kept = Kept()
     kept.modules((module for _, module in case.modules), attributes=not case.fake)
-    state = None if case.state is None else case.state.snapshot(values=True)
+    state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
     try:
         before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()

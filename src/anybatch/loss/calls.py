@@ -17,7 +17,8 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from anybatch.errors import LossError
-from anybatch.loss.state import Change, LossState
+from anybatch.loss.holders import Change, Depth
+from anybatch.loss.state import LossState
 
 T = TypeVar("T")
 
@@ -29,15 +30,19 @@ class LossCalls:
         state: of the loss, as it is when the step begins.
         noted: the paths are added to, of the state for which a loss is called once. Default: a new
             list.
+        first: the step is the first of its kind, so values are compared. Default True.
 
     Attributes:
         changed: paths of the state that the last call has changed.
     """
 
-    def __init__(self, state: LossState, noted: list[str] | None = None) -> None:
+    def __init__(
+        self, state: LossState, noted: list[str] | None = None, *, first: bool = True
+    ) -> None:
         self.changed: list[str] = []
         self.noted = [] if noted is None else noted
-        self._state, self._start = state, state.snapshot(values=True)
+        self._depth = Depth.THOROUGH if first else Depth.QUICK
+        self._state, self._start = state, state.snapshot(Depth.THOROUGH if first else Depth.UNDO)
         self._left: list[Change] | None = None
 
     def restart(self) -> None:
@@ -58,7 +63,7 @@ class LossCalls:
             self.changed = self._state.iterators
             self.noted += self.changed
             return None
-        before = self._state.snapshot()
+        before = self._state.snapshot(self._depth)
         misses = [cached.cache_info().misses for cached in self._state.caches]
         found = self.called(call)
         for cached, count in zip(self._state.caches, misses, strict=True):
@@ -76,7 +81,7 @@ class LossCalls:
             LossError: it reads what forward has changed.
         """
         state = self._state
-        before = state.snapshot()
+        before = state.snapshot(self._depth)
         if self._left is None:
             self._left = state.changes(self._start, drawn=False)
         if self._left:
