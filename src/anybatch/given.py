@@ -64,6 +64,7 @@ class Given:
     sharded: Sharded | None = None
     changed: list[str] = field(default_factory=list)
     _states: list[LossState] = field(default_factory=list)
+    _rehearsed: list[bool] = field(default_factory=list)
 
     @property
     def state(self) -> LossState:
@@ -80,7 +81,10 @@ class Given:
         """
         literal = isinstance(self.loss, Algorithm1)
         asked = self.state or (first and self.state.written_by_person)
-        return None if literal or not asked else LossCalls(self.state, self.changed, first=first)
+        if literal or not asked:
+            return None
+        rehearsed = bool(self._rehearsed)
+        return LossCalls(self.state, self.changed, first=first, rehearsed=rehearsed)
 
     @property
     def batchnorm(self) -> str:
@@ -205,6 +209,7 @@ class Given:
 
     def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
         """Return what is rehearsed of a step."""
+        self._rehearsed[:] = [True]
         held = paged()
         return Case(
             model=self.model,

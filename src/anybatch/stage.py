@@ -124,8 +124,13 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
         buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
         gradients=gradients,
         batchnorm=case.batchnorm,
-        calls=LossCalls(case.state) if case.state else None,
+        calls=_calls(case),
     )
+
+
+def _calls(case: Case) -> LossCalls | None:
+    state = case.state
+    return LossCalls(state) if state is not None and (state or state.written_by_person) else None
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:

@@ -10,20 +10,22 @@ import functools
 import multiprocessing
 import os
 import queue
+import random
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.loss.test_state import LossFn, alike, batch, net, three_steps
+from tests.loss.test_state import LossFn, N, alike, batch, net, three_steps
 from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine
+from anybatch import Engine, LossError
 from anybatch.integrations.transformers_losses import GivenLoss
 
 Read = Callable[[], Any]
@@ -377,3 +379,87 @@ def test_a_loss_that_is_another_function_of_one_sample_is_rehearsed_with_all_out
     truth, ours = model(), model()
     want = undivided(truth, loss, x, y)
     assert_exact(state_of(ours, Engine(ours, loss, memory="30KiB").backward(x, y)), want)
+
+
+# State that nothing lists.
+
+
+def in_a_file(path: Path) -> float:
+    path.write_text(str(int(path.read_text() or 0) + 1))
+    return float(path.read_text())
+
+
+def in_a_library(path: Path) -> float:
+    name = f"calls_{path.parent.name}"
+    setattr(nn.Module, name, getattr(nn.Module, name, 0) + 1)
+    return float(getattr(nn.Module, name))
+
+
+LONG = {i: [0] for i in range(1001)}
+
+
+def in_a_long_dict(path: Path) -> float:
+    del path
+    LONG[0][0] += 1
+    return LONG[0][0]
+
+
+HIDDEN = (in_a_file, in_a_library, in_a_long_dict)
+
+
+@pytest.mark.parametrize("given", [{"micro_batch": 4}, {"memory": "1MiB"}])
+@pytest.mark.parametrize("up", HIDDEN)
+def test_state_that_nothing_lists_is_refused_for_its_effect(
+    up: Callable[[Path], float], given: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "calls"
+    path.write_text("0")
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(o * up(path), y)
+
+    with pytest.raises(LossError, match="must have state that anybatch can see, and it gave the"):
+        Engine(net(), loss, **given).backward(*batch())
+
+
+@pytest.mark.parametrize("up", HIDDEN)
+def test_a_batch_that_is_not_divided_calls_its_loss_once(
+    up: Callable[[Path], float], tmp_path: Path
+) -> None:
+    path = tmp_path / "calls"
+    path.write_text("0")
+    calls: list[float] = []
+
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        calls.append(up(path))
+        return F.cross_entropy(o * calls[-1], y)
+
+    Engine(net(), loss, micro_batch=N).backward(*batch())
+    assert len(calls) == 1
+
+
+def drawn(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o * random.random() * torch.rand(()), y)
+
+
+def in_place(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o.sub_(o.mean(0)), y)
+
+
+def of_no_single_sample(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o.squeeze() - o.std(0), y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+@pytest.mark.parametrize("loss", [drawn, in_place, of_no_single_sample])
+def test_a_loss_without_state_is_not_refused_for_what_it_does(
+    loss: LossFn, micro_batch: int
+) -> None:
+    x, y = batch()
+    truth, ours = net(), net()
+    random.seed(3)
+    torch.manual_seed(3)
+    want = undivided(truth, loss, x, y)
+    random.seed(3)
+    torch.manual_seed(3)
+    assert_exact(state_of(ours, Engine(ours, loss, micro_batch=micro_batch).backward(x, y)), want)

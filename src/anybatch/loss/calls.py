@@ -13,11 +13,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
+from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState
 
 T = TypeVar("T")
@@ -31,16 +34,24 @@ class LossCalls:
         noted: the paths are added to, of the state for which a loss is called once. Default: a new
             list.
         first: the step is the first of its kind, so values are compared. Default True.
+        rehearsed: the loss has been called before the step, in rehearsals. Default True.
 
     Attributes:
         changed: paths of the state that the last call has changed.
     """
 
     def __init__(
-        self, state: LossState, noted: list[str] | None = None, *, first: bool = True
+        self,
+        state: LossState,
+        noted: list[str] | None = None,
+        *,
+        first: bool = True,
+        rehearsed: bool = True,
     ) -> None:
         self.changed: list[str] = []
         self.noted = [] if noted is None else noted
+        self._again = first and state.written_by_person and not state.iterators
+        self._rehearsed = rehearsed
         self._depth = Depth.THOROUGH if first else Depth.QUICK
         self._state, self._start = state, state.snapshot(Depth.THOROUGH if first else Depth.UNDO)
         self._left: list[Change] | None = None
@@ -49,6 +60,27 @@ class LossCalls:
         """Restore the state that the step began with."""
         self._state.restore(self._start)
         self._left = None
+
+    def compare(
+        self, whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool, alone: bool = False
+    ) -> None:
+        """Compare the loss with itself in the first step of a kind, once.
+
+        Args:
+            whole: the loss.
+            outputs: of the micro-batch.
+            micro: the micro-batch.
+            trains: compare gradients, too.
+            alone: the step itself calls it once only, so it matters where rehearsals have.
+
+        Raises:
+            LossError: it gives two values: it has state that is not listed.
+        """
+        if not self._again or (alone and not self._rehearsed):
+            return
+        self._again = False
+        restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
+        refuse_hidden(whole, outputs, micro, restore, trains=trains)
 
     def watched(self, call: Callable[[], T]) -> T | None:
         """Return what a call without data returns, and None where it is not to be trusted.
