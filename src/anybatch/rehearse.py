@@ -147,7 +147,7 @@ def divided(
         step.away = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
             if not seen.coupled and stream(step) is None:  # at this size it is another function
-                step.begin_again()
+                step.restart()
                 _gathered(step, case, around)
             elif seen.coupled:
                 _gathered(step, case, around)
