@@ -106,6 +106,7 @@ def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
     with (
         quietly(),
         put_back(case) as before,
+        _large_kept(case),
         Meter(case.device, known, spare=case.spare) as meter,
         uncounted(meter, case.leaves, case.paged),
     ):
@@ -126,6 +127,11 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
         batchnorm=case.batchnorm,
         calls=_calls(case),
     )
+
+
+def _large_kept(case: Case) -> AbstractContextManager[None]:
+    state = case.state
+    return nullcontext() if case.fake or state is None else state.large_kept()
 
 
 def _calls(case: Case) -> LossCalls | None:

@@ -17,8 +17,10 @@ from functools import partial
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
+from anybatch.fakes import is_fake
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState
@@ -79,8 +81,12 @@ class LossCalls:
         if not self._again or (alone and not self._rehearsed):
             return
         self._again = False
+        if any(is_fake(one) for _, one in tree.tensors(outputs)):
+            return
         restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
-        refuse_hidden(whole, outputs, micro, restore, trains=trains)
+        kept = self._state.large_kept, restore
+        with self._state.uncounted(self._start):
+            refuse_hidden(whole, outputs, micro, kept, trains=trains)
 
     def watched(self, call: Callable[[], T]) -> T | None:
         """Return what a call without data returns, and None where it is not to be trusted.

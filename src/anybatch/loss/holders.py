@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anybatch.fakes import is_fake
 from anybatch.kept import MANY, fill
 from anybatch.paged import paged
 from anybatch.rng import Dice
@@ -200,7 +201,9 @@ class TensorPlace:
         if depth is Depth.QUICK or _comes_and_goes(tensor):
             return TensorWas(tensor._version, _address(tensor), None, None)
         data, values = tensor.detach(), None
-        if self.written or (tensor.nbytes <= SMALL and not (self._fixed and depth < 2)):
+        thorough = depth is Depth.THOROUGH
+        small = tensor.nbytes <= SMALL and (thorough or not self._fixed)
+        if small or (thorough and self.written):
             large = tensor.nbytes > SMALL  # its copy must not take what a step has room for
             values = data.to("cpu", copy=True) if large else data.clone()
         return TensorWas(tensor._version, _address(tensor), data, values)
@@ -208,7 +211,7 @@ class TensorPlace:
     def same(self, was: TensorWas) -> bool:
         """Say whether it is what it was, as far as that was noted."""
         tensor, values = self.tensor, was.values
-        if values is None or tensor.device != self._device(was):
+        if values is None or is_fake(values) or tensor.device != self._device(was):
             return tensor._version == was.version and _address(tensor) == was.place
         return same_values(tensor.detach().to(values.device), values)
 
@@ -225,7 +228,9 @@ class TensorPlace:
             return
         if tensor.device != data.device or _address(tensor) != was.place:
             tensor.data = data
-        if values is not None and not same_values(data.to(values.device), values):
+        if values is None or is_fake(values):
+            return
+        if not same_values(data.to(values.device), values):
             with torch.no_grad():
                 tensor.copy_(values)
 

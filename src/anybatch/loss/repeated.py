@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,11 +30,17 @@ ROUNDING = 1000
 MOST = 1e-2
 """What they may differ by in any case, relative to the largest value."""
 
+Around = Callable[[], AbstractContextManager[None]]
 Whole = Callable[[Any, MicroBatch], Tensor]
 
 
 def refuse_hidden(
-    whole: Whole, outputs: Any, micro: MicroBatch, restore: Callable[[], None], *, trains: bool
+    whole: Whole,
+    outputs: Any,
+    micro: MicroBatch,
+    kept: tuple[Around, Callable[[], None]],
+    *,
+    trains: bool,
 ) -> None:
     """Refuse a loss that gives two values or two gradients for the same outputs.
 
@@ -41,16 +48,19 @@ def refuse_hidden(
         whole: the loss.
         outputs: of a micro-batch.
         micro: the micro-batch.
-        restore: makes the state that is listed what it was.
+        kept: what each call is made in, which keeps what is large, and what makes the state that
+            is listed what it was after it.
         trains: compare gradients, too.
 
     Raises:
         LossError: it does.
     """
+    around, restore = kept
     dice, found = Dice.now(), list[list[Tensor]]()
     for _ in range(2):
         try:
-            found.append(_called(whole, outputs, micro, trains=trains))
+            with around():
+                found.append(_called(whole, outputs, micro, trains=trains))
         except LossError:
             raise
         except Exception as error:  # it takes all samples only: the step itself tells

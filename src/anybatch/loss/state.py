@@ -24,6 +24,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
@@ -42,9 +43,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anybatch.fakes import is_fake
 from anybatch.kept import HOOKS, MANY
 from anybatch.loss.holders import (
     ATOMS,
+    SMALL,
     ArrayPlace,
     Change,
     Container,
@@ -53,6 +56,7 @@ from anybatch.loss.holders import (
     Random,
     TensorPlace,
 )
+from anybatch.loss.writes import Writes
 from anybatch.modules import Modules, walk
 
 CONTAINERS = (dict, list, set, deque)
@@ -147,6 +151,31 @@ class LossState:
     def tensors(self) -> list[TensorPlace]:
         """Return the places that are tensors."""
         return [place for place in self._places if isinstance(place, TensorPlace)]
+
+    @contextmanager
+    def large_kept(self) -> Iterator[None]:
+        """Put back what the body writes to large tensors: snapshots copy those from then on."""
+        large = [p for p in self.tensors() if p.tensor.nbytes > SMALL and not is_fake(p.tensor)]
+        if not large:
+            yield
+            return
+        writes = Writes((place.tensor for place in large), keep=True)
+        try:
+            with writes:
+                yield
+        finally:
+            writes.put_back()
+            for place in large:
+                place.written |= writes.wrote(place.tensor)
+
+    @contextmanager
+    def uncounted(self, snapshot: Snapshot) -> Iterator[None]:
+        """Let a snapshot take in writes of the body that are undone: they count as writes."""
+        pairs = list(enumerate(zip(self._places, snapshot, strict=True)))
+        tensors = [i for i, (p, was) in pairs if isinstance(p, TensorPlace) and p.same(was)]
+        yield
+        for i in tensors:
+            snapshot[i] = self._places[i].copy(Depth.THOROUGH)
 
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""

@@ -15,12 +15,15 @@ class Writes(TorchDispatchMode):
 
     Args:
         tensors: those that are asked for.
+        keep: copy the values of one before it is written to. Default False.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], *, keep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._asked = {_memory(tensor): tensor for tensor in tensors if _has_memory(tensor)}
         self._heard: set[int] = set()
+        self._keep = keep
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __bool__(self) -> bool:
         return bool(self._heard)
@@ -28,6 +31,12 @@ class Writes(TorchDispatchMode):
     def wrote(self, tensor: Tensor) -> bool:
         """Say whether a kernel wrote to the memory of a tensor."""
         return _has_memory(tensor) and _memory(tensor) in self._heard
+
+    def put_back(self) -> None:
+        """Give the tensors the values that were kept."""
+        with torch.no_grad():
+            for data, values in self._kept:
+                data.copy_(values)
 
     def __torch_dispatch__(
         self,
@@ -50,7 +59,13 @@ class Writes(TorchDispatchMode):
     def _hear(self, values: Iterable[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor) and _has_memory(value) and _memory(value) in self._asked:
-                self._heard.add(_memory(value))
+                self._note(_memory(value))
+
+    def _note(self, memory: int) -> None:
+        if self._keep and memory not in self._heard:
+            data = self._asked[memory].detach()
+            self._kept.append((data, data.to("cpu", copy=True)))  # no room of the step's is taken
+        self._heard.add(memory)
 
 
 def _has_memory(tensor: Tensor) -> bool:
