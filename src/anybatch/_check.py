@@ -25,6 +25,7 @@ from anybatch.engine import Engine, RngMode
 from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.exactness import error_of, tolerance
 from anybatch.loss.declared import Loss
+from anybatch.loss.holders import Depth
 from anybatch.loss.partners import directions
 from anybatch.loss.state import LossState
 from anybatch.modules import walk
@@ -83,7 +84,7 @@ def check(
         )
     inputs, targets = batch if targets is None else (batch, targets)
     state = LossState(loss_fn.functions() if isinstance(loss_fn, Loss) else [loss_fn], model)
-    restore = partial(state.restore, state.snapshot(values=True))
+    restore = partial(state.restore, state.snapshot(Depth.THOROUGH))
     try:
         run = _Check(model, loss_fn, TensorBatch.of(inputs, targets), restore, rng)
         return run.report(micro_batch)

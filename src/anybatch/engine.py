@@ -239,7 +239,9 @@ class Engine:
         batch, modules = self._arranger.batch(inputs, targets)
         leaves = self._given.leaves(modules, batch)
         before = Before(modules, leaves)
-        own = {id(module.weight) for _, module in renormalised(modules)}
+        own = {
+            id(module.weight) for _, module in renormalised(modules)
+        } | self._given.state.moving()
         still = [leaf for leaf in leaves if id(leaf) not in own]
         gradients = Gradients(leaves, wide=False, hooks=before.hooks)
         refuse = partial(refuse_written, still, versions_of(still))

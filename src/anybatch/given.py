@@ -64,6 +64,7 @@ class Given:
     sharded: Sharded | None = None
     changed: list[str] = field(default_factory=list)
     _states: list[LossState] = field(default_factory=list)
+    _rehearsed: list[bool] = field(default_factory=list)
 
     @property
     def state(self) -> LossState:
@@ -72,13 +73,18 @@ class Given:
             self._states.append(LossState(self.loss.functions(), self.model))
         return self._states[0]
 
-    def calls(self) -> LossCalls | None:
+    def calls(self, *, first: bool) -> LossCalls | None:
         """Return what compares that state around the calls of a step; None where there is none.
 
+        In the `first` step of a kind values are compared, and so is the loss with itself.
         Algorithm 1 to the letter calls its loss as often as there are micro-batches.
         """
         literal = isinstance(self.loss, Algorithm1)
-        return None if literal or not self.state else LossCalls(self.state, self.changed)
+        asked = self.state or (first and self.state.written_by_person)
+        if literal or not asked:
+            return None
+        rehearsed = bool(self._rehearsed)
+        return LossCalls(self.state, self.changed, first=first, rehearsed=rehearsed)
 
     @property
     def batchnorm(self) -> str:
@@ -203,6 +209,7 @@ class Given:
 
     def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
         """Return what is rehearsed of a step."""
+        self._rehearsed[:] = [True]
         held = paged()
         return Case(
             model=self.model,

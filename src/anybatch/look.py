@@ -33,10 +33,10 @@ from anybatch.collated import doubts_of_collate
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.guard import Guard
-from anybatch.kept import plain_numbers
 from anybatch.meeting import ForwardOf, looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
+from anybatch.outside import every_number
 from anybatch.proof import congruent, halves
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
@@ -371,7 +371,7 @@ class _Look:
         self._samples = self._samples or samples
         if reads:
             self._runs.append(ended(follow, samples, outputs))
-            self._plain.append(plain_numbers(self._step.model.named_modules()))
+            self._plain.append(every_number(self._step.model.named_modules()))
         return outputs, follow
 
     def backward(self) -> None:
@@ -417,7 +417,7 @@ class _Look:
             return step.forward(micro)
 
         leaves = [p for p in step.model.parameters() if p.requires_grad]
-        numbers = plain_numbers(step.model.named_modules())
+        numbers = every_number(step.model.named_modules())
         with self.guard:  # a checkpoint runs forward in backward
             same = halves.add_up(run, whole, layout, leaves)
         if drawn or not Dice.now().same_as(before):
@@ -425,7 +425,7 @@ class _Look:
         elif same is None:
             self.doubt(f"{OWN} cannot be compared where no output holds the samples")
         elif not same:
-            moved = _first_moved(numbers, plain_numbers(step.model.named_modules()))
+            moved = _first_moved(numbers, every_number(step.model.named_modules()))
             other = moved_number(moved) if moved else OTHER_IN_HALVES
             self._moved = self._moved or other
 

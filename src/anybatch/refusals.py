@@ -86,8 +86,9 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
         raise NotExactError(
             "parameters must not change before the whole batch is done, and "
             f"{len(changed)} of them were written to during the step, the first of shape "
-            f"{tuple(changed[0].shape)}, most likely by a gradient hook; they keep what was "
-            "written. Remove the hook and update after engine.backward"
+            f"{tuple(changed[0].shape)}, by a gradient hook, by forward or by the loss; they keep "
+            "what was written. Update them after engine.backward; what the loss itself is to move, "
+            "make a buffer, or a parameter with requires_grad=False"
         )
 
 

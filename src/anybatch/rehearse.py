@@ -34,6 +34,7 @@ from anybatch.gather import COUPLED
 from anybatch.gradients import Gradients
 from anybatch.kinds import bytes_of
 from anybatch.look import layout_of, two_sizes, written
+from anybatch.loss.writes import Writes
 from anybatch.meter import Meter
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.parts import Lap, Parts, feed, laps
@@ -183,8 +184,10 @@ def watch_loss(case: Case, seen: Look) -> Look:
         step.layout, step.copies = seen.layout, seen.copies
         coupled = stream(step) is None
         (micro,) = step.feed()
-        step.loss.whole(step.forward(micro), micro)
-    writes = any(t._version > 0 for _, t in tree.tensors(rows.targets))
+        given = [t for _, t in tree.tensors(rows.targets)]
+        with Writes(given) as heard:
+            step.loss.whole(step.forward(micro), micro)
+    writes = bool(heard) or any(t._version > 0 for t in given)
     loss = COUPLED if coupled else step.found
     return replace(seen, coupled=coupled, loss=loss, copies=seen.copies or writes)
 

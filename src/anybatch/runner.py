@@ -141,7 +141,7 @@ class Runner:
             private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
             sharded=self._given.sharded,
             tries=tries or Tries(),
-            calls=self._given.calls(),
+            calls=self._given.calls(first=not self._made(signature)),
         )
         if step.calls is not None:
             before.patched.insert(0, step.calls.restart)
@@ -182,6 +182,10 @@ class Runner:
         """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
         modes = tuple(in_training(module) for _, module in modules)
         return self._given.kinds(batch), modes, not trains, self._given.batchnorm
+
+    def _made(self, signature: Any) -> bool:
+        """Say whether a step of this kind has been made."""
+        return signature in self._seen or signature in self._walked
 
     def coupled(self, signature: Any) -> bool:
         """Say whether the loss is known to need all outputs at once."""

@@ -23,6 +23,7 @@ from anybatch.gradients import Gradients
 from anybatch.kept import Kept
 from anybatch.look import quietly
 from anybatch.loss.calls import LossCalls
+from anybatch.loss.holders import Depth
 from anybatch.loss.watched import Rehearsed, Watched
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import renormalised, tensors_of
@@ -64,7 +65,7 @@ def put_back(case: Case) -> Iterator[Before]:
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
     kept = Kept()
     kept.modules((module for _, module in case.modules), attributes=not case.fake)
-    state = None if case.state is None else case.state.snapshot(values=True)
+    state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
     try:
         before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
@@ -105,6 +106,7 @@ def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
     with (
         quietly(),
         put_back(case) as before,
+        _large_kept(case),
         Meter(case.device, known, spare=case.spare) as meter,
         uncounted(meter, case.leaves, case.paged),
     ):
@@ -123,8 +125,18 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
         buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
         gradients=gradients,
         batchnorm=case.batchnorm,
-        calls=LossCalls(case.state) if case.state else None,
+        calls=_calls(case),
     )
+
+
+def _large_kept(case: Case) -> AbstractContextManager[None]:
+    state = case.state
+    return nullcontext() if case.fake or state is None else state.large_kept()
+
+
+def _calls(case: Case) -> LossCalls | None:
+    state = case.state
+    return LossCalls(state) if state is not None and (state or state.written_by_person) else None
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:

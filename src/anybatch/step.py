@@ -154,6 +154,7 @@ class Step(Repeatable):
         try:
             if self.calls is None:
                 return self.loss.totals(scope)
+            self.compare(outputs, micro)
             return self.calls.watched(partial(self.loss.totals, scope))
         except OtherFormError as error:
             if self.looked == self.steps or self.familiar is None:
@@ -179,6 +180,12 @@ class Step(Repeatable):
         if self.calls is None:
             return self.loss.whole(outputs, micro)
         return self.calls.called(partial(self.loss.whole, outputs, micro))
+
+    def compare(self, outputs: Any, micro: MicroBatch, *, alone: bool = False) -> None:
+        """Compare a loss that a person wrote with itself; `alone`: the step calls it once only."""
+        if self.calls is not None and self.loss.takes_outputs:
+            trains = self.gradients is not None
+            self.calls.compare(self.loss.whole, outputs, micro, trains=trains, alone=alone)
 
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""

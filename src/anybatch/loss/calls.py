@@ -13,11 +13,17 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from anybatch import tree
+from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
-from anybatch.loss.state import Change, LossState
+from anybatch.fakes import is_fake
+from anybatch.loss.holders import Change, Depth
+from anybatch.loss.repeated import Whole, refuse_hidden
+from anybatch.loss.state import LossState
 
 T = TypeVar("T")
 
@@ -29,21 +35,58 @@ class LossCalls:
         state: of the loss, as it is when the step begins.
         noted: the paths are added to, of the state for which a loss is called once. Default: a new
             list.
+        first: the step is the first of its kind, so values are compared. Default True.
+        rehearsed: the loss has been called before the step, in rehearsals. Default True.
 
     Attributes:
         changed: paths of the state that the last call has changed.
     """
 
-    def __init__(self, state: LossState, noted: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        state: LossState,
+        noted: list[str] | None = None,
+        *,
+        first: bool = True,
+        rehearsed: bool = True,
+    ) -> None:
         self.changed: list[str] = []
         self.noted = [] if noted is None else noted
-        self._state, self._start = state, state.snapshot(values=True)
+        self._again = first and state.written_by_person and not state.iterators
+        self._rehearsed = rehearsed
+        self._depth = Depth.THOROUGH if first else Depth.QUICK
+        self._state, self._start = state, state.snapshot(Depth.THOROUGH if first else Depth.UNDO)
         self._left: list[Change] | None = None
 
     def restart(self) -> None:
         """Restore the state that the step began with."""
         self._state.restore(self._start)
         self._left = None
+
+    def compare(
+        self, whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool, alone: bool = False
+    ) -> None:
+        """Compare the loss with itself in the first step of a kind, once.
+
+        Args:
+            whole: the loss.
+            outputs: of the micro-batch.
+            micro: the micro-batch.
+            trains: compare gradients, too.
+            alone: the step itself calls it once only, so it matters where rehearsals have.
+
+        Raises:
+            LossError: it gives two values: it has state that is not listed.
+        """
+        if not self._again or (alone and not self._rehearsed):
+            return
+        self._again = False
+        if any(is_fake(one) for _, one in tree.tensors(outputs)):
+            return
+        restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
+        kept = self._state.large_kept, restore
+        with self._state.uncounted(self._start):
+            refuse_hidden(whole, outputs, micro, kept, trains=trains)
 
     def watched(self, call: Callable[[], T]) -> T | None:
         """Return what a call without data returns, and None where it is not to be trusted.
@@ -58,7 +101,7 @@ class LossCalls:
             self.changed = self._state.iterators
             self.noted += self.changed
             return None
-        before = self._state.snapshot()
+        before = self._state.snapshot(self._depth)
         misses = [cached.cache_info().misses for cached in self._state.caches]
         found = self.called(call)
         for cached, count in zip(self._state.caches, misses, strict=True):
@@ -76,7 +119,7 @@ class LossCalls:
             LossError: it reads what forward has changed.
         """
         state = self._state
-        before = state.snapshot()
+        before = state.snapshot(self._depth)
         if self._left is None:
             self._left = state.changes(self._start, drawn=False)
         if self._left:

@@ -107,8 +107,6 @@ class Loss(ABC):
     """Whether a person's word says what samples have of their own, which `own` returns."""
     counts = False
     """Whether a person's count is what the loss is divided by."""
-    doubts: tuple[str, ...] = ()
-    """Why what is known of it may not hold in the present step."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:

@@ -11,250 +11,70 @@ code, and its content is compared around each call.
                   └── loss ── changed here: the loss is taken as coupled, and called once
 
 Not listed are the globals of libraries, extension types, and what is found by its name at run time
-(``globals()``, a registry, a context variable).
+(``globals()``, a registry). What such a place holds shows in its effect (`anybatch.loss.repeated`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import dis
+import gc
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
-from operator import is_
+from threading import local
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     MethodType,
     ModuleType,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.kept import HOOKS, MANY, fill
+from anybatch.fakes import is_fake
+from anybatch.kept import HOOKS, MANY
+from anybatch.loss.holders import (
+    ATOMS,
+    SMALL,
+    ArrayPlace,
+    Change,
+    Container,
+    Depth,
+    Place,
+    Random,
+    TensorPlace,
+)
+from anybatch.loss.writes import Writes
 from anybatch.modules import Modules, walk
-from anybatch.rng import Dice
-from anybatch.undo import same_values
 
-ATOMS = (int, float, bool, str, bytes, complex, type(None))
 CONTAINERS = (dict, list, set, deque)
+ARRAYS = (array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 MOST = 20_000
 """Values that are followed; a function that reaches more holds a program, not state."""
 
-SMALL = 64 * 1024
-"""Bytes of a tensor or an array of which a snapshot may hold a copy."""
-
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 
 LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
-NAMESPACES = ("types", "argparse")
-"""Modules of the standard library whose objects are plain attributes."""
+NAMESPACES = {"types", "argparse", "collections", "queue", "weakref", "os", "multiprocessing"}
+"""Modules of the standard library whose objects keep what they hold in plain attributes."""
 
-_NONE: Any = object()
-
-
-class Change(NamedTuple):
-    """One place whose content is another than it was.
-
-    Attributes:
-        path: as the loss writes it.
-        owner: the object with an attribute of that name; None where the loss names the place.
-        name: of that attribute.
-    """
-
-    path: str
-    owner: Any
-    name: str
-
-
-class _Container:
-    """The content of a list, dict, set or deque, or the attributes of an object."""
-
-    def __init__(self, held: Any, path: str, owner: Any, via: tuple[Any, str] | None) -> None:
-        self.held, self.path, self.owner, self.via = held, path, owner, via
-
-    def copy(self) -> Any:
-        return self.held.copy() if len(self.held) <= MANY else len(self.held)
-
-    def same(self, was: Any) -> bool:
-        held = self.held
-        if type(was) is int:
-            return len(held) == was
-        if len(held) != len(was):
-            return False
-        if isinstance(held, dict):
-            if self.owner is None and held.keys() != was.keys():
-                return False
-            held, was = held.values(), was.values()
-        return all(map(is_, held, was)) or all(map(_same, held, was))
-
-    def changes(self, was: Any) -> Iterator[Change]:
-        """Yield what is not as it was; all of a list, which has no names, is one place."""
-        if self.owner is None or type(was) is int:
-            owner, name = self.via or (None, self.path)
-            yield Change(self.path, owner, name)
-            return
-        held = self.held
-        for name in {**held, **was}:
-            if not _same(held.get(name, _NONE), was.get(name, _NONE)):
-                yield Change(f"{self.path}.{name}", self.owner, name)
-
-    def restore(self, was: Any) -> None:
-        held = self.held
-        if type(was) is not int:
-            fill(held, was)
-        elif isinstance(held, list):  # a long one can only have grown
-            del held[was:]
-        else:
-            while len(held) > was and isinstance(held, dict):
-                held.popitem()
-
-
-class _Place:
-    """A cell of a closure, a global, an attribute of a class or a slot."""
-
-    owner = None
-
-    def __init__(self, holder: Any, name: str, path: str) -> None:
-        self.holder, self.name, self.path = holder, name, path
-
-    def copy(self) -> Any:
-        holder = self.holder
-        if isinstance(holder, CellType):
-            try:
-                return holder.cell_contents
-            except ValueError:  # nothing yet
-                return _NONE
-        if type(holder) is dict:
-            return holder.get(self.name, _NONE)
-        return getattr(holder, self.name, _NONE)
-
-    def same(self, was: Any) -> bool:
-        now = self.copy()
-        return now is was or _same(now, was)
-
-    def changes(self, was: Any) -> Iterator[Change]:
-        del was
-        slot = not isinstance(self.holder, CellType | dict | type)
-        yield Change(self.path, self.holder if slot else None, self.name)
-
-    def restore(self, was: Any) -> None:
-        holder = self.holder
-        if isinstance(holder, CellType):
-            if was is _NONE:
-                del holder.cell_contents
-            else:
-                holder.cell_contents = was
-        elif type(holder) is dict:
-            if was is _NONE:
-                holder.pop(self.name, None)
-            else:
-                holder[self.name] = was
-        elif was is _NONE:
-            delattr(holder, self.name)
-        else:
-            setattr(holder, self.name, was)
-
-
-class _Values:
-    """The values of a tensor or an array that is written to in place."""
-
-    def __init__(self, tensor: Any, path: str, via: tuple[Any, str] | None) -> None:
-        self.tensor, self.path, self.via = tensor, path, via
-        self._counts = isinstance(tensor, Tensor)
-        self.large = tensor.nbytes > SMALL
-
-    def copy(self) -> Any:
-        return (self.tensor._version, None) if self._counts else self.tensor.copy()
-
-    def values(self) -> Any:
-        if not self._counts or self.large:
-            return self.copy()
-        return self.tensor._version, self.tensor.detach().clone()
-
-    def same(self, was: Any) -> bool:
-        if self._counts:
-            version, values = was
-            if self.tensor._version == version:
-                return True
-            return values is not None and same_values(self.tensor, values)
-        return np.array_equal(self.tensor, was, equal_nan=self.tensor.dtype.kind in "fc")
-
-    def changes(self, was: Any) -> Iterator[Change]:
-        del was
-        owner, name = self.via or (None, self.path)
-        yield Change(self.path, owner, name)
-
-    def restore(self, was: Any) -> None:
-        if not self._counts:
-            self.tensor[...] = was
-        elif was[1] is not None:
-            with torch.no_grad():
-                self.tensor.copy_(was[1])
-
-
-class _Random:
-    """The state of a generator of random numbers, or of Python's and numpy's global ones."""
-
-    def __init__(self, generator: Any, path: str) -> None:
-        self.generator, self.path = generator, path
-
-    def copy(self) -> Any:
-        generator = self.generator
-        if generator is None:
-            return Dice.now()
-        if isinstance(generator, random.Random):
-            return generator.getstate()
-        if isinstance(generator, np.random.Generator):
-            return generator.bit_generator.state
-        return generator.get_state()
-
-    def same(self, was: Any) -> bool:
-        now = self.copy()
-        if isinstance(was, Dice):
-            return bool(now.others_as(was))
-        if isinstance(was, Tensor):
-            return torch.equal(now, was)
-        return repr(now) == repr(was) if isinstance(was, dict) else bool(_tuple(now) == _tuple(was))
-
-    def changes(self, was: Any) -> Iterator[Change]:
-        del was
-        yield Change(self.path, None, self.path)
-
-    def restore(self, was: Any) -> None:
-        generator = self.generator
-        if isinstance(was, Dice):
-            random.setstate(was.python)
-            np.random.set_state(was.numpy)
-        elif isinstance(generator, random.Random):
-            generator.setstate(was)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = was
-        else:
-            generator.set_state(was)
-
-
-def _tuple(state: Any) -> Any:
-    return tuple(s.tobytes() if isinstance(s, np.ndarray) else s for s in state)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Say whether two values are one object, or equal numbers or texts."""
-    if a is b:
-        return True
-    kind = type(a)
-    return kind is type(b) and kind in ATOMS and bool(a == b or (a != a and b != b))
-
+OPTIMIZERS = "torch.optim"
+"""Where torch's optimizers and schedules are, which also do."""
 
 Snapshot = list[Any]
 """What every place held, in their order."""
@@ -272,6 +92,7 @@ class LossState:
         iterators: what the functions may draw from, and nothing can put back.
         modules: the modules that they reach and that are not the model's, with paths.
         caches: functions that remember their results.
+        written_by_person: some code that they run is in no library.
     """
 
     def __init__(self, functions: Iterable[Any], model: nn.Module | None = None) -> None:
@@ -283,6 +104,7 @@ class LossState:
         self._places = listing.places
         self.iterators, self.modules = listing.iterators, listing.modules
         self.caches = listing.caches
+        self.written_by_person = listing.own
         self._listed = self.snapshot()
 
     def __reduce__(self) -> Any:
@@ -295,15 +117,13 @@ class LossState:
                 return LossState(self._functions, self._model)
         return self
 
-    def snapshot(self, *, values: bool = False) -> Snapshot:
+    def snapshot(self, depth: Depth = Depth.QUICK) -> Snapshot:
         """Return what every place holds.
 
         Args:
-            values: small tensors are copied, so that writes to them can be undone. Default False.
+            depth: how much of it is noted. Default: what shows a change.
         """
-        if not values:
-            return [place.copy() for place in self._places]
-        return [p.values() if isinstance(p, _Values) else p.copy() for p in self._places]
+        return [place.copy(depth) for place in self._places]
 
     def __bool__(self) -> bool:
         return bool(self._places or self.iterators or self.caches)
@@ -318,7 +138,7 @@ class LossState:
         return [
             change
             for place, was in zip(self._places, since, strict=True)
-            if (drawn or not isinstance(place, _Random)) and not place.same(was)
+            if (drawn or not isinstance(place, Random)) and not place.same(was)
             for change in place.changes(was)
         ]
 
@@ -328,12 +148,45 @@ class LossState:
             if not place.same(was):
                 place.restore(was)
 
+    def tensors(self) -> list[TensorPlace]:
+        """Return the places that are tensors."""
+        return [place for place in self._places if isinstance(place, TensorPlace)]
+
+    @contextmanager
+    def large_kept(self) -> Iterator[None]:
+        """Put back what the body writes to large tensors: snapshots copy those from then on."""
+        large = [p for p in self.tensors() if p.tensor.nbytes > SMALL and not is_fake(p.tensor)]
+        if not large:
+            yield
+            return
+        writes = Writes((place.tensor for place in large), keep=True)
+        try:
+            with writes:
+                yield
+        finally:
+            writes.put_back()
+            for place in large:
+                place.written |= writes.wrote(place.tensor)
+
+    @contextmanager
+    def uncounted(self, snapshot: Snapshot) -> Iterator[None]:
+        """Let a snapshot take in writes of the body that are undone: they count as writes."""
+        pairs = list(enumerate(zip(self._places, snapshot, strict=True)))
+        tensors = [i for i, (p, was) in pairs if isinstance(p, TensorPlace) and p.same(was)]
+        yield
+        for i in tensors:
+            snapshot[i] = self._places[i].copy(Depth.THOROUGH)
+
+    def moving(self) -> set[int]:
+        """Return the ids of the tensors that a call may move: a parameter that learns is none."""
+        return {id(place.tensor) for place in self.tensors() if not place.tensor.requires_grad}
+
 
 def _leads_on(place: Any, was: Any) -> bool:
     """Say whether a place holds an object now that was not followed."""
-    if isinstance(place, _Place):
+    if isinstance(place, Place):
         return not isinstance(place.copy(), (*ATOMS, Tensor))
-    if not isinstance(place, _Container) or type(was) is int:
+    if not isinstance(place, Container) or type(was) is int:
         return False
     held = place.held
     before = set(map(id, was.values() if isinstance(was, dict) else was))
@@ -351,6 +204,9 @@ class _Listing:
         self.iterators: list[str] = []
         self.caches: list[Any] = []
         self.modules: Modules = []
+        self.own = False
+        self._sets = False
+        self._bare: list[tuple[FunctionType, str]] = []
         self._of_model = {id(m) for _, m in walk(model)} if model is not None else set()
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
@@ -370,6 +226,8 @@ class _Listing:
                 self._follow(*self._ahead.pop())
             for value, path in self._open:
                 self._named(value, path)
+        if self._sets:  # a function may get its first attribute in a call
+            self.places += [Container(vars(fn), path, fn, None) for fn, path in self._bare]
 
     def _follow(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:
         if isinstance(value, ATOMS):
@@ -396,12 +254,12 @@ class _Listing:
     def _values(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:
         if isinstance(value, Tensor):
             if not is_lazy(value) and not value.is_inference():
-                self.places.append(_Values(value, path, via))
-        elif value.nbytes <= SMALL and value.dtype.kind != "O":
-            self.places.append(_Values(value, path, via))
+                self.places.append(TensorPlace(value, path, via))
+        else:
+            self.places.append(ArrayPlace(value, path, via))
 
     def _container(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:
-        self.places.append(_Container(value, path, None, via))
+        self.places.append(Container(value, path, None, via))
         if len(value) > MANY:
             return  # data, not a log
         named = isinstance(value, dict)
@@ -420,28 +278,51 @@ class _Listing:
             self._ahead.append((value.__self__, path, via))
 
     def _other(self, value: Any, path: str) -> None:
-        if isinstance(value, GENERATORS):
-            self.places.append(_Random(value, path))
-        elif isinstance(value, Iterator):
-            if not isinstance(value, IOBase):
-                self.iterators.append(path)
-        elif isinstance(value, ModuleType):
+        if isinstance(value, ModuleType):
             self._python_module(value, path)
         elif isinstance(value, _lru_cache_wrapper):
             self.caches.append(value)
-            self._ahead.append((value.__wrapped__, path, None))
+            found = [value.__wrapped__, *_remembered(value)]
+            self._ahead += [(one, path, None) for one in found]
         elif isinstance(value, type):
             if not _of_library(value.__module__):
                 self._open.append((value, path))
-        elif type(value).__module__ in NAMESPACES or not _of_library(type(value).__module__):
+        elif not self._extension(value, path):
+            self._instance(value, path)
+
+    def _extension(self, value: Any, path: str) -> bool:
+        """List what keeps its state in C; say whether it does."""
+        if isinstance(value, GENERATORS):
+            self.places.append(Random(value, path))
+        elif isinstance(value, Iterator):
+            if not isinstance(value, IOBase):
+                self.iterators.append(path)
+        elif isinstance(value, ContextVar):
+            self.places.append(Place(value, value.name, path))
+            self._ahead.append((value.get(None), path, None))
+        elif isinstance(value, ARRAYS):
+            self.places.append(ArrayPlace(value, path, None))
+        else:
+            return False
+        return True
+
+    def _instance(self, value: Any, path: str) -> None:
+        if not _of_library(type(value).__module__):
+            self.own = True
             self._object(value, path)
+        elif _keeps_attributes(type(value)):
+            self._library_object(value, path)
+        elif type(value).__module__.split(".")[0] == "anybatch":  # it holds what a person gave
+            self._ahead += [(one, path, None) for one in getattr(value, "__dict__", {}).values()]
 
     def _python_module(self, module: ModuleType, path: str) -> None:
         name = module.__name__
         if name in ("random", "numpy.random") or (name == "numpy" and "random" in self._names):
             if "random" not in self._seen:
                 self._seen.add("random")
-                self.places.append(_Random(None, "random" if name == "random" else "numpy.random"))
+                self.places.append(Random(None, "random" if name == "random" else "numpy.random"))
+        elif name == "os" and "environ" in self._names:
+            self._ahead.append((module.environ, f"{path}.environ", None))
         elif not _of_library(name, getattr(module, "__file__", None) or ""):
             self._open.append((module, path))
 
@@ -455,11 +336,14 @@ class _Listing:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                place = _Place(cell, name, name)
+                place = Place(cell, name, name)
                 self.places.append(place)
                 self._ahead.append((place.copy(), name, None))
-        if vars(fn):
-            self.places.append(_Container(vars(fn), dot + fn.__name__, fn, None))
+        self.own |= not library
+        if not (library or vars(fn)):
+            self._bare.append((fn, dot + fn.__name__))
+        elif vars(fn):
+            self.places.append(Container(vars(fn), dot + fn.__name__, fn, None))
             self._ahead += [(one, f"{dot}{n}", (fn, n)) for n, one in vars(fn).items()]
         self._ahead.append((fn.__defaults__ or (), fn.__name__, None))
         self._ahead += [(one, name, None) for name, one in (fn.__kwdefaults__ or {}).items()]
@@ -467,8 +351,11 @@ class _Listing:
             return  # its globals are its caches
         found = _names(fn.__code__)
         self._names |= found
+        self._sets |= _sets(fn.__code__)
         for name in found & fn.__globals__.keys():
             self._name(fn.__globals__, name, name)
+        for name in _made(fn.__code__) - fn.__globals__.keys():
+            self.places.append(Place(fn.__globals__, name, name))
 
     def _name(self, holder: Any, name: str, path: str) -> None:
         """Follow what has a name in a module or a class."""
@@ -483,13 +370,20 @@ class _Listing:
         else:
             fixed = (FunctionType, ModuleType, type, BuiltinFunctionType)
             if not isinstance(value, fixed) and not hasattr(type(value), "__set__"):
-                self.places.append(_Place(holder, name, path))
+                self.places.append(Place(holder, name, path))
             self._ahead.append((value, path, None))
+
+    def _library_object(self, value: Any, path: str) -> None:
+        """Follow all that an object of a library holds: its code is not read for names."""
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict:
+            self.places.append(Container(held, path, value, None))
+            self._ahead += [(one, f"{path}.{n}", (value, n)) for n, one in held.items()]
 
     def _object(self, value: Any, path: str) -> None:
         held = getattr(value, "__dict__", None)
         if type(held) is dict:
-            self.places.append(_Container(held, path, value, None))
+            self.places.append(Container(held, path, value, None))
         self._open.append((value, path))
         self._ahead.append((type(value), type(value).__name__, None))
 
@@ -499,18 +393,20 @@ class _Listing:
         if any(t is not None and is_lazy(t) for t in tensors):
             return
         held = vars(module)
-        self.places.append(_Container(held, path, module, None))
+        self.places.append(Container(held, path, module, None))
         if not ours:
             self.modules.append((path, module))
             buffers = held.get("_buffers")
-            if type(buffers) is dict and buffers:
-                self.places.append(_Container(buffers, path, module, None))
-                self._ahead += [(b, f"{path}.{n}", (module, n)) for n, b in buffers.items()]
+            for named in (buffers, held.get("_parameters")):
+                if type(named) is dict and named:
+                    self.places.append(Container(named, path, module, None))
+                    self._ahead += [(t, f"{path}.{n}", (module, n)) for n, t in named.items()]
         for kind in () if ours else HOOKS:
             self._ahead += [(hook, path, None) for hook in getattr(module, kind, {}).values()]
         inner = [(n, m) for n, m in module._modules.items() if m is not None]
         self._ahead += [(m, f"{path}.{n}", None) for n, m in inner]
         if not _of_library(type(module).__module__):
+            self.own |= not ours
             own = [(n, one) for n, one in held.items() if n not in OF_TORCH]
             self._ahead += [(one, f"{path}.{n}", (module, n)) for n, one in own]
             for cls in type(module).__mro__:
@@ -545,7 +441,7 @@ class _Listing:
             for name in {slots} if isinstance(slots, str) else set(slots) & self._names:
                 if (id(value), name) not in self._seen:
                     self._seen.add((id(value), name))
-                    place = _Place(value, name, f"{path}.{name}")
+                    place = Place(value, name, f"{path}.{name}")
                     self.places.append(place)
                     self._ahead.append((place.copy(), place.path, (value, name)))
         held: dict[str, Any] = {} if module else getattr(value, "__dict__", {})
@@ -564,6 +460,37 @@ SPECIAL = frozenset(
 
 def _of_library(module: str, file: str = "") -> bool:
     return module.split(".", maxsplit=1)[0] in LIBRARIES or "site-packages" in file
+
+
+def _keeps_attributes(cls: type) -> bool:
+    """Say whether all that the objects of a library's class hold is in their attributes."""
+    name = cls.__module__
+    root = name.split(".", maxsplit=1)[0]
+    return root in NAMESPACES or name.startswith(OPTIMIZERS) or issubclass(cls, local)
+
+
+def _remembered(cached: Any) -> list[Any]:
+    """Return the results that a ``functools.cache`` remembers."""
+    found = [one for one in gc.get_referents(cached) if type(one) is dict]
+    values = [one for results in found[:1] for one in list(results.values())[:MANY]]
+    links = [one for one in values if type(one).__name__ == "_lru_list_elem"]
+    results = [one for one in values if type(one).__name__ != "_lru_list_elem"]
+    return results + [one for link in links for one in gc.get_referents(link)]
+
+
+def _sets(code: CodeType) -> bool:
+    """Say whether a function, or one inside it, gives an attribute to an object."""
+    inner = [_sets(one) for one in code.co_consts if isinstance(one, CodeType)]
+    words = {"setattr", "vars", "__dict__"} & {*code.co_names}
+    return bool(words or any(i.opname == "STORE_ATTR" for i in dis.get_instructions(code))) or any(
+        inner
+    )
+
+
+def _made(code: CodeType) -> set[str]:
+    """Return the global names that a function, or one inside it, assigns."""
+    found = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+    return found.union(*(_made(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def _names(code: CodeType) -> set[str]:

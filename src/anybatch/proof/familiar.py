@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from anybatch import graph
 from anybatch.kept import plain_numbers
+from anybatch.outside import Outside
 
 MOST = 16
 """Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
@@ -25,6 +26,8 @@ class Familiar:
 
     def __init__(self) -> None:
         self._now: Any = None
+        self._parts: Any = None
+        self._outside = Outside(())
         self._graphs: set[int] = set()
         self._models: set[Any] = set()
 
@@ -41,7 +44,10 @@ class Familiar:
         """
         # classes, not ids: a module that is gone leaves its id to the next one
         parts = tuple((path, type(module)) for path, module in modules)
-        model = parts, tuple(plain_numbers(modules).items())
+        if parts != self._parts:  # to follow the code takes longer than to read what it names
+            self._parts, self._outside = parts, Outside(module for _, module in modules)
+        numbers = plain_numbers(modules) | self._outside.numbers()
+        model = parts, tuple(numbers.items())
         self._now = model
         return model in self._models or len(self._models) >= MOST
 

@@ -1,0 +1,356 @@
+"""Places that hold Python state: their content, a comparison with it, and putting it back.
+
+A place is compared around every call of a loss, so a steady step compares what is fast: identities,
+lengths, and torch's count of writes. A first step and a rehearsal compare values, too: a write
+through ``.data`` or an array of numpy moves no count, and an entry of a long list no length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from array import array
+from collections.abc import Iterator
+from contextvars import ContextVar
+from enum import IntEnum
+from itertools import starmap
+from operator import is_
+from types import CellType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybatch.fakes import is_fake
+from anybatch.kept import MANY, fill
+from anybatch.paged import paged
+from anybatch.rng import Dice
+from anybatch.undo import same_values
+
+ATOMS = (int, float, bool, str, bytes, complex, type(None))
+
+SMALL = 64 * 1024
+"""Bytes of a tensor or an array whose values every step may copy."""
+
+LARGE = 256 * 1024**2
+"""Bytes of an array whose values a first step or a rehearsal may copy."""
+
+NONE: Any = object()
+"""Stands for the value of a name that does not exist."""
+
+
+class Depth(IntEnum):
+    """How much of a place is noted: what shows a change, what undoes one, or every value."""
+
+    QUICK = 0
+    UNDO = 1
+    THOROUGH = 2
+
+
+class Change(NamedTuple):
+    """One place whose content is another than it was.
+
+    Attributes:
+        path: as the loss writes it.
+        owner: the object with an attribute of that name; None where the loss names the place.
+        name: of that attribute.
+    """
+
+    path: str
+    owner: Any
+    name: str
+
+
+class Container:
+    """The content of a list, dict, set or deque, or the attributes of an object."""
+
+    def __init__(self, held: Any, path: str, owner: Any, via: tuple[Any, str] | None) -> None:
+        self.held, self.path, self.owner, self.via = held, path, owner, via
+
+    def copy(self, depth: Depth) -> Any:
+        """Return the content; of a long one only the length, where not every value is noted."""
+        every = depth is Depth.THOROUGH or len(self.held) <= MANY
+        return self.held.copy() if every else len(self.held)
+
+    def same(self, was: Any) -> bool:
+        """Say whether the content is what it was."""
+        held = self.held
+        if type(was) is int:
+            return len(held) == was
+        if len(held) != len(was):
+            return False
+        if isinstance(held, dict):
+            if self.owner is None and held.keys() != was.keys():
+                return False
+            held, was = held.values(), was.values()
+        return all(map(is_, held, was)) or all(map(same_value, held, was))
+
+    def changes(self, was: Any) -> Iterator[Change]:
+        """Yield what is not as it was; all of a list, which has no names, is one place."""
+        if self.owner is None or type(was) is int:
+            owner, name = self.via or (None, self.path)
+            yield Change(self.path, owner, name)
+            return
+        held = self.held
+        for name in {**held, **was}:
+            if not same_value(held.get(name, NONE), was.get(name, NONE)):
+                yield Change(f"{self.path}.{name}", self.owner, name)
+
+    def restore(self, was: Any) -> None:
+        """Make the content what it was."""
+        held = self.held
+        if type(was) is not int:
+            fill(held, was)
+        elif isinstance(held, list):  # a long one can only have grown
+            del held[was:]
+        else:
+            while len(held) > was and isinstance(held, dict):
+                held.popitem()
+
+
+class Place:
+    """A cell of a closure, a global, an attribute of a class or a slot."""
+
+    owner = None
+
+    def __init__(self, holder: Any, name: str, path: str) -> None:
+        self.holder, self.name, self.path = holder, name, path
+
+    def copy(self, depth: Depth = Depth.QUICK) -> Any:
+        """Return the value, or `NONE`."""
+        del depth
+        holder = self.holder
+        if isinstance(holder, CellType):
+            try:
+                return holder.cell_contents
+            except ValueError:  # nothing yet
+                return NONE
+        if type(holder) is dict:
+            return holder.get(self.name, NONE)
+        if isinstance(holder, ContextVar):
+            return holder.get(NONE)
+        return getattr(holder, self.name, NONE)
+
+    def same(self, was: Any) -> bool:
+        """Say whether the value is what it was."""
+        now = self.copy()
+        return now is was or same_value(now, was)
+
+    def changes(self, was: Any) -> Iterator[Change]:
+        """Yield the place."""
+        del was
+        slot = not isinstance(self.holder, CellType | dict | type | ContextVar)
+        yield Change(self.path, self.holder if slot else None, self.name)
+
+    def restore(self, was: Any) -> None:
+        """Give the name the value that it had."""
+        holder = self.holder
+        if isinstance(holder, CellType):
+            if was is NONE:
+                del holder.cell_contents
+            else:
+                holder.cell_contents = was
+        elif type(holder) is dict:
+            if was is NONE:
+                holder.pop(self.name, None)
+            else:
+                holder[self.name] = was
+        elif isinstance(holder, ContextVar):
+            if was is not NONE:  # no context can be made to forget a variable
+                holder.set(was)
+        elif was is NONE:
+            delattr(holder, self.name)
+        else:
+            setattr(holder, self.name, was)
+
+
+class TensorWas(NamedTuple):
+    """A tensor at one moment.
+
+    Attributes:
+        version: torch's count of writes.
+        place: its address; 0 where it has none.
+        data: a second tensor on the same memory, which stays where ``.data = ...`` puts the first
+            one on another; None where it was not made.
+        values: a copy; None where none was made.
+    """
+
+    version: int
+    place: int
+    data: Tensor | None
+    values: Tensor | None
+
+
+class TensorPlace:
+    """A tensor that is written to in place, or whose ``.data`` is replaced.
+
+    Attributes:
+        written: a rehearsal has shown that calls write to it, so its values are copied, however
+            large it is.
+    """
+
+    def __init__(self, tensor: Tensor, path: str, via: tuple[Any, str] | None) -> None:
+        self.tensor, self.path, self.via = tensor, path, via
+        self.written = False
+        self._fixed = isinstance(tensor, torch.nn.Parameter)
+
+    def copy(self, depth: Depth) -> TensorWas:
+        """Return what it is now."""
+        tensor = self.tensor
+        if depth is Depth.QUICK or _comes_and_goes(tensor):
+            return TensorWas(tensor._version, _address(tensor), None, None)
+        data, values = tensor.detach(), None
+        thorough = depth is Depth.THOROUGH
+        small = tensor.nbytes <= SMALL and (thorough or not self._fixed)
+        if small or (thorough and self.written):
+            large = tensor.nbytes > SMALL  # its copy must not take what a step has room for
+            values = data.to("cpu", copy=True) if large else data.clone()
+        return TensorWas(tensor._version, _address(tensor), data, values)
+
+    def same(self, was: TensorWas) -> bool:
+        """Say whether it is what it was, as far as that was noted."""
+        tensor, values = self.tensor, was.values
+        if values is None or is_fake(values) or tensor.device != self._device(was):
+            return tensor._version == was.version and _address(tensor) == was.place
+        return same_values(tensor.detach().to(values.device), values)
+
+    def changes(self, was: Any) -> Iterator[Change]:
+        """Yield the place."""
+        del was
+        owner, name = self.via or (None, self.path)
+        yield Change(self.path, owner, name)
+
+    def restore(self, was: TensorWas) -> None:
+        """Give it the memory and the values that it had, as far as they were noted."""
+        tensor, data, values = self.tensor, was.data, was.values
+        if data is None:
+            return
+        if tensor.device != data.device or _address(tensor) != was.place:
+            tensor.data = data
+        if values is None or is_fake(values):
+            return
+        if not same_values(data.to(values.device), values):
+            with torch.no_grad():
+                tensor.copy_(values)
+
+    def _device(self, was: TensorWas) -> torch.device:
+        return self.tensor.device if was.data is None else was.data.device
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a tensor lies; 0 where it lies nowhere, or in more than one place."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return 0
+    return 0 if _comes_and_goes(tensor) else tensor.data_ptr()
+
+
+def _comes_and_goes(tensor: Tensor) -> bool:
+    held = paged()
+    return bool(held.every) and held.holds(tensor)
+
+
+class ArrayPlace:
+    """The values of an array: of numpy, of the standard library, or of C."""
+
+    def __init__(self, array: Any, path: str, via: tuple[Any, str] | None) -> None:
+        self.array, self.path, self.via = array, path, via
+
+    def copy(self, depth: Depth) -> Any:
+        """Return the values; None of one that is too large to be copied."""
+        if memory_of(self.array) > (LARGE if depth is Depth.THOROUGH else SMALL):
+            return None
+        return self.array.copy() if isinstance(self.array, np.ndarray) else bytes(self.array)
+
+    def same(self, was: Any) -> bool:
+        """Say whether the values are what they were."""
+        now = self.array
+        if was is None:
+            return True
+        if not isinstance(now, np.ndarray):
+            return bool(bytes(now) == was)
+        if now.shape != was.shape:
+            return False
+        if now.dtype.kind == "O":
+            return all(starmap(same_value, zip(now.flat, was.flat, strict=True)))
+        return np.array_equal(now, was, equal_nan=now.dtype.kind in "fc")
+
+    def changes(self, was: Any) -> Iterator[Change]:
+        """Yield the place."""
+        del was
+        owner, name = self.via or (None, self.path)
+        yield Change(self.path, owner, name)
+
+    def restore(self, was: Any) -> None:
+        """Write the values that it had."""
+        if was is None:
+            return
+        if isinstance(self.array, np.ndarray):
+            self.array[...] = was
+        elif isinstance(self.array, array):
+            self.array[:] = array(self.array.typecode, was)
+        else:
+            ctypes.memmove(ctypes.addressof(self.array), was, len(was))
+
+
+def memory_of(array: Any) -> int:
+    """Return the bytes of an array of numpy, of the standard library, or of C."""
+    return int(array.nbytes) if isinstance(array, np.ndarray) else memoryview(array).nbytes
+
+
+class Random:
+    """The state of a generator of random numbers, or of Python's and numpy's global ones."""
+
+    def __init__(self, generator: Any, path: str) -> None:
+        self.generator, self.path = generator, path
+
+    def copy(self, depth: Depth = Depth.QUICK) -> Any:
+        """Return the state."""
+        del depth
+        generator = self.generator
+        if generator is None:
+            return Dice.now()
+        if isinstance(generator, random.Random):
+            return generator.getstate()
+        if isinstance(generator, np.random.Generator):
+            return generator.bit_generator.state
+        return generator.get_state()
+
+    def same(self, was: Any) -> bool:
+        """Say whether nothing was drawn."""
+        now = self.copy()
+        if isinstance(was, Dice):
+            return bool(now.others_as(was))
+        if isinstance(was, Tensor):
+            return torch.equal(now, was)
+        return repr(now) == repr(was) if isinstance(was, dict) else bool(_tuple(now) == _tuple(was))
+
+    def changes(self, was: Any) -> Iterator[Change]:
+        """Yield the place."""
+        del was
+        yield Change(self.path, None, self.path)
+
+    def restore(self, was: Any) -> None:
+        """Make the state what it was."""
+        generator = self.generator
+        if isinstance(was, Dice):
+            random.setstate(was.python)
+            np.random.set_state(was.numpy)
+        elif isinstance(generator, random.Random):
+            generator.setstate(was)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = was
+        else:
+            generator.set_state(was)
+
+
+def _tuple(state: Any) -> Any:
+    return tuple(s.tobytes() if isinstance(s, np.ndarray) else s for s in state)
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Say whether two values are one object, or equal numbers or texts."""
+    if a is b:
+        return True
+    kind = type(a)
+    return kind is type(b) and kind in ATOMS and bool(a == b or (a != a and b != b))

@@ -1,0 +1,119 @@
+"""A loss compared with itself: state that no walk can list shows in what it does.
+
+A loss may count in a file, in an extension, in an attribute of a library. So in the first step of a
+kind it is called twice on the same outputs, with the same dice and the same listed state. It must
+give the same value and the same gradient, but for rounding: kernels with atomic additions round in
+another order each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.batch import MicroBatch
+from anybatch.errors import LossError
+from anybatch.fakes import is_fake
+from anybatch.memory_errors import out_of_memory
+from anybatch.rng import Dice
+from anybatch.undo import same_values
+
+ROUNDING = 1000
+"""Units in the last place by which two calls may differ."""
+
+MOST = 1e-2
+"""What they may differ by in any case, relative to the largest value."""
+
+Around = Callable[[], AbstractContextManager[None]]
+Whole = Callable[[Any, MicroBatch], Tensor]
+
+
+def refuse_hidden(
+    whole: Whole,
+    outputs: Any,
+    micro: MicroBatch,
+    kept: tuple[Around, Callable[[], None]],
+    *,
+    trains: bool,
+) -> None:
+    """Refuse a loss that gives two values or two gradients for the same outputs.
+
+    Args:
+        whole: the loss.
+        outputs: of a micro-batch.
+        micro: the micro-batch.
+        kept: what each call is made in, which keeps what is large, and what makes the state that
+            is listed what it was after it.
+        trains: compare gradients, too.
+
+    Raises:
+        LossError: it does.
+    """
+    around, restore = kept
+    dice, found = Dice.now(), list[list[Tensor]]()
+    for _ in range(2):
+        try:
+            with around():
+                found.append(_called(whole, outputs, micro, trains=trains))
+        except LossError:
+            raise
+        except Exception as error:  # it takes all samples only: the step itself tells
+            if out_of_memory(error, outside=sys.exception()):
+                raise
+            return
+        finally:
+            dice.put_back()
+            restore()
+    first, second = found
+    if any(map(is_fake, first)) or all(map(_alike, first, second)):
+        return
+    a, b = (float(one[0]) for one in found)
+    two = f"the values {a:g} and {b:g}" if a != b else "two gradients"
+    raise LossError(
+        "a loss that is called more than once a step must have state that anybatch can see, and it "
+        f"gave {two} for the same outputs: keep what it counts in an attribute of the loss or in a "
+        "list or a tensor that it closes over (not in a file, a library or an extension), or give "
+        "micro_batch >= the batch size, with which it is called once"
+    )
+
+
+def _called(whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool) -> list[Tensor]:
+    """Return the loss of copies, and the gradients of those that have one."""
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        copied = tensor.detach().clone()
+        if trains and tensor.requires_grad:
+            leaves.append(copied.requires_grad_())
+            return copied.view_as(copied)  # the loss may write to it
+        return copied
+
+    with torch.set_grad_enabled(trains):
+        loss = whole(tree.map_tensors(leaf, outputs), _own(micro))
+    if not (leaves and loss.requires_grad):
+        return [loss.detach()]
+    gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [loss.detach(), *(one for one in gradients if one is not None)]
+
+
+def _own(micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with targets that the loss may write to."""
+    targets = tree.map_tensors(lambda t: t if t.requires_grad else t.clone(), micro.targets)
+    return MicroBatch(micro.inputs, targets, micro.size, micro.begin)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Say whether two results are the same but for rounding."""
+    if same_values(a, b):
+        return True
+    if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
+        return False
+    within = min(MOST, ROUNDING * torch.finfo(a.dtype).eps) * a.abs().nan_to_num().max()
+    apart = (a - b).abs()
+    return bool((apart.nan_to_num() <= within).all()) and torch.equal(a.isnan(), b.isnan())
