@@ -64,8 +64,9 @@ class Whole(nn.Module):
         super().__init__()
         self.inner = inner
         for module in inner.modules():
-            rates = ("p", "drop_prob") if "Drop" in type(module).__name__ else ("drop_rate",)
-            for rate in rates:
+            kind = type(module).__name__
+            draws = "Drop" in kind or "StochasticDepth" in kind
+            for rate in ("p", "drop_prob") if draws else ("drop_rate",):
                 if hasattr(module, rate):
                     setattr(module, rate, 0.0)
 
