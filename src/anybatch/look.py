@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
-from anybatch import tree
+from anybatch import graph, tree
 from anybatch.batch import LazyBatch, MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
@@ -41,6 +41,7 @@ from anybatch.proof import congruent, halves
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.follow import Follow
+from anybatch.proof.left import Left, grown, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
 from anybatch.proof.verdict import (
@@ -48,7 +49,9 @@ from anybatch.proof.verdict import (
     Forward,
     Verdict,
     ended,
+    fails_again,
     first_difference,
+    in_outputs,
     judge,
     moved_number,
     moved_state,
@@ -110,6 +113,9 @@ def look(step: Step, norms: Norms | None = None) -> None:
         step.buffers.restart()
         fewer, part = one.fewer(part)
         one.draws_for_all(outside_torch=not now.others_as(before))
+        before.put_back()
+        step.buffers.restart()
+        one.repeated(whole if fewer is None else part)
         before.put_back()
         step.buffers.restart()
         one.again(whole, part)
@@ -221,6 +227,9 @@ class _Look:
         self._step, self._norms, self._every = step, norms, norms
         self._trains = step.gradients is not None
         self._runs: list[Forward] = []
+        self._repeated: Forward | None = None
+        self._left: list[Left] = []
+        self._outline = 0
         self._strange, self._most = False, ENOUGH
         self._samples: Sequence[int] = ()
         self._doubts: tuple[str, ...] = ()
@@ -273,6 +282,36 @@ class _Look:
         except proof_rows.NeededError:
             outputs, _ = self._follow(micro, samples, saved=True)
         return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
+
+    def repeated(self, last: MicroBatch) -> None:
+        """Run forward once more on the rows of the last call, where the model has kept samples.
+
+        What it only keeps changes nothing. What it computes with is refused, whatever the size at
+        which it does.
+        """
+        if not self._left[-1]:
+            return
+        name = next(iter(self._left[-1].values()))[0]
+        if self._step.budgeted:
+            self.doubt(f"no room to see whether a call computes with what is left in {name}")
+            return
+        outside, outline = sys.exception(), self._outline
+        try:
+            self._forward(last, reverse=len(self._runs) > 1)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, AnybatchError) or out_of_memory(error, outside=outside):
+                raise
+            self._moved = fails_again(name, error)
+            return
+        run = self._runs.pop()
+        self._plain.pop()
+        self._repeated = run
+        if differs := first_difference(self._runs[-1].notes.numbers, run.notes.numbers):
+            self._moved = moved_state(differs)
+        elif outline != self._outline:
+            self.doubt(f"a second call on the same rows builds another graph: it may read {name}")
+        elif more := grown(self._left):
+            self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
         """Follow all rows again, where forward may tell samples apart by other means than rows.
@@ -358,6 +397,10 @@ class _Look:
         if reads:
             self._runs.append(ended(follow, samples, outputs))
             self._plain.append(plain_numbers(self._step.model.named_modules()))
+            self._left.append(left_behind(self._step.model, self._masks))
+            if self._left[-1]:
+                roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+                self._outline = graph.outline(roots)
         return outputs, follow
 
     def backward(self) -> None:
@@ -460,7 +503,8 @@ class _Look:
         """Return what the forwards say."""
         whole, *others = self._runs
         found = judge(whole, others[0] if others else None, layout)
-        return Verdict(found.meets or self._moved, self._doubts + found.doubts)
+        left = "" if self._repeated is None else in_outputs(self._repeated, layout)
+        return Verdict(found.meets or left or self._moved, self._doubts + found.doubts)
 
 
 def _first_moved(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> str:
