@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.jit import ScriptModule
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
@@ -32,9 +32,10 @@ from anybatch import graph, tree
 from anybatch.batch import LazyBatch, MicroBatch
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
+from anybatch.full_size import compare_sizes
 from anybatch.guard import Guard
 from anybatch.kept import plain_numbers
-from anybatch.meeting import ForwardOf, looking
+from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.proof import congruent, halves
@@ -44,6 +45,7 @@ from anybatch.proof.follow import Follow
 from anybatch.proof.left import Left, grown, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
+from anybatch.proof.sizes import Sizes
 from anybatch.proof.verdict import (
     WHOLE,
     Forward,
@@ -57,7 +59,7 @@ from anybatch.proof.verdict import (
     moved_state,
 )
 from anybatch.rng import Dice
-from anybatch.step import Layout, Step, call_model, copied
+from anybatch.step import Layout, Step, copied
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are followed again: what a model does may change."""
@@ -150,10 +152,13 @@ def look(step: Step, norms: Norms | None = None) -> None:
     rows = _rows_of_loss(step, outputs, whole.size)
     one.outputs = outputs = None
     fewer = fewer if apart else None
-    found = one.at_full_size(whole)
+    step.sizes = one.sizes(whole.inputs)
+    with quietly():
+        found = compare_sizes(step, whole)
     before.put_back()
     found.refuse()
     step.doubts += found.doubts
+    step.sizes.add(step.everyone.size, step.micro_batch, step.steps)
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
     if rows is not None:
@@ -458,32 +463,13 @@ class _Look:
             other = moved_number(moved) if moved else OTHER_IN_HALVES
             self._moved = self._moved or other
 
-    def at_full_size(self, some: MicroBatch) -> Verdict:
-        """Compare the forward of the whole batch with that of a micro-batch, without data.
+    def sizes(self, inputs: Any) -> Sizes:
+        """Return what comparisons of whole batches need; at first none has been made.
 
-        Where forward knows how many samples there are: else it computes the same for any number.
+        Where forward does not know how many samples there are, it computes the same for any number.
         """
-        step = self._step
-        sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
-        counts = any(run.notes.may_count for run in self._runs) or self._hidden(some.inputs)
-        if len(sizes) < 2 or not counts:
-            return Verdict()
-
-        def run(model: nn.Module, inputs: Any, size: int) -> None:
-            with ForwardOf(size, alone=False):
-                call_model(model, inputs)
-
-        with quietly():
-            rows = some.inputs, some.size
-            return congruent.compare(
-                step.model,
-                walk(step.model),
-                rows,
-                sizes,
-                run,
-                trains=self._trains,
-                values=self._runs[0].notes.values,
-            )
+        counts = any(run.notes.may_count for run in self._runs) or self._hidden(inputs)
+        return Sizes(counts, self._runs[0].notes.values)
 
     @property
     def local(self) -> bool:

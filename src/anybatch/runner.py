@@ -37,12 +37,13 @@ from anybatch.dice.shared import Laws, Shared, UnknownDrawError
 from anybatch.dice.whole import WholeDice
 from anybatch.discover import discoverer
 from anybatch.errors import NotExactError
+from anybatch.full_size import compare_new_sizes, doubt_larger
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
 from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
-from anybatch.look import AGAIN, eager, look
+from anybatch.look import AGAIN, eager, look, quietly
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules, in_training, renormalised
@@ -315,6 +316,7 @@ class Runner:
             lanes, step.ways = self._look_at_lanes(step, modules, before, lanes), None
         else:
             step.ways = lanes.ways
+            self._at_new_sizes(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
         try:
             loss = lockstep(step, tracked)
@@ -344,6 +346,7 @@ class Runner:
             lanes=lanes,
             doubts=step.doubts,
             looked=step.looked,
+            sizes=step.sizes,
             steps=step.steps,
         )
         return loss
@@ -380,6 +383,8 @@ class Runner:
         if seen is None or step.steps in AGAIN:
             with self._given.hearing(), self._listening(before), attributes_of(step):
                 look(step)
+        else:
+            self._at_new_sizes(step)
         if seen is None:
             step.discover = discoverer(step, before, self._given.closure)
         try:
@@ -391,6 +396,17 @@ class Runner:
                 raise
         self._forget(step)
         return self._divided(step, before)
+
+    def _at_new_sizes(self, step: Step) -> None:
+        """Compare the whole batch with its parts again, where its sizes are new."""
+        known = step.sizes
+        if known is None or not known.counts:
+            return
+        if not known.new(step.everyone.size, step.micro_batch):
+            doubt_larger(step)
+            return
+        with self._given.hearing(), attributes_of(step), quietly():
+            compare_new_sizes(step)
 
     def _forget(self, step: Step) -> None:
         """Have the model looked at again, as it was when the step began."""
@@ -426,6 +442,7 @@ class Runner:
             not drew,
             doubts=step.doubts,
             looked=step.looked,
+            sizes=step.sizes,
             steps=step.steps,
         )
         return loss
@@ -451,6 +468,7 @@ class Runner:
         if seen is not None:
             step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
             step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
+            step.sizes = seen.sizes
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
             step.familiar = self._familiar[step.signature]

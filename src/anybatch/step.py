@@ -29,6 +29,7 @@ from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
 from anybatch.proof.familiar import Familiar
+from anybatch.proof.sizes import Sizes
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
@@ -66,6 +67,7 @@ class Step(Repeatable):
         copies: forward writes to its inputs, so it gets copies of them.
         doubts: why it is not shown that samples stay apart; nothing where it is.
         looked: the step of its signature in which samples were followed last; 0 is none.
+        sizes: of batches that were compared since; None until somebody has looked.
         steps: steps of its signature, this one included.
         familiar: what was looked at in steps of its signature; None compares nothing.
         attributes: plain ones of the model, as they were when the step began.
@@ -105,6 +107,7 @@ class Step(Repeatable):
     copies: bool = False
     doubts: tuple[str, ...] = ()
     looked: int = 0
+    sizes: Sizes | None = None
     steps: int = 1
     familiar: Familiar | None = None
     attributes: Attributes = field(default_factory=partial(Attributes, ()))
