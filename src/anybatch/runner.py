@@ -8,8 +8,7 @@ watched) and remembered for the kind of batch; so is a size at which memory ran 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,12 +48,12 @@ from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules, in_training, renormalised
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
-from anybatch.norm.late import SINGLE, Singles, listening
+from anybatch.norm.late import Singles, listening
+from anybatch.norm.parts import values_of_a_part
 from anybatch.norm.sites import OtherSitesError
 from anybatch.norm.strides import standard_strides
 from anybatch.outofcore.keeping import Keeping
 from anybatch.proof.familiar import Familiar
-from anybatch.proof.verdict import other_rows
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.unison import OffScriptError
 from anybatch.records import Seen, SeenInLanes
@@ -264,7 +263,7 @@ class Runner:
         while True:
             try:
                 if step.lanes:
-                    with eager(), _values_of_a_part():  # what is compiled would be with lanes
+                    with eager(), values_of_a_part():  # what is compiled would be with lanes
                         return self._in_lanes(step, modules, before)
                 return self._divided(step, before)
             except UnknownDrawError:
@@ -494,19 +493,3 @@ class Runner:
 def of_model(modules: Modules) -> Modules:
     """Return the modules of the model, without those of the loss."""
     return [(path, module) for path, module in modules if not path.startswith(LOSS)]
-
-
-@contextmanager
-def _values_of_a_part() -> Iterator[None]:
-    """Say what torch means by one value a channel, where the whole batch has several samples.
-
-    Raises:
-        NotExactError: batch normalisation was given so few of them.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith(SINGLE):
-            raise
-        why = "it is given one value a channel"
-        raise NotExactError(other_rows("a call in forward", why)) from error

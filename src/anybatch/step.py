@@ -20,7 +20,7 @@ from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
-from anybatch.errors import LossError, NotExactError
+from anybatch.errors import BatchError, LossError, NotExactError
 from anybatch.kept import Attributes
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
@@ -254,7 +254,7 @@ class Step(Repeatable):
             forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, alone=self.divided):
             try:
-                return forward() if draws is None else draws.forward(micro, forward)
+                outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
                 if torch.is_grad_enabled() or graph.NONE not in str(error):
                     raise
@@ -263,6 +263,9 @@ class Step(Repeatable):
                     "where gradients are off, and torch.autograd.grad found none: write `with "
                     "torch.enable_grad():` around that part of it"
                 ) from error
+        if micro.size == 1 and self.layout and self.divided:
+            _check_single(outputs, self.layout)
+        return outputs
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
@@ -426,6 +429,19 @@ def copied(micro: MicroBatch) -> MicroBatch:
     """Return the micro-batch with copies of its inputs, which nobody else holds."""
     inputs = tree.map_tensors(lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs)
     return replace(micro, inputs=inputs)
+
+
+def _check_single(outputs: Any, layout: Layout) -> None:
+    """Refuse outputs of one sample that have lost the dimension of samples."""
+    found = list(tree.tensors(outputs, "outputs"))
+    for (path, one), axis in zip(found, layout, strict=False):
+        lost = axis is not None and (one.dim() <= axis or one.shape[axis] != 1)
+        if lost and len(found) == len(layout):
+            raise BatchError(
+                f"an output must hold each sample once along dimension {axis}, and {path} of one "
+                f"sample has shape {tuple(one.shape)}: squeeze() takes out every dimension of size "
+                "1, that of the samples, too. Name the dimension: write squeeze(-1)"
+            )
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:
