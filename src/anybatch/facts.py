@@ -32,7 +32,7 @@ def of_run(step: Step, failed: int) -> Facts:
         failed=failed,
         lanes=step.lanes and step.count > 1,
         segments=segments_of(step.device).told(),
-        looked=step.looked,
+        looked=max(step.looked, step.sizes.step if step.sizes is not None else 0),
         doubts=(*step.doubts, *step.loss.doubts, *([DECLARED] if step.loss.believed else [])),
     )
 

@@ -29,6 +29,7 @@ from anybatch.errors import AnybatchError, NotExactError
 from anybatch.forecast import SHARDS, Forecast
 from anybatch.kinds import bytes_of
 from anybatch.modules import tensors_of
+from anybatch.norm.parts import values_of_a_part
 from anybatch.paged import OWNER
 from anybatch.ranks.pieces import copied_bytes, small_bytes
 from anybatch.stage import unharmed
@@ -115,7 +116,8 @@ def forecast(
     except Exception:  # the step itself raises it, or the model takes batches of its own size alone
         undivided = _undivided(case, state)
         if undivided is None:
-            raise
+            with values_of_a_part():
+                raise
         return undivided
 
 
@@ -193,7 +195,7 @@ def _undivided(case: Case, state: State) -> Forecast | None:
 
     A micro-batch of any size holds what all of it holds: the batch fits as it is, or not at all.
     """
-    if case.lazy or case.everyone or case.lanes:
+    if case.lazy or case.everyone:
         return None
     try:
         fakes = as_fakes(case)

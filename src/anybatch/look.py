@@ -23,17 +23,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.jit import ScriptModule
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
-from anybatch import tree
+from anybatch import graph, tree
 from anybatch.batch import LazyBatch, MicroBatch, TensorBatch
 from anybatch.collated import doubts_of_collate
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
+from anybatch.full_size import compare_sizes
 from anybatch.guard import Guard
-from anybatch.meeting import ForwardOf, looking
+from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.outside import every_number
@@ -42,20 +43,24 @@ from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
+from anybatch.proof.left import Left, grown, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
+from anybatch.proof.sizes import Sizes
 from anybatch.proof.verdict import (
     WHOLE,
     Forward,
     Verdict,
     ended,
+    fails_again,
     first_difference,
+    in_outputs,
     judge,
     moved_number,
     moved_state,
 )
 from anybatch.rng import Dice
-from anybatch.step import Layout, Step, call_model, copied
+from anybatch.step import Layout, Step, copied
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are followed again: what a model does may change."""
@@ -113,6 +118,9 @@ def look(step: Step, norms: Norms | None = None) -> None:
         one.draws_for_all(outside_torch=not now.others_as(before))
         before.put_back()
         step.buffers.restart()
+        one.repeated(whole if fewer is None else part)
+        before.put_back()
+        step.buffers.restart()
         one.again(whole, part)
         before.put_back()
         one.backward()
@@ -147,10 +155,13 @@ def look(step: Step, norms: Norms | None = None) -> None:
     rows = _rows_of_loss(step, outputs, whole.size)
     one.outputs = outputs = None
     fewer = fewer if apart else None
-    found = one.at_full_size(whole)
+    step.sizes = one.sizes(whole.inputs)
+    with quietly():
+        found = compare_sizes(step, whole)
     before.put_back()
     found.refuse()
     step.doubts += found.doubts
+    step.sizes.add(step.everyone.size, step.micro_batch, step.steps)
     if apart is not None:
         _refuse_meeting(step, part, fewer, layout, apart)
     if rows is not None:
@@ -235,6 +246,9 @@ class _Look:
         self._step, self._norms, self._every = step, norms, norms
         self._trains = step.gradients is not None
         self._runs: list[Forward] = []
+        self._repeated: Forward | None = None
+        self._left: list[Left] = []
+        self._outline = 0
         self._strange, self._most = False, ENOUGH
         self._samples: Sequence[int] = ()
         self._doubts: tuple[str, ...] = ()
@@ -287,6 +301,36 @@ class _Look:
         except proof_rows.NeededError:
             outputs, _ = self._follow(micro, samples, saved=True)
         return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
+
+    def repeated(self, last: MicroBatch) -> None:
+        """Run forward once more on the rows of the last call, where the model has kept samples.
+
+        What it only keeps changes nothing. What it computes with is refused, whatever the size at
+        which it does.
+        """
+        if not self._left[-1]:
+            return
+        name = next(iter(self._left[-1].values()))[0]
+        if self._step.budgeted:
+            self.doubt(f"no room to see whether a call computes with what is left in {name}")
+            return
+        outside, outline = sys.exception(), self._outline
+        try:
+            self._forward(last, reverse=len(self._runs) > 1)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if isinstance(error, AnybatchError) or out_of_memory(error, outside=outside):
+                raise
+            self._moved = fails_again(name, error)
+            return
+        run = self._runs.pop()
+        self._plain.pop()
+        self._repeated = run
+        if differs := first_difference(self._runs[-1].notes.numbers, run.notes.numbers):
+            self._moved = moved_state(differs)
+        elif outline != self._outline:
+            self.doubt(f"a second call on the same rows builds another graph: it may read {name}")
+        elif more := grown(self._left):
+            self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
         """Follow all rows again, where forward may tell samples apart by other means than rows.
@@ -372,6 +416,10 @@ class _Look:
         if reads:
             self._runs.append(ended(follow, samples, outputs))
             self._plain.append(every_number(self._step.model.named_modules()))
+            self._left.append(left_behind(self._step.model, self._masks))
+            if self._left[-1]:
+                roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+                self._outline = graph.outline(roots)
         return outputs, follow
 
     def backward(self) -> None:
@@ -429,34 +477,14 @@ class _Look:
             other = moved_number(moved) if moved else OTHER_IN_HALVES
             self._moved = self._moved or other
 
-    def at_full_size(self, some: MicroBatch) -> Verdict:
-        """Compare the forward of the whole batch with that of a micro-batch, without data.
+    def sizes(self, inputs: Any) -> Sizes:
+        """Return what comparisons of whole batches need; at first none has been made.
 
-        Where forward knows how many samples there are: else it computes the same for any number.
+        Where forward does not know how many samples there are, it computes the same for any number.
         """
-        step = self._step
-        sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
-        counts = any(run.notes.may_count for run in self._runs) or self._hidden(some.inputs)
         backward = self._strange and self._trains
-        if len(sizes) < 2 or not (counts or backward):
-            return Verdict()
-
-        def run(model: nn.Module, inputs: Any, size: int) -> Any:
-            with ForwardOf(size, alone=False):
-                return call_model(model, inputs)
-
-        with quietly():
-            rows = some.inputs, some.size
-            return congruent.compare(
-                step.model,
-                walk(step.model),
-                rows,
-                sizes,
-                run,
-                trains=self._trains,
-                values=self._runs[0].notes.values,
-                backward=backward,
-            )
+        counts = any(run.notes.may_count for run in self._runs) or self._hidden(inputs) or backward
+        return Sizes(counts, self._runs[0].notes.values, backward=backward)
 
     @property
     def local(self) -> bool:
@@ -476,7 +504,8 @@ class _Look:
         """Return what the forwards say."""
         whole, *others = self._runs
         found = judge(whole, others[0] if others else None, layout)
-        return Verdict(found.meets or self._moved, self._doubts + found.doubts)
+        left = "" if self._repeated is None else in_outputs(self._repeated, layout)
+        return Verdict(found.meets or left or self._moved, self._doubts + found.doubts)
 
 
 def _first_moved(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> str:

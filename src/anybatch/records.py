@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anybatch.cards import bar, card, table
 from anybatch.norm.sites import Way
+from anybatch.proof.sizes import Sizes
 from anybatch.step import Layout
 from anybatch.units import show_bytes
 
@@ -109,6 +110,7 @@ class Seen:
         lanes: what a look at lanes has found; None where there was none.
         doubts: why it is not shown that samples stay apart; nothing where it is.
         looked: the step of the signature in which samples were followed last.
+        sizes: of batches that were compared since.
         steps: steps of the signature so far.
     """
 
@@ -120,4 +122,5 @@ class Seen:
     lanes: SeenInLanes | None = None
     doubts: tuple[str, ...] = ()
     looked: int = 0
+    sizes: Sizes | None = None
     steps: int = 0

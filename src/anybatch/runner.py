@@ -8,8 +8,7 @@ watched) and remembered for the kind of batch; so is a size at which memory ran 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,23 +36,24 @@ from anybatch.dice.shared import Laws, Shared, UnknownDrawError
 from anybatch.dice.whole import WholeDice
 from anybatch.discover import discoverer
 from anybatch.errors import NotExactError
+from anybatch.full_size import compare_new_sizes, doubt_larger
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
 from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
-from anybatch.look import AGAIN, eager, look
+from anybatch.look import AGAIN, eager, look, quietly
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
 from anybatch.modules import Modules, in_training, renormalised
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
-from anybatch.norm.late import SINGLE, Singles, listening
+from anybatch.norm.late import Singles, listening
+from anybatch.norm.parts import values_of_a_part
 from anybatch.norm.sites import OtherSitesError
 from anybatch.norm.strides import standard_strides
 from anybatch.outofcore.keeping import Keeping
 from anybatch.proof.familiar import Familiar
-from anybatch.proof.verdict import other_rows
 from anybatch.ranks.everyone import Alone, Everyone
 from anybatch.ranks.unison import OffScriptError
 from anybatch.records import Seen, SeenInLanes
@@ -267,7 +267,7 @@ class Runner:
         while True:
             try:
                 if step.lanes:
-                    with eager(), _values_of_a_part():  # what is compiled would be with lanes
+                    with eager(), values_of_a_part():  # what is compiled would be with lanes
                         return self._in_lanes(step, modules, before)
                 return self._divided(step, before)
             except UnknownDrawError:
@@ -319,6 +319,7 @@ class Runner:
             lanes, step.ways = self._look_at_lanes(step, modules, before, lanes), None
         else:
             step.ways = lanes.ways
+            self._at_new_sizes(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
         try:
             loss = lockstep(step, tracked)
@@ -349,6 +350,7 @@ class Runner:
             lanes=lanes,
             doubts=step.doubts,
             looked=step.looked,
+            sizes=step.sizes,
             steps=step.steps,
         )
         return loss
@@ -385,6 +387,8 @@ class Runner:
         if seen is None or step.steps in AGAIN:
             with self._given.hearing(), self._listening(before), attributes_of(step):
                 look(step)
+        else:
+            self._at_new_sizes(step)
         if seen is None:
             step.discover = discoverer(step, before, self._given.closure)
         try:
@@ -396,6 +400,17 @@ class Runner:
                 raise
         self._forget(step)
         return self._divided(step, before)
+
+    def _at_new_sizes(self, step: Step) -> None:
+        """Compare the whole batch with its parts again, where its sizes are new."""
+        known = step.sizes
+        if known is None or not known.counts:
+            return
+        if not known.new(step.everyone.size, step.micro_batch):
+            doubt_larger(step)
+            return
+        with self._given.hearing(), attributes_of(step), quietly():
+            compare_new_sizes(step)
 
     def _forget(self, step: Step) -> None:
         """Have the model looked at again, as it was when the step began."""
@@ -432,6 +447,7 @@ class Runner:
             not drew,
             doubts=step.doubts,
             looked=step.looked,
+            sizes=step.sizes,
             steps=step.steps,
         )
         return loss
@@ -457,6 +473,7 @@ class Runner:
         if seen is not None:
             step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
             step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
+            step.sizes = seen.sizes
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
             step.familiar = self._familiar[step.signature]
@@ -482,19 +499,3 @@ class Runner:
 def of_model(modules: Modules) -> Modules:
     """Return the modules of the model, without those of the loss."""
     return [(path, module) for path, module in modules if not path.startswith(LOSS)]
-
-
-@contextmanager
-def _values_of_a_part() -> Iterator[None]:
-    """Say what torch means by one value a channel, where the whole batch has several samples.
-
-    Raises:
-        NotExactError: batch normalisation was given so few of them.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if not str(error).startswith(SINGLE):
-            raise
-        why = "it is given one value a channel"
-        raise NotExactError(other_rows("a call in forward", why)) from error

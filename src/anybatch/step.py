@@ -20,7 +20,7 @@ from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
-from anybatch.errors import LossError, NotExactError
+from anybatch.errors import BatchError, LossError, NotExactError
 from anybatch.kept import Attributes
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
@@ -30,6 +30,7 @@ from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
 from anybatch.proof.familiar import Familiar
+from anybatch.proof.sizes import Sizes
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
@@ -67,6 +68,7 @@ class Step(Repeatable):
         copies: forward writes to its inputs, so it gets copies of them.
         doubts: why it is not shown that samples stay apart; nothing where it is.
         looked: the step of its signature in which samples were followed last; 0 is none.
+        sizes: of batches that were compared since; None until somebody has looked.
         steps: steps of its signature, this one included.
         familiar: what was looked at in steps of its signature; None compares nothing.
         attributes: plain ones of the model, as they were when the step began.
@@ -106,6 +108,7 @@ class Step(Repeatable):
     copies: bool = False
     doubts: tuple[str, ...] = ()
     looked: int = 0
+    sizes: Sizes | None = None
     steps: int = 1
     familiar: Familiar | None = None
     attributes: Attributes = field(default_factory=partial(Attributes, ()))
@@ -269,7 +272,7 @@ class Step(Repeatable):
             forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, alone=self.divided):
             try:
-                return forward() if draws is None else draws.forward(micro, forward)
+                outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
                 if torch.is_grad_enabled() or graph.NONE not in str(error):
                     raise
@@ -278,6 +281,9 @@ class Step(Repeatable):
                     "where gradients are off, and torch.autograd.grad found none: write `with "
                     "torch.enable_grad():` around that part of it"
                 ) from error
+        if micro.size == 1 and self.layout and self.divided:
+            _check_single(outputs, self.layout)
+        return outputs
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
@@ -455,6 +461,19 @@ def _few(outputs: Any, micro: MicroBatch) -> tuple[Any, MicroBatch]:
         return outputs, micro
     targets = tree.rows(micro.targets, 0, few, n)
     return tree.rows(outputs, 0, few, n), MicroBatch(micro.inputs, targets, min(few, n))
+
+
+def _check_single(outputs: Any, layout: Layout) -> None:
+    """Refuse outputs of one sample that have lost the dimension of samples."""
+    found = list(tree.tensors(outputs, "outputs"))
+    for (path, one), axis in zip(found, layout, strict=False):
+        lost = axis is not None and (one.dim() <= axis or one.shape[axis] != 1)
+        if lost and len(found) == len(layout):
+            raise BatchError(
+                f"an output must hold each sample once along dimension {axis}, and {path} of one "
+                f"sample has shape {tuple(one.shape)}: squeeze() takes out every dimension of size "
+                "1, that of the samples, too. Name the dimension: write squeeze(-1)"
+            )
 
 
 def call_model(model: nn.Module, inputs: Any) -> Any:

@@ -30,6 +30,7 @@ class Familiar:
         self._outside = Outside(())
         self._graphs: set[int] = set()
         self._models: set[Any] = set()
+        self._varying: set[tuple[str, str]] = set()
 
     @property
     def full(self) -> bool:
@@ -46,8 +47,8 @@ class Familiar:
         parts = tuple((path, type(module)) for path, module in modules)
         if parts != self._parts:  # to follow the code takes longer than to read what it names
             self._parts, self._outside = parts, Outside(module for _, module in modules)
-        numbers = plain_numbers(modules) | self._outside.numbers()
-        model = parts, tuple(numbers.items())
+        numbers = (plain_numbers(modules) | self._outside.numbers()).items()
+        model = parts, tuple(item for item in numbers if item[0] not in self._varying)
         self._now = model
         return model in self._models or len(self._models) >= MOST
 
@@ -55,6 +56,20 @@ class Familiar:
         """Make the model of this step familiar: the step was made, so it was not refused."""
         if len(self._models) < MOST:
             self._models.add(self._now)
+            if len(self._models) == MOST:
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leave out numbers that are new in most steps: they use up the looks at all others."""
+        values: dict[tuple[str, str], set[Any]] = {}
+        for _, numbers in self._models:
+            for at, value in numbers:
+                values.setdefault(at, set()).add(value)
+        self._varying |= {at for at, found in values.items() if len(found) > MOST // 2}
+        self._models = {
+            (parts, tuple(item for item in numbers if item[0] not in self._varying))
+            for parts, numbers in self._models
+        }
 
     def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:
         """Say whether the graph behind some tensors is familiar.

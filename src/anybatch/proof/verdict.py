@@ -120,7 +120,7 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     runs = [whole] if part is None else [whole, part]
     meets = _in_norms(whole, part)
     for run in runs:
-        meets = meets or _in_outputs(run, axes) or _in_backward(run)
+        meets = meets or in_outputs(run, axes) or _in_backward(run)
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
     doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run, axes))
@@ -131,7 +131,13 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     return Verdict(meets, tuple(doubts))
 
 
-def _in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
+def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
+    """Return what the outputs of a forward say: where samples meet, or what an earlier call left.
+
+    Args:
+        run: the forward.
+        axes: where each output holds the samples; None where it holds none.
+    """
     for (path, mask, place, trains), axis in zip(run.outputs, axes, strict=False):
         if mask is None or axis is None:
             continue
@@ -286,6 +292,15 @@ def moved_state(found: Difference) -> str:
         f"forward must give the same when it is called again, and {found.where} {found.mine} in "
         f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
         f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
+    )
+
+
+def fails_again(name: str, error: Exception) -> str:
+    """Return what is said of a forward that fails after another call on the same rows."""
+    return (
+        "forward must not take from one call what another has left when the batch is split, and a "
+        f"second call fails with what is left in {name} ({type(error).__name__}: "
+        f"{str(error)[:80]}). Reset it at the start of forward, or {WHOLE}"
     )
 
 

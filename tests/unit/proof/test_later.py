@@ -29,6 +29,7 @@ class Later(nn.Module):
         self.first, self.norm, self.last = nn.Linear(6, 8), norm, nn.Linear(8, 3)
         self.body, self.on, self.kept = body, False, list[Any]()
         self.number: Any = None
+        self.centres = False
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.first(x))
@@ -124,6 +125,25 @@ def test_graphs_that_change_without_end_are_not_shown() -> None:
         shown.append(bool(engine.plan.exact))
     assert shown == [True] * 16 + [False] * 2
     assert "builds another graph from step to step" in str(engine.plan.exact)
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
+def test_a_number_that_is_set_in_every_step_does_not_hide_another(
+    norm: Callable[[], nn.Module],
+) -> None:
+    def annealed(net: Later, h: Tensor) -> Tensor:
+        h = h / net.number
+        return h - (h.detach().mean(0) if net.centres else h.new_zeros(8))
+
+    net, (x, y) = Later(annealed, norm()).double(), batch()
+    net.on = True
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    for step in range(20):
+        net.number = 1 / (1 + step / 100)
+        engine.backward(x, y)
+    net.centres = True
+    with pytest.raises(NotExactError, match="in mean"):
+        engine.backward(x, y)
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])

@@ -1,0 +1,85 @@
+"""The forward of the whole batch beside those of its micro-batches, for the sizes of a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from anybatch.batch import MicroBatch
+from anybatch.meeting import ForwardOf
+from anybatch.modules import walk
+from anybatch.proof import congruent
+from anybatch.proof.verdict import Verdict
+from anybatch.rng import Dice
+from anybatch.step import Step, call_model
+
+BEYOND = "a batch or a micro-batch is larger than those that were compared"
+
+
+def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
+    """Compare the forward of the whole batch with those of its micro-batches, without data.
+
+    What differs for a micro-batch of one sample leaves a doubt: its kernels may be others.
+
+    Args:
+        step: a step whose `sizes` are set.
+        some: rows of it.
+    """
+    samples, known = step.everyone.size, step.sizes
+    sizes = congruent.sizes_of(samples, step.micro_batch)
+    if known is None or not known.counts or step.micro_batch >= samples:
+        return Verdict()
+
+    def run(model: nn.Module, inputs: Any, size: int) -> Any:
+        with ForwardOf(size, alone=False):
+            return call_model(model, inputs)
+
+    compare = partial(
+        congruent.compare,
+        *(step.model, walk(step.model), (some.inputs, some.size)),
+        run=run,
+        trains=step.gradients is not None,
+        values=known.values,
+        backward=known.backward,
+    )
+    found = compare(sizes=sizes) if len(sizes) > 1 else Verdict()
+    if found.meets or 1 not in _parts(step):
+        return found
+    single = compare(sizes=[samples, 1])
+    _, _, why = single.meets.partition(" split, and ")
+    others = (f"one sample may be computed otherwise: {why.split('. ')[0]}",) if why else ()
+    return Verdict("", tuple(dict.fromkeys((*found.doubts, *single.doubts, *others))))
+
+
+def compare_new_sizes(step: Step) -> None:
+    """Compare sizes that no earlier step of the signature has had, before anything is computed.
+
+    Args:
+        step: a step that has not begun; its `doubts` and `sizes` take what is found.
+
+    Raises:
+        NotExactError: forward depends on how many samples there are.
+    """
+    before = Dice.now()
+    found = compare_sizes(step, next(iter(step.feed())))
+    before.put_back()
+    step.buffers.restart()
+    found.refuse()
+    step.doubts += tuple(why for why in found.doubts if why not in step.doubts)
+    assert step.sizes is not None
+    step.sizes.add(step.everyone.size, step.micro_batch, step.steps)
+
+
+def doubt_larger(step: Step) -> None:
+    """Doubt a step that is larger than all that were compared, where it is not compared."""
+    known = step.sizes
+    if known is not None and known.beyond(step.everyone.size, step.micro_batch):
+        step.doubts += (BEYOND,) if BEYOND not in step.doubts else ()
+
+
+def _parts(step: Step) -> set[int]:
+    """Return the sizes of the micro-batches of a step."""
+    size = step.micro_batch
+    return {size, step.batch.size % size, step.everyone.size % size}

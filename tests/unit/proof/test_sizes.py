@@ -1,0 +1,117 @@
+"""What was shown for one size of batch is compared again for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_of, undivided
+from tests.unit.proof.nets import Body, Net, batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine, NotExactError
+from anybatch.proof.sizes import FREE, LARGER, Sizes
+
+
+class Ghosts(nn.Module):
+    """Batch normalisation of 8 samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.cat([self.norm(part) for part in h.split(8)])
+
+
+COUNTING: dict[str, tuple[Callable[[], Body], tuple[int, ...]]] = {
+    "ghost batches of 8": (Ghosts, (6, 8, 16)),
+    "a branch above 8": (lambda: lambda h: h * 2 if len(h) > 8 else h, (6, 16)),
+    "a factor above 8": (lambda: lambda h: h * (2.0 if len(h) > 8 else 1.0), (6, 16)),
+    "a branch at 12 alone": (lambda: lambda h: h.relu() if len(h) == 12 else h, (16, 12)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_later_batch_of_another_size_is_compared_before_it_computes(name: str) -> None:
+    make, sizes = COUNTING[name]
+    net = Net(make()).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    for n in sizes[:-1]:
+        x, y = batch(n)
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    net.zero_grad()
+    with pytest.raises(NotExactError, match=f"for {sizes[-1]} samples"):
+        engine.backward(*batch(sizes[-1]))
+    assert all(p.grad is None for p in net.parameters())
+    with pytest.raises(NotExactError, match=f"for {sizes[-1]} samples"):
+        engine.backward(*batch(sizes[-1]))
+
+
+class Asks(nn.Module):
+    """Ask how many samples there are, and compute the same for any number."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.norm(h.reshape(len(h), -1))
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
+def test_the_evidence_is_of_the_step_that_compared_last(norm: Callable[[], nn.Module]) -> None:
+    net = Net(Asks(norm())).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    steps = []
+    for n in (6, 6, 16, 6, 16, 7):
+        x, y = batch(n)
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+        assert engine.plan is not None
+        assert engine.plan.exact
+        steps.append(engine.plan.exact.step)
+    assert steps == [1, 1, 3, 3, 3, 6]
+
+
+def test_sizes_that_vary_are_not_compared_in_every_step() -> None:
+    known = Sizes(counts=True)
+    for n in range(10, 10 + LARGER):
+        assert known.new(n, 4)
+        known.add(n, 4, n)
+    most = 9 + LARGER
+    assert not known.new(most + 1, 4)
+    assert known.beyond(most + 1, 4)
+    assert known.new(2 * most, 4)
+    assert known.new(most, 8)
+    assert not known.new(9, 4)
+    assert not known.beyond(9, 4)
+    assert len(known.pairs) > FREE
+    assert not Sizes(counts=False).new(5, 4)
+
+
+ONE: dict[str, Body] = {
+    "a branch": lambda h: h * 2 if len(h) > 1 else h,
+    "a factor": lambda h: h * (1.0 + (len(h) > 1)),
+    "a function": lambda h: h.relu() if h.shape[0] > 1 else h,
+}
+
+
+@pytest.mark.parametrize(("n", "micro_batch"), [(6, 1), (7, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize("name", ONE)
+def test_a_micro_batch_of_one_sample_that_is_computed_otherwise_leaves_a_doubt(
+    name: str, n: int, micro_batch: int
+) -> None:
+    net, (x, y) = Net(ONE[name]).double(), batch(n)
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    alone = micro_batch == 1 or n % micro_batch == 1
+    assert bool(engine.plan.exact) is not alone
+    assert ("one sample may be computed otherwise" in str(engine.plan.exact)) is alone
