@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -271,6 +272,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._before(call, written, views=views)
         result = self._run(func, args, kwargs)
         call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        returned = {id(one) for one in call.results}
+        call.written = [one for one in written if id(one) not in returned]
         self.notes.sizes |= views and _cuts(call)
         self.notes.cuts |= views and name == "slice" and _cuts(call)
         if views and not written:
@@ -363,9 +366,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.lost = self.masks.origin(first) or self.path
         if call.name in REDUCTIONS:
             self._note_part(call)
-        if self.backward:
+        if self.backward and call.name not in READS:
             self._check_linear(call, operands)
-        else:
+        elif not self.backward:
             self._note_places(call)
 
     def _note_places(self, call: Call) -> None:
@@ -392,6 +395,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
 
     def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
+        """Note the masks of what a kernel has made or written to."""
         if any(one.layout != torch.strided for one in (*call.results, *operands)):
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
@@ -402,12 +406,16 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.unfollowed.append((self.path, call.name, error))
 
             found = list(ask(call, before, unfollowed))
+            if call.written:
+                unfollowed("it writes to what it does not return")
         if not self.backward and call.name in CONSTANT:
             self._note_single(call.name, call.func, call.results)
         place = partial(self._origin, call, operands)
-        results = call.results or written
+        results = [*call.results, *call.written]
         note = self.masks.write if written else self.masks.put
-        for one, mask in zip(results, found, strict=False):
+        every = call.all() if len(found) < len(results) else None
+        for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
+            assert one is not None
             note(one, self._kept_cut(call, one, _fitting(mask, one)), place)
             self._note_regroup(call, one, mask)
 

@@ -13,7 +13,7 @@ Kernels fall into a few families; a kernel of none of them is asked itself (`any
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from anybatch.proof.masks import (
 )
 
 Found = Sequence[Tensor | None]
-"""A mask for each tensor that a kernel returns."""
+"""A mask for each tensor that a kernel returns, and then for each that it only writes to."""
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Call:
         results: the tensors that it has returned.
         masks: id of an operand -> its mask.
         backward: the call belongs to a backward pass.
+        written: the tensors that it has written to and does not return.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Call:
     results: list[Tensor]
     masks: dict[int, Tensor]
     backward: bool = False
+    written: list[Tensor] = field(default_factory=list)
 
     def mask(self, value: Any) -> Tensor | None:
         """Return the mask of an operand; None where it has none."""
@@ -203,6 +205,37 @@ def _loss_by_elements(call: Call) -> Found:
     return [call.all().reshape([1] * call.results[0].dim())]
 
 
+LISTED = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf "
+    "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
+)
+"""Kernels over lists of tensors, which compute with the first ones, with the second ones, ..."""
+
+
+@_rule(" ".join(f"_foreach_{name} _foreach_{name}_" for name in LISTED.split()))
+def _listed(call: Call) -> Found:
+    found = []
+    for at, one in enumerate(call.results or call.written):
+        masks: list[Tensor | None] = []
+        for given in (*call.args, *call.kwargs.values()):
+            if isinstance(given, list | tuple):
+                masks.append(call.mask(given[at]))
+            elif (mask := call.mask(given)) is not None:  # one number for all, or one for each
+                masks.append(fold(mask, range(mask.dim()), keep=False))
+        if "_copy" in call.name:
+            masks = masks[1:2]
+        mask = None if "_zero" in call.name else union(masks)
+        found.append(mask if mask is None or call.backward else _valued(mask, one.dtype))
+    return found
+
+
+@_rule("_foreach_norm _foreach_max _foreach_powsum")
+def _listed_whole(call: Call) -> Found:
+    masks = [call.mask(one) for one in call.args[0]]
+    return [None if mask is None else fold(mask, range(mask.dim()), keep=False) for mask in masks]
+
+
 # ---------------------------------------------------------------- moves
 
 
@@ -292,6 +325,14 @@ def _along(call: Call) -> Found:
     return [fold(mask, [dim] if mask.dim() else [])] * len(call.results)
 
 
+@_rule("renorm renorm_")
+def _renormed(call: Call) -> Found:
+    """A slice is scaled where its norm is too large: NaN is not, and would stay where it is."""
+    x = call.args[0]
+    mask, dim = call.mask(x), call.argument("dim") % x.dim()
+    return [None if mask is None else fold(mask, [d for d in range(x.dim()) if d != dim])]
+
+
 @_rule("multinomial _sample_dirichlet")
 def _drawn_of_rows(call: Call) -> Found:
     mask = call.mask(call.args[0])
@@ -361,9 +402,9 @@ def _repeated(call: Call) -> Found | None:
 def _bucketed(call: Call) -> Found:
     values, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
     found = [call.mask(values)]
-    borders = call.mask(bounds)
-    if borders is not None:
-        found.append(fold(borders, [borders.dim() - 1]))
+    for borders in (call.mask(bounds), call.mask(call.argument("sorter"))):
+        if borders is not None:
+            found.append(fold(borders, [borders.dim() - 1]))
     return [union(found)]
 
 
@@ -398,23 +439,39 @@ def _piled(base: Tensor, add: Callable[[Tensor, Tensor], Tensor], source: Tensor
 @_rule("embedding")
 def _embedded(call: Call) -> Found:
     table, places = call.args[:2]
-    if call.mask(table) is not None and call.mask(places) is None:
-        return [call.all().reshape([1] * call.results[0].dim())]
-    return [_placed(call, places, table).unsqueeze(-1)]
+    found = _placed(call, places, table).unsqueeze(-1)
+    entries = _entries(call, table, places)
+    return [found if entries is None else found | entries]
+
+
+def _entries(call: Call, table: Tensor, places: Tensor) -> Tensor | None:
+    """Return the mask of the entries of a table that are read; None where it has none."""
+    mask = call.mask(table)
+    if mask is None:
+        return None
+    if mask.shape[0] > 1:
+        mask = mask.index_select(0, places.reshape(-1))
+        return mask.reshape(*places.shape, mask.shape[-1])
+    return mask.reshape([1] * places.dim() + [mask.shape[-1]])
 
 
 @_rule("_embedding_bag _embedding_bag_forward_only")
 def _bagged(call: Call) -> Found:
     places, offsets = call.args[1], call.args[2]
-    mask, ends = call.full(places), offsets
+    mask, ends = _placed(call, places, call.args[0]), offsets
+    borders = call.full(offsets) & ~PLACE & 0xFF
     weights = call.mask(call.argument("per_sample_weights"))
-    mask = mask if weights is None else mask | weights
+    mask = (mask if weights is None else mask | weights)[:, None]
+    entries = _entries(call, call.args[0], places)
+    mask = mask if entries is None else mask | entries
     if not call.argument("include_last_offset", default=False):
         ends = torch.cat([offsets, offsets.new_tensor([len(places)])])
+        borders = torch.cat([borders, borders.new_zeros(1)])
     bags = []
     for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-        bags.append(fold(mask[begin:end], [0]) if end > begin else mask.new_zeros(1))
-    return [torch.cat(bags)[:, None]] + [None] * (len(call.results) - 1)
+        bags.append(fold(mask[begin:end], [0]))  # of none it is 0
+    found = torch.cat(bags) | borders[:-1, None] | borders[1:, None]
+    return [found] + [None] * (len(call.results) - 1)
 
 
 @_rule("gather")
@@ -760,6 +817,9 @@ def _by_rows(call: Call) -> Found | None:
     operands = [t for t in tree_leaves((call.args, call.kwargs)) if call.mask(t) is not None]
     if any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands):
         return None
+    groups = call.argument("groups", "group", default=1)
+    if len(operands) == 1 and operands[0] is x and groups > 1 and "backward" not in call.name:
+        return _by_groups(call, x, groups)
     if "conv" in call.name:  # filters that samples have made are no rows
         filters = call.args[2 if "backward" in call.name else 1]
         if call.mask(filters) is not None:
@@ -774,6 +834,22 @@ def _by_rows(call: Call) -> Found | None:
     return [_like(rows if at == 0 and gave else parameters, r) for at, r in enumerate(call.results)]
 
 
+def _by_groups(call: Call, x: Tensor, groups: int) -> Found:
+    """Return the masks of results whose groups of channels come of the same groups of `x` alone."""
+    mask = call.mask(x)
+    assert mask is not None
+    mask = fold(mask, range(2, mask.dim()), keep=False)
+    if mask.shape[1] > 1:
+        mask = fold(mask.unflatten(1, (groups, -1)), [2], keep=False)  # type: ignore[no-untyped-call]
+    found: list[Tensor | None] = []
+    for one in call.results:
+        each = mask
+        if mask.shape[1] > 1:
+            each = mask.repeat_interleave(one.shape[1] // groups, 1)
+        found.append(each.reshape([*each.shape, *[1] * (one.dim() - 2)]))
+    return found
+
+
 def _row_of(call: Call, tensor: Tensor) -> Tensor:
     mask = call.mask(tensor)
     assert mask is not None
@@ -786,6 +862,41 @@ def _like(rows: Tensor, result: Tensor) -> Tensor | None:
     if rows.shape[0] not in (1, result.shape[0]):
         rows = fold(rows, [0])
     return rows.reshape([-1] + [1] * (result.dim() - 1))
+
+
+@_rule(
+    "linalg_lstsq _linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_svd _linalg_eigh "
+    "linalg_eig _linalg_eigvals linalg_qr linalg_lu_factor_ex linalg_lu linalg_lu_solve "
+    "_linalg_det _linalg_slogdet linalg_solve_triangular triangular_solve cholesky cholesky_solve "
+    "cholesky_inverse linalg_matrix_exp linalg_householder_product linalg_ldl_factor_ex "
+    "linalg_ldl_solve geqrf ormqr lu_unpack"
+)
+def _by_systems(call: Call) -> Found:
+    """Matrices lie in the last two dimensions, and the others keep them apart.
+
+    LAPACK is not asked: it takes no NaN, or prints errors.
+    """
+    operands = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)]
+    rank = max(one.dim() for one in operands)
+    matrix = call.args[0].shape
+    found: list[Tensor | None] = []
+    for one in operands:
+        mask = call.mask(one)
+        if mask is None:
+            continue
+        vectors = one.dim() < len(matrix) and one.shape == matrix[:-1]  # right sides, pivots, tau
+        vectors |= one.dtype == torch.int32 or (call.name in TAUS and one is call.args[1])
+        last = 1 if vectors else 2
+        mask = fold(mask, range(mask.dim() - last, mask.dim()), keep=False)
+        found.append(mask.reshape([1] * (rank - 2 - mask.dim()) + list(mask.shape)))
+    systems = union(found)
+    assert systems is not None
+    marks = [systems.reshape([*systems.shape, *[1] * (r.dim() - rank + 2)]) for r in call.results]
+    return [mark if r.numel() else None for mark, r in zip(marks, call.results, strict=True)]
+
+
+TAUS = frozenset(("linalg_householder_product", "ormqr"))
+"""Kernels whose second operand has a vector for each matrix."""
 
 
 @_rule("mkldnn_rnn_layer")
