@@ -29,7 +29,6 @@ from anybatch.proof.masks import (
     SAMPLES,
     fold,
     several,
-    shrink,
     total,
     union,
 )
@@ -665,12 +664,10 @@ def _indexed(call: Call) -> Found:
                 plain = call.full(one) & ~PLACE & 0xFF
                 marks.append(plain if writes else _placed(call, one, x))
     got = torch.ops.aten.index.Tensor(call.full(x), indices)
-    found, at = _of_places(got, indices, marks, dims)
+    found = _of_places(got, indices, marks, dims)
     if not writes:
         got = got | found
-        kept = shrink(got & SAMPLES) if chosen and got.numel() else None
-        loose = kept is not None and kept.dim() > at and kept.shape[at] != 1
-        return [got | (LOOSE if loose else 0)]
+        return [got | (LOOSE if chosen and _among_samples(call) else 0)]
     source = _kept(call.full(call.args[2]).expand(got.shape) | found, call.args[2])
     if call.argument("accumulate", default=False):
         put = torch.ops.aten.index_put_.default
@@ -678,6 +675,21 @@ def _indexed(call: Call) -> Found:
     else:
         got = torch.ops.aten.index_put.default(call.full(x).contiguous(), indices, source)
     return [_left_out(call, got)]
+
+
+def _among_samples(call: Call) -> bool:
+    """Say whether rows are chosen among those of several samples, however many are."""
+    bools = [one for one in call.args[1] if one is not None and one.dtype in CHOOSERS]
+    dim = next(at for at, one in enumerate(call.args[1]) if one is bools[0])
+    mask = call.mask(call.args[0])
+    dims = range(dim, dim + bools[0].dim())
+    own = mask is not None and any(mask.shape[d] > 1 and varies(mask, d) for d in dims)
+    marks = [mask for one in bools if (mask := call.mask(one)) is not None]
+    return own or any(varies(mask, d) for mask in marks for d in range(mask.dim()))
+
+
+CHOOSERS = (torch.bool, torch.uint8)
+"""Types of masks that choose."""
 
 
 def _left_out(call: Call, got: Tensor) -> Tensor:
@@ -698,17 +710,17 @@ def _left_out(call: Call, got: Tensor) -> Tensor:
 
 def _of_places(
     got: Tensor, indices: list[Tensor | None], marks: list[Tensor], dims: list[int]
-) -> tuple[Tensor, int]:
-    """Return the marks of indices as they lie in what they read, and where that begins."""
+) -> Tensor:
+    """Return the marks of indices as they lie in what they read."""
     together = dims and dims == list(range(dims[0], dims[0] + len(dims)))
     at = dims[0] if together else 0
     every = [i.shape for i in indices if i is not None]
     shape = torch.broadcast_shapes(*every)  # type: ignore[no-untyped-call]
     if not marks:
-        return torch.zeros((), dtype=torch.uint8, device=got.device), at
+        return torch.zeros((), dtype=torch.uint8, device=got.device)
     found = union(torch.broadcast_to(mark, shape) for mark in marks)
     assert found is not None
-    return found.reshape(list(shape) + [1] * (got.dim() - at - len(shape))), at
+    return found.reshape(list(shape) + [1] * (got.dim() - at - len(shape)))
 
 
 # ---------------------------------------------------------------- products

@@ -166,6 +166,7 @@ def test_what_a_kernel_keeps_apart_is_shown(name: str, micro_batch: int) -> None
 
     assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
     assert engine is not None
+    assert engine.plan is not None
     assert engine.plan.exact, str(engine.plan.exact)
 
 
@@ -192,6 +193,61 @@ def test_what_a_kernel_may_hide_is_not_shown(name: str, capfd: pytest.CaptureFix
 
     assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
     assert engine is not None
+    assert engine.plan is not None
     assert not engine.plan.exact
     assert said in str(engine.plan.exact)
     assert "ERROR" not in capfd.readouterr().out
+
+
+class Counting(torch.nn.Module):
+    """Batch normalisation, and a body that may compute with its counter."""
+
+    def __init__(self, body: Callable[[torch.nn.BatchNorm1d, Tensor], Tensor], **how: Any) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.norm, self.body = torch.nn.BatchNorm1d(8, **how), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.body(self.norm, self.first(x)))
+        return found
+
+
+def tracked(norm: torch.nn.BatchNorm1d) -> Tensor:
+    assert norm.num_batches_tracked is not None
+    return norm.num_batches_tracked
+
+
+COUNTERS: dict[str, Callable[[torch.nn.BatchNorm1d, Tensor], Tensor]] = {
+    "a factor": lambda norm, h: h * (tracked(norm) + 1) / 4 + norm(h),
+    "between two calls": lambda norm, h: norm(norm(h) * (1 + tracked(norm) / 4)),
+    "a choice": lambda norm, h: torch.where(tracked(norm) < 1, h, norm(h)),
+    "a copy": lambda norm, h: h * tracked(norm).clone().to(h) + norm(h),
+}
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_counter_that_forward_computes_with_is_not_shown(name: str) -> None:
+    net, (x, y) = Counting(COUNTERS[name]).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert not engine.plan.exact
+    assert "num_batches_tracked" in str(engine.plan.exact)
+
+
+@pytest.mark.parametrize("how", [{}, {"momentum": None}, {"track_running_stats": False}])
+def test_batch_normalisation_counts_and_is_shown(how: dict[str, Any]) -> None:
+    net, (x, y) = Counting(lambda norm, h: norm(norm(h).tanh()), **how).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, str(engine.plan.exact)
+
+
+def test_a_counter_that_stays_is_a_number() -> None:
+    net, (x, y) = Counting(COUNTERS["a factor"]).double(), batch()
+    net.norm.eval()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, str(engine.plan.exact)
