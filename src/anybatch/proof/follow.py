@@ -298,7 +298,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes.cuts |= views and call.name == "slice" and _cuts(call)
         if views and not written:
             self._viewed(call)
-        else:
+        elif call.name != "set_":  # the masks of a storage are known
             self._made(call, operands, written, before)
         return result
 
@@ -365,7 +365,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run a kernel in which no sample has a part: what it writes to has none any more."""
         result = self._run(func, args, kwargs)
-        for one in written:
+        for one in written if name != "set_" else ():
             self.masks.write(one, None)
         if self.backward:
             return result

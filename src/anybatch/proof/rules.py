@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,14 +109,26 @@ def _rule(names: str) -> Callable[[Rule], Rule]:
 def masks_after(call: Call) -> Found | None:
     """Return the masks of the results; None where no rule covers the kernel."""
     rule = RULES.get(call.name)
-    if rule is None and torch.Tag.pointwise in call.func.tags:
+    if rule is None and _is_pointwise(call.func):
         rule = _pointwise
     return None if rule is None else rule(call)
 
 
 def has_rule(name: str, func: Any) -> bool:
     """Say whether a rule may cover the kernel."""
-    return name in RULES or torch.Tag.pointwise in func.tags
+    return name in RULES or _is_pointwise(func)
+
+
+@cache
+def _is_pointwise(func: Any) -> bool:
+    """Say whether a kernel computes element by element; one in place does what the other does."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    space, name = func._schema.name.split("::")
+    other = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
+    if other is None or name.endswith("__"):
+        return False
+    return any(torch.Tag.pointwise in getattr(other, one).tags for one in other.overloads())
 
 
 def _dims(dims: Any, rank: int) -> list[int]:
@@ -139,7 +152,7 @@ def _valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @_rule(
     "empty_like zeros_like ones_like full_like new_empty "
     "new_zeros new_ones new_full new_empty_strided new_zeros_strided zero_ sym_size sym_stride "
-    "sym_numel eye_ set_ resize_ scalar_tensor is_same_size"
+    "sym_numel eye_ scalar_tensor is_same_size"
 )
 def _fresh(call: Call) -> Found:
     return [None] * len(call.results)
@@ -233,6 +246,46 @@ def _listed(call: Call) -> Found:
 def _listed_whole(call: Call) -> Found:
     masks = [call.mask(one) for one in call.args[0]]
     return [None if mask is None else fold(mask, range(mask.dim()), keep=False) for mask in masks]
+
+
+@_rule(
+    "fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask "
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams "
+    "_fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine"
+)
+def _quantised(call: Call) -> Found:
+    """Numbers are clamped to a range, NaN too."""
+    x, axis = call.args[0], call.argument("axis")
+    found = [call.mask(x)]
+    for mask in map(call.mask, call.args[1:]):
+        if mask is not None and axis is None:
+            found.append(fold(mask, range(mask.dim())).reshape([1] * x.dim()))
+        elif mask is not None:
+            found.append(mask.reshape([-1 if d == axis % x.dim() else 1 for d in range(x.dim())]))
+    return [union(found)] * len(call.results)
+
+
+@_rule("_fused_moving_avg_obs_fq_helper")
+def _observed(call: Call) -> Found:
+    """An observer takes its range from all numbers, where it is on."""
+    if bool(call.args[1].any()):
+        every = (*call.results, *call.written)
+        return [call.all().reshape([1] * one.dim()) for one in every]
+    mask = call.mask(call.args[0])
+    return [mask] * len(call.results) + [call.mask(one) for one in call.written]
+
+
+@_rule("multi_margin_loss multilabel_margin_loss_forward")
+def _margins(call: Call) -> Found:
+    """A margin that is kept costs nothing: NaN would keep it."""
+    x, target = call.args[:2]
+    if x.dim() < 2:
+        return [call.all().reshape([1] * r.dim()) for r in call.results]
+    masks = [call.mask(one) for one in (x, target)]
+    rows = union(fold(m, range(1, m.dim()), keep=False) for m in masks if m is not None)
+    assert rows is not None
+    first = rows if call.results[0].dim() else fold(rows, [0], keep=False)
+    return [first, *(rows[:, None] for _ in call.results[1:])]
 
 
 # ---------------------------------------------------------------- moves
@@ -376,7 +429,10 @@ def _selected(call: Call) -> Found | None:
     return [(call.full(x) | call.full(chosen))[chosen] | LOOSE]
 
 
-@_rule("bincount histc _unique2 unique_dim unique_consecutive histogram")
+@_rule(
+    "bincount histc _unique2 unique_dim unique_consecutive histogram _histogramdd_bin_edges "
+    "_histogramdd_from_bin_cts _histogramdd_from_bin_tensors"
+)
 def _counted(call: Call) -> Found:
     return [call.all().reshape([1] * r.dim()) | LOOSE for r in call.results]
 
@@ -454,6 +510,14 @@ def _entries(call: Call, table: Tensor, places: Tensor) -> Tensor | None:
     return mask.reshape([1] * places.dim() + [mask.shape[-1]])
 
 
+@_rule("embedding_renorm_")
+def _entries_renormed(call: Call) -> Found:
+    table, places = (call.mask(one) for one in call.args[:2])
+    chosen = None if places is None else fold(places, range(places.dim())).reshape(1, 1)
+    found = union([None if table is None else fold(table, [1]), chosen])
+    return [None if found is None else found & ~PLACE & 0xFF]
+
+
 @_rule("_embedding_bag _embedding_bag_forward_only")
 def _bagged(call: Call) -> Found:
     places, offsets = call.args[1], call.args[2]
@@ -524,9 +588,10 @@ def _lines(found: Tensor, dim: int, index: Tensor | None) -> Tensor:
 @_rule("masked_scatter masked_scatter_")
 def _poured(call: Call) -> Found:
     x, chosen, source = call.args[:3]
-    chosen = chosen.expand(x.shape)
+    shape = call.results[0].shape
+    chosen = chosen.expand(shape)
     flat = call.full(source).reshape(-1)
-    found = (call.full(x) | call.full(call.args[1]).expand(x.shape)).clone()
+    found = (call.full(x).expand(shape) | call.full(call.args[1]).expand(shape)).clone()
     found[chosen] |= flat[: int(chosen.sum())]
     by = call.mask(call.args[1])
     if call.mask(source) is None and by is not None and several(fold(by, range(by.dim()))):
@@ -866,6 +931,14 @@ def _row_of(call: Call, tensor: Tensor) -> Tensor:
     mask = call.mask(tensor)
     assert mask is not None
     return fold(mask, range(1, mask.dim()), keep=False)
+
+
+@_rule("fractional_max_pool2d fractional_max_pool3d")
+def _pooled_at_random(call: Call) -> Found:
+    masks = [call.mask(one) for one in tree_leaves(call.args) if call.mask(one) is not None]
+    rows = union(fold(m, range(1, m.dim()), keep=False) for m in masks if m is not None)
+    assert rows is not None
+    return [_like(rows, r) for r in call.results]
 
 
 def _like(rows: Tensor, result: Tensor) -> Tensor | None:
