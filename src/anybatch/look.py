@@ -441,6 +441,7 @@ class _Look:
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
         proof_rows.backward(follow, outputs, leaves, rows)
         self._runs[0].notes.backward += follow.notes.backward
+        self._runs[0].notes.read += follow.notes.read
 
     def in_halves(self, layout: Layout | None) -> None:
         """Compare the gradients of some rows with those of their halves, on the same suspicion."""

@@ -27,7 +27,7 @@ Values = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[Tensor]:
-    """Return the masks of the results of a kernel, by calling it again for each sample.
+    """Return the masks of what a kernel has made or written, by calling it again for each sample.
 
     Args:
         call: the call, which has been made.
@@ -36,7 +36,8 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
     """
     leaves, spec = tree_flatten(before)
     named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
-    marks = [torch.zeros(r.shape, dtype=torch.uint8, device=r.device) for r in call.results]
+    made = (*call.results, *call.written)
+    marks = [torch.zeros(r.shape, dtype=torch.uint8, device=r.device) for r in made]
     bits = 0
     for mask in call.masks.values():
         bits |= total(mask)
@@ -73,8 +74,11 @@ def _ask_floats(
     bit: int,
     unfollowed: Callable[[str], None],
 ) -> None:
+    named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
+    written = [named.index(id(one)) for one in call.written]
+
     def again(other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        changed = []
+        changed: list[Any] = []
         for leaf, one in zip(leaves, chosen, strict=True):
             if _real(leaf) and leaf.layout == torch.strided:
                 finite = (
@@ -84,7 +88,8 @@ def _ask_floats(
             else:
                 changed.append(_own(call, leaf))
         args, kwargs = tree_unflatten(changed, spec)
-        return [r for r in tree_leaves(call.func(*args, **kwargs)) if isinstance(r, Tensor)]
+        results = tree_leaves(call.func(*args, **kwargs))
+        return [r for r in results if isinstance(r, Tensor)] + [changed[at] for at in written]
 
     try:
         found = again(lambda leaf, one: leaf.masked_fill(one, math.nan))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from anybatch.batchnorm import counters
 from anybatch.graph import name_of
 from anybatch.proof.ask import ask
+from anybatch.proof.few import CHOOSING, Few
 from anybatch.proof.masks import (
     CUT,
+    INTEGERS,
     SAMPLES,
     Masks,
     elsewhere,
@@ -36,7 +40,10 @@ from anybatch.proof.masks import (
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import CONSTANT, Lengths, Made, Shapes, marks, plain, scalars, shapes
 from anybatch.proof.rules import (
+    CHOICES,
+    PUTS,
     REDUCTIONS,
+    WRITES,
     Call,
     at_fixed_places,
     by_position,
@@ -126,6 +133,8 @@ class Notes:
         regroups: (module, shape, dimensions along which samples lie) of what was given other
             dimensions, in order.
         saving: where what autograd saves is changed.
+        counters: where a person's code computes with the counter of a batch normalisation.
+        few: where rows were brought together that are chosen by their values, and too few were.
         cuts: rows are sliced along the samples.
         given: Python makes numbers that are as many as the samples.
         local: some rows were normalised by themselves, as was asked for.
@@ -150,6 +159,8 @@ class Notes:
     fixed: list[str] = field(default_factory=list)
     regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
     saving: list[str] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+    few: list[str] = field(default_factory=list)
     cuts: bool = False
     given: bool = False
     local: bool = False
@@ -201,7 +212,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.called = self.singles = self.checks = False
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
-        self.paths = Paths(model)
+        self.paths, self._few = Paths(model), Few()
+        norms = [(path, one) for path, one in model.named_modules() if one.training]
+        self._counters = {id(one) for one in counters(norms)}
 
     @property
     def path(self) -> str:
@@ -251,6 +264,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if self.singles or not operands or any(one.dim() for one in operands):
             self._note_numbers(name, func, args, kwargs)
+        self._note_counter(name, operands)
         masks: dict[int, Tensor] = {}
         for one in operands:
             mask = self.masks.of(one)
@@ -258,25 +272,34 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 masks[id(one)] = mask
         if name in NORMS and _trains(schema, args) and not self.backward:
             return self._normalised(func, args, kwargs, masks)
-        written = _written(schema, args, kwargs)
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
-        if not masks and name != "_local_scalar_dense":
-            return self._without(name, func, args, kwargs, operands, written)
         call = Call(name, func, args, kwargs, [], masks, self.backward)
+        written = _written(schema, args, kwargs)
+        if masks or name == "_local_scalar_dense":
+            result = self._followed(call, operands, written)
+        else:
+            result = self._without(name, func, args, kwargs, operands, written)
+        if self._few.sizes or name in CHOOSING:
+            self._chosen(call, operands, written, result)
+        return result
+
+    def _followed(self, call: Call, operands: list[Tensor], written: list[Tensor]) -> Any:
+        """Run a kernel in which samples have a part."""
         self._look_before(call, operands)
-        if name == "_local_scalar_dense":
-            return self._read(func, args)
-        views = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if call.name == "_local_scalar_dense":
+            return self._read(call.func, call.args)
+        returns = call.func._schema.returns
+        views = any(r.alias_info and not r.alias_info.is_write for r in returns)
         before = self._before(call, written, views=views)
-        result = self._run(func, args, kwargs)
-        call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        result = self._run(call.func, call.args, call.kwargs)
+        _take_in(call, result, written)
         self.notes.sizes |= views and _cuts(call)
-        self.notes.cuts |= views and name == "slice" and _cuts(call)
+        self.notes.cuts |= views and call.name == "slice" and _cuts(call)
         if views and not written:
             self._viewed(call)
-        else:
+        elif call.name != "set_":  # the masks of a storage are known
             self._made(call, operands, written, before)
         return result
 
@@ -295,6 +318,32 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self.backward:
             self.notes.values.append(number)
         return number
+
+    def _chosen(
+        self, call: Call, operands: list[Tensor], written: list[Tensor], result: Any
+    ) -> None:
+        """Note rows that are chosen by their values, and what is made of them."""
+        _take_in(call, result, written)
+        every = (*operands, *call.results)
+        if self.backward or any(one.layout != torch.strided for one in every):
+            return
+        if call.name in CHOOSING and call.masks:
+            self._few.chose(call, self.masks.of(call.results[0]))
+        elif self._few.sizes:
+            self._few.ran(call, operands, self.path)
+            self.notes.few = self._few.places
+
+    def _note_counter(self, name: str, operands: list[Tensor]) -> None:
+        """Note who computes with the counter of a batch normalisation, which one lane moves first.
+
+        Batch normalisation itself adds to it, and takes its momentum from it.
+        """
+        found = [id(one) in self._counters for one in operands] if self._counters else []
+        if not any(found):
+            return
+        others = any(found[1:])
+        if (name != "add_" or others) and not ours(COUNTING):
+            self.notes.counters.append(f"{self.path}, in {name}")
 
     def _note_numbers(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -317,7 +366,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run a kernel in which no sample has a part: what it writes to has none any more."""
         result = self._run(func, args, kwargs)
-        for one in written:
+        for one in written if name != "set_" else ():
             self.masks.write(one, None)
         if self.backward:
             return result
@@ -364,9 +413,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.lost = self.masks.origin(first) or self.path
         if call.name in REDUCTIONS:
             self._note_part(call)
-        if self.backward:
+        if self.backward and call.name not in READS:
             self._check_linear(call, operands)
-        else:
+        elif not self.backward:
             self._note_places(call)
 
     def _note_places(self, call: Call) -> None:
@@ -375,7 +424,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.notes.collisions.append(f"{self.path}, in {call.name}")
         if self._lengths and by_position(call, len(self.samples)):
             self.notes.positions.append(f"{self.path}, in {call.name}")
-        if at_fixed_places(call):
+        none = 0 in self._few.sizes and call.name in CHOICES | WRITES | PUTS and not _places(call)
+        if at_fixed_places(call) and not none:
             self.notes.fixed.append(f"{self.path}, in {call.name}")
 
     def fills_diagonal(self, tensor: Tensor) -> None:
@@ -393,6 +443,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
 
     def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
+        """Note the masks of what a kernel has made or written to."""
         if any(one.layout != torch.strided for one in (*call.results, *operands)):
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
@@ -403,12 +454,16 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.unfollowed.append((self.path, call.name, error))
 
             found = list(ask(call, before, unfollowed))
+            if call.written:
+                unfollowed("it writes to what it does not return")
         if not self.backward and call.name in CONSTANT:
             self._note_single(call.name, call.func, call.results)
         place = partial(self._origin, call, operands)
-        results = call.results or written
+        results = [*call.results, *call.written]
         note = self.masks.write if written else self.masks.put
-        for one, mask in zip(results, found, strict=False):
+        every = call.all() if len(found) < len(results) else None
+        for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
+            assert one is not None
             note(one, self._kept_cut(call, one, _fitting(mask, one)), place)
             self._note_regroup(call, one, mask)
 
@@ -545,16 +600,19 @@ LINEAR = ADDITIVE | frozenset(
 """Kernels that are linear in one operand when the others are constants."""
 
 
-def ours() -> bool:
+def ours(known: tuple[str, ...] = ()) -> bool:
     """Say whether it is this library that reads, or code that is known: not what a person wrote.
 
     A mode of ours that only passes a call on does not read.
+
+    Args:
+        known: names that modules of known code begin with. Default: `READERS`.
     """
     frame, measures = sys._getframe(1), False
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
-        if name.startswith(READERS):
+        if name.startswith(known or READERS):
             return True
         measures |= name.startswith(METRICS)
         if not passes and not name.startswith(("torch.", "anybatch.proof.", METRICS)):
@@ -568,6 +626,9 @@ METRICS = "torchmetrics."
 
 PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
 """Methods of modes, which call what was called."""
+
+COUNTING = ("torch.nn.modules.batchnorm",)
+"""Modules of batch normalisation, which count their calls."""
 
 READERS = (
     *("torch.nn.modules.rnn", "torch.nn.utils.rnn", "torch.distributions."),
@@ -595,6 +656,18 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
             value = args[at] if at < len(args) else kwargs.get(one.name)
             found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
     return found
+
+
+def _places(call: Call) -> int:
+    """Return how many places a kernel is given."""
+    places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
+    return sum(one.numel() for one in places if one.dtype in INTEGERS)
+
+
+def _take_in(call: Call, result: Any, written: list[Tensor]) -> None:
+    call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    returned = {id(one) for one in call.results}
+    call.written = [one for one in written if id(one) not in returned]
 
 
 def _fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:

@@ -13,7 +13,8 @@ Kernels fall into a few families; a kernel of none of them is asked itself (`any
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,13 +30,12 @@ from anybatch.proof.masks import (
     SAMPLES,
     fold,
     several,
-    shrink,
     total,
     union,
 )
 
 Found = Sequence[Tensor | None]
-"""A mask for each tensor that a kernel returns."""
+"""A mask for each tensor that a kernel returns, and then for each that it only writes to."""
 
 
 @dataclass
@@ -50,6 +50,7 @@ class Call:
         results: the tensors that it has returned.
         masks: id of an operand -> its mask.
         backward: the call belongs to a backward pass.
+        written: the tensors that it has written to and does not return.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Call:
     results: list[Tensor]
     masks: dict[int, Tensor]
     backward: bool = False
+    written: list[Tensor] = field(default_factory=list)
 
     def mask(self, value: Any) -> Tensor | None:
         """Return the mask of an operand; None where it has none."""
@@ -107,14 +109,26 @@ def _rule(names: str) -> Callable[[Rule], Rule]:
 def masks_after(call: Call) -> Found | None:
     """Return the masks of the results; None where no rule covers the kernel."""
     rule = RULES.get(call.name)
-    if rule is None and torch.Tag.pointwise in call.func.tags:
+    if rule is None and _is_pointwise(call.func):
         rule = _pointwise
     return None if rule is None else rule(call)
 
 
 def has_rule(name: str, func: Any) -> bool:
     """Say whether a rule may cover the kernel."""
-    return name in RULES or torch.Tag.pointwise in func.tags
+    return name in RULES or _is_pointwise(func)
+
+
+@cache
+def _is_pointwise(func: Any) -> bool:
+    """Say whether a kernel computes element by element; one in place does what the other does."""
+    if torch.Tag.pointwise in func.tags:
+        return True
+    space, name = func._schema.name.split("::")
+    other = getattr(getattr(torch.ops, space), name[:-1], None) if name.endswith("_") else None
+    if other is None or name.endswith("__"):
+        return False
+    return any(torch.Tag.pointwise in getattr(other, one).tags for one in other.overloads())
 
 
 def _dims(dims: Any, rank: int) -> list[int]:
@@ -138,7 +152,7 @@ def _valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
 @_rule(
     "empty_like zeros_like ones_like full_like new_empty "
     "new_zeros new_ones new_full new_empty_strided new_zeros_strided zero_ sym_size sym_stride "
-    "sym_numel eye_ set_ resize_ scalar_tensor is_same_size"
+    "sym_numel eye_ scalar_tensor is_same_size"
 )
 def _fresh(call: Call) -> Found:
     return [None] * len(call.results)
@@ -201,6 +215,77 @@ def _loss_by_elements(call: Call) -> Found:
     if call.results[0].dim() == mask.dim() and call.argument("reduction", default=1) == 0:
         return [mask]
     return [call.all().reshape([1] * call.results[0].dim())]
+
+
+LISTED = (
+    "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf "
+    "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
+)
+"""Kernels over lists of tensors, which compute with the first ones, with the second ones, ..."""
+
+
+@_rule(" ".join(f"_foreach_{name} _foreach_{name}_" for name in LISTED.split()))
+def _listed(call: Call) -> Found:
+    found = []
+    for at, one in enumerate(call.results or call.written):
+        masks: list[Tensor | None] = []
+        for given in (*call.args, *call.kwargs.values()):
+            if isinstance(given, list | tuple):
+                masks.append(call.mask(given[at]))
+            elif (mask := call.mask(given)) is not None:  # one number for all, or one for each
+                masks.append(fold(mask, range(mask.dim()), keep=False))
+        if "_copy" in call.name:
+            masks = masks[1:2]
+        mask = None if "_zero" in call.name else union(masks)
+        found.append(mask if mask is None or call.backward else _valued(mask, one.dtype))
+    return found
+
+
+@_rule("_foreach_norm _foreach_max _foreach_powsum")
+def _listed_whole(call: Call) -> Found:
+    masks = [call.mask(one) for one in call.args[0]]
+    return [None if mask is None else fold(mask, range(mask.dim()), keep=False) for mask in masks]
+
+
+@_rule(
+    "fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask "
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams "
+    "_fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine"
+)
+def _quantised(call: Call) -> Found:
+    """Numbers are clamped to a range, NaN too."""
+    x, axis = call.args[0], call.argument("axis")
+    found = [call.mask(x)]
+    for mask in map(call.mask, call.args[1:]):
+        if mask is not None and axis is None:
+            found.append(fold(mask, range(mask.dim())).reshape([1] * x.dim()))
+        elif mask is not None:
+            found.append(mask.reshape([-1 if d == axis % x.dim() else 1 for d in range(x.dim())]))
+    return [union(found)] * len(call.results)
+
+
+@_rule("_fused_moving_avg_obs_fq_helper")
+def _observed(call: Call) -> Found:
+    """An observer takes its range from all numbers, where it is on."""
+    if bool(call.args[1].any()):
+        every = (*call.results, *call.written)
+        return [call.all().reshape([1] * one.dim()) for one in every]
+    mask = call.mask(call.args[0])
+    return [mask] * len(call.results) + [call.mask(one) for one in call.written]
+
+
+@_rule("multi_margin_loss multilabel_margin_loss_forward")
+def _margins(call: Call) -> Found:
+    """A margin that is kept costs nothing: NaN would keep it."""
+    x, target = call.args[:2]
+    if x.dim() < 2:
+        return [call.all().reshape([1] * r.dim()) for r in call.results]
+    masks = [call.mask(one) for one in (x, target)]
+    rows = union(fold(m, range(1, m.dim()), keep=False) for m in masks if m is not None)
+    assert rows is not None
+    first = rows if call.results[0].dim() else fold(rows, [0], keep=False)
+    return [first, *(rows[:, None] for _ in call.results[1:])]
 
 
 # ---------------------------------------------------------------- moves
@@ -292,6 +377,14 @@ def _along(call: Call) -> Found:
     return [fold(mask, [dim] if mask.dim() else [])] * len(call.results)
 
 
+@_rule("renorm renorm_")
+def _renormed(call: Call) -> Found:
+    """A slice is scaled where its norm is too large: NaN is not, and would stay where it is."""
+    x = call.args[0]
+    mask, dim = call.mask(x), call.argument("dim") % x.dim()
+    return [None if mask is None else fold(mask, [d for d in range(x.dim()) if d != dim])]
+
+
 @_rule("multinomial _sample_dirichlet")
 def _drawn_of_rows(call: Call) -> Found:
     mask = call.mask(call.args[0])
@@ -336,7 +429,10 @@ def _selected(call: Call) -> Found | None:
     return [(call.full(x) | call.full(chosen))[chosen] | LOOSE]
 
 
-@_rule("bincount histc _unique2 unique_dim unique_consecutive histogram")
+@_rule(
+    "bincount histc _unique2 unique_dim unique_consecutive histogram _histogramdd_bin_edges "
+    "_histogramdd_from_bin_cts _histogramdd_from_bin_tensors"
+)
 def _counted(call: Call) -> Found:
     return [call.all().reshape([1] * r.dim()) | LOOSE for r in call.results]
 
@@ -361,9 +457,9 @@ def _repeated(call: Call) -> Found | None:
 def _bucketed(call: Call) -> Found:
     values, bounds = call.args[:2] if call.name == "bucketize" else call.args[1::-1]
     found = [call.mask(values)]
-    borders = call.mask(bounds)
-    if borders is not None:
-        found.append(fold(borders, [borders.dim() - 1]))
+    for borders in (call.mask(bounds), call.mask(call.argument("sorter"))):
+        if borders is not None:
+            found.append(fold(borders, [borders.dim() - 1]))
     return [union(found)]
 
 
@@ -398,23 +494,47 @@ def _piled(base: Tensor, add: Callable[[Tensor, Tensor], Tensor], source: Tensor
 @_rule("embedding")
 def _embedded(call: Call) -> Found:
     table, places = call.args[:2]
-    if call.mask(table) is not None and call.mask(places) is None:
-        return [call.all().reshape([1] * call.results[0].dim())]
-    return [_placed(call, places, table).unsqueeze(-1)]
+    found = _placed(call, places, table).unsqueeze(-1)
+    entries = _entries(call, table, places)
+    return [found if entries is None else found | entries]
+
+
+def _entries(call: Call, table: Tensor, places: Tensor) -> Tensor | None:
+    """Return the mask of the entries of a table that are read; None where it has none."""
+    mask = call.mask(table)
+    if mask is None:
+        return None
+    if mask.shape[0] > 1:
+        mask = mask.index_select(0, places.reshape(-1))
+        return mask.reshape(*places.shape, mask.shape[-1])
+    return mask.reshape([1] * places.dim() + [mask.shape[-1]])
+
+
+@_rule("embedding_renorm_")
+def _entries_renormed(call: Call) -> Found:
+    table, places = (call.mask(one) for one in call.args[:2])
+    chosen = None if places is None else fold(places, range(places.dim())).reshape(1, 1)
+    found = union([None if table is None else fold(table, [1]), chosen])
+    return [None if found is None else found & ~PLACE & 0xFF]
 
 
 @_rule("_embedding_bag _embedding_bag_forward_only")
 def _bagged(call: Call) -> Found:
     places, offsets = call.args[1], call.args[2]
-    mask, ends = call.full(places), offsets
+    mask, ends = _placed(call, places, call.args[0]), offsets
+    borders = call.full(offsets) & ~PLACE & 0xFF
     weights = call.mask(call.argument("per_sample_weights"))
-    mask = mask if weights is None else mask | weights
+    mask = (mask if weights is None else mask | weights)[:, None]
+    entries = _entries(call, call.args[0], places)
+    mask = mask if entries is None else mask | entries
     if not call.argument("include_last_offset", default=False):
         ends = torch.cat([offsets, offsets.new_tensor([len(places)])])
+        borders = torch.cat([borders, borders.new_zeros(1)])
     bags = []
     for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-        bags.append(fold(mask[begin:end], [0]) if end > begin else mask.new_zeros(1))
-    return [torch.cat(bags)[:, None]] + [None] * (len(call.results) - 1)
+        bags.append(fold(mask[begin:end], [0]))  # of none it is 0
+    found = torch.cat(bags) | borders[:-1, None] | borders[1:, None]
+    return [found] + [None] * (len(call.results) - 1)
 
 
 @_rule("gather")
@@ -468,9 +588,10 @@ def _lines(found: Tensor, dim: int, index: Tensor | None) -> Tensor:
 @_rule("masked_scatter masked_scatter_")
 def _poured(call: Call) -> Found:
     x, chosen, source = call.args[:3]
-    chosen = chosen.expand(x.shape)
+    shape = call.results[0].shape
+    chosen = chosen.expand(shape)
     flat = call.full(source).reshape(-1)
-    found = (call.full(x) | call.full(call.args[1]).expand(x.shape)).clone()
+    found = (call.full(x).expand(shape) | call.full(call.args[1]).expand(shape)).clone()
     found[chosen] |= flat[: int(chosen.sum())]
     by = call.mask(call.args[1])
     if call.mask(source) is None and by is not None and several(fold(by, range(by.dim()))):
@@ -608,12 +729,10 @@ def _indexed(call: Call) -> Found:
                 plain = call.full(one) & ~PLACE & 0xFF
                 marks.append(plain if writes else _placed(call, one, x))
     got = torch.ops.aten.index.Tensor(call.full(x), indices)
-    found, at = _of_places(got, indices, marks, dims)
+    found = _of_places(got, indices, marks, dims)
     if not writes:
         got = got | found
-        kept = shrink(got & SAMPLES) if chosen and got.numel() else None
-        loose = kept is not None and kept.dim() > at and kept.shape[at] != 1
-        return [got | (LOOSE if loose else 0)]
+        return [got | (LOOSE if chosen and _among_samples(call) else 0)]
     source = _kept(call.full(call.args[2]).expand(got.shape) | found, call.args[2])
     if call.argument("accumulate", default=False):
         put = torch.ops.aten.index_put_.default
@@ -621,6 +740,21 @@ def _indexed(call: Call) -> Found:
     else:
         got = torch.ops.aten.index_put.default(call.full(x).contiguous(), indices, source)
     return [_left_out(call, got)]
+
+
+def _among_samples(call: Call) -> bool:
+    """Say whether rows are chosen among those of several samples, however many are."""
+    bools = [one for one in call.args[1] if one is not None and one.dtype in CHOOSERS]
+    dim = next(at for at, one in enumerate(call.args[1]) if one is bools[0])
+    mask = call.mask(call.args[0])
+    dims = range(dim, dim + bools[0].dim())
+    own = mask is not None and any(mask.shape[d] > 1 and varies(mask, d) for d in dims)
+    marks = [mask for one in bools if (mask := call.mask(one)) is not None]
+    return own or any(varies(mask, d) for mask in marks for d in range(mask.dim()))
+
+
+CHOOSERS = (torch.bool, torch.uint8)
+"""Types of masks that choose."""
 
 
 def _left_out(call: Call, got: Tensor) -> Tensor:
@@ -641,17 +775,17 @@ def _left_out(call: Call, got: Tensor) -> Tensor:
 
 def _of_places(
     got: Tensor, indices: list[Tensor | None], marks: list[Tensor], dims: list[int]
-) -> tuple[Tensor, int]:
-    """Return the marks of indices as they lie in what they read, and where that begins."""
+) -> Tensor:
+    """Return the marks of indices as they lie in what they read."""
     together = dims and dims == list(range(dims[0], dims[0] + len(dims)))
     at = dims[0] if together else 0
     every = [i.shape for i in indices if i is not None]
     shape = torch.broadcast_shapes(*every)  # type: ignore[no-untyped-call]
     if not marks:
-        return torch.zeros((), dtype=torch.uint8, device=got.device), at
+        return torch.zeros((), dtype=torch.uint8, device=got.device)
     found = union(torch.broadcast_to(mark, shape) for mark in marks)
     assert found is not None
-    return found.reshape(list(shape) + [1] * (got.dim() - at - len(shape))), at
+    return found.reshape(list(shape) + [1] * (got.dim() - at - len(shape)))
 
 
 # ---------------------------------------------------------------- products
@@ -760,6 +894,9 @@ def _by_rows(call: Call) -> Found | None:
     operands = [t for t in tree_leaves((call.args, call.kwargs)) if call.mask(t) is not None]
     if any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands):
         return None
+    groups = call.argument("groups", "group", default=1)
+    if len(operands) == 1 and operands[0] is x and groups > 1 and "backward" not in call.name:
+        return _by_groups(call, x, groups)
     if "conv" in call.name:  # filters that samples have made are no rows
         filters = call.args[2 if "backward" in call.name else 1]
         if call.mask(filters) is not None:
@@ -774,10 +911,34 @@ def _by_rows(call: Call) -> Found | None:
     return [_like(rows if at == 0 and gave else parameters, r) for at, r in enumerate(call.results)]
 
 
+def _by_groups(call: Call, x: Tensor, groups: int) -> Found:
+    """Return the masks of results whose groups of channels come of the same groups of `x` alone."""
+    mask = call.mask(x)
+    assert mask is not None
+    mask = fold(mask, range(2, mask.dim()), keep=False)
+    if mask.shape[1] > 1:
+        mask = fold(mask.unflatten(1, (groups, -1)), [2], keep=False)  # type: ignore[no-untyped-call]
+    found: list[Tensor | None] = []
+    for one in call.results:
+        each = mask
+        if mask.shape[1] > 1:
+            each = mask.repeat_interleave(one.shape[1] // groups, 1)
+        found.append(each.reshape([*each.shape, *[1] * (one.dim() - 2)]))
+    return found
+
+
 def _row_of(call: Call, tensor: Tensor) -> Tensor:
     mask = call.mask(tensor)
     assert mask is not None
     return fold(mask, range(1, mask.dim()), keep=False)
+
+
+@_rule("fractional_max_pool2d fractional_max_pool3d")
+def _pooled_at_random(call: Call) -> Found:
+    masks = [call.mask(one) for one in tree_leaves(call.args) if call.mask(one) is not None]
+    rows = union(fold(m, range(1, m.dim()), keep=False) for m in masks if m is not None)
+    assert rows is not None
+    return [_like(rows, r) for r in call.results]
 
 
 def _like(rows: Tensor, result: Tensor) -> Tensor | None:
@@ -786,6 +947,41 @@ def _like(rows: Tensor, result: Tensor) -> Tensor | None:
     if rows.shape[0] not in (1, result.shape[0]):
         rows = fold(rows, [0])
     return rows.reshape([-1] + [1] * (result.dim() - 1))
+
+
+@_rule(
+    "linalg_lstsq _linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_svd _linalg_eigh "
+    "linalg_eig _linalg_eigvals linalg_qr linalg_lu_factor_ex linalg_lu linalg_lu_solve "
+    "_linalg_det _linalg_slogdet linalg_solve_triangular triangular_solve cholesky cholesky_solve "
+    "cholesky_inverse linalg_matrix_exp linalg_householder_product linalg_ldl_factor_ex "
+    "linalg_ldl_solve geqrf ormqr lu_unpack"
+)
+def _by_systems(call: Call) -> Found:
+    """Matrices lie in the last two dimensions, and the others keep them apart.
+
+    LAPACK is not asked: it takes no NaN, or prints errors.
+    """
+    operands = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)]
+    rank = max(one.dim() for one in operands)
+    matrix = call.args[0].shape
+    found: list[Tensor | None] = []
+    for one in operands:
+        mask = call.mask(one)
+        if mask is None:
+            continue
+        vectors = one.dim() < len(matrix) and one.shape == matrix[:-1]  # right sides, pivots, tau
+        vectors |= one.dtype == torch.int32 or (call.name in TAUS and one is call.args[1])
+        last = 1 if vectors else 2
+        mask = fold(mask, range(mask.dim() - last, mask.dim()), keep=False)
+        found.append(mask.reshape([1] * (rank - 2 - mask.dim()) + list(mask.shape)))
+    systems = union(found)
+    assert systems is not None
+    marks = [systems.reshape([*systems.shape, *[1] * (r.dim() - rank + 2)]) for r in call.results]
+    return [mark if r.numel() else None for mark, r in zip(marks, call.results, strict=True)]
+
+
+TAUS = frozenset(("linalg_householder_product", "ormqr"))
+"""Kernels whose second operand has a vector for each matrix."""
 
 
 @_rule("mkldnn_rnn_layer")

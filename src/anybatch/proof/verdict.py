@@ -124,6 +124,11 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
     doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run, axes))
+    for place in whole.notes.few[:1]:  # of fewer rows fewer are chosen
+        doubts[
+            f"rows that are chosen by their values are brought together in {place}, and of the "
+            "rows looked at fewer than two were"
+        ] = None
     for place in whole.notes.fixed[:1]:
         doubts[f"rows are read or written by their place in the batch in {place}"] = None
     for place in _regrouped(whole, part)[:1]:
@@ -357,6 +362,7 @@ def doubts_of(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
         ("two samples may write to the same place, which they choose in", notes.collisions),
         ("rows are chosen by their place in the batch in", notes.positions),
         ("a part of the batch, cut by position, is brought together in", notes.parts),
+        ("forward computes with num_batches_tracked, which BatchNorm moves, in", notes.counters),
     ):
         for place in places[:1]:
             yield f"{words} {place}"
