@@ -20,6 +20,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
+from anybatch.meeting import as_it_is
 from anybatch.memory_errors import out_of_memory
 from anybatch.rng import Dice
 from anybatch.undo import same_values
@@ -59,7 +60,8 @@ def refuse_hidden(
     dice, found = Dice.now(), list[list[Tensor]]()
     for _ in range(2):
         try:
-            with around():
+            # no other micro-batch is met, nor told of its batch normalisation
+            with around(), as_it_is(), torch._C.DisableTorchFunction():
                 found.append(_called(whole, outputs, micro, trains=trains))
         except LossError:
             raise

@@ -12,6 +12,7 @@ size. What is cut off at a fixed place, or at a part of the samples, keeps neith
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -113,6 +114,8 @@ def breaks(whole: Called, part: Called, n: int, m: int) -> bool:
         n: samples of the whole batch.
         m: those of a micro-batch, fewer.
     """
+    if len(whole.shapes) != len(part.shapes):
+        whole, part = _once(whole), _once(part)
     alike = (whole.path, whole.name, whole.words) == (part.path, part.name, part.words)
     if not alike or whole.trains != part.trains or len(whole.shapes) != len(part.shapes):
         return True
@@ -144,6 +147,14 @@ def _scales(a: float, b: float, n: int, m: int, *, inverse: bool) -> bool:
     if not (isfinite(a) and isfinite(b)):
         return False
     return (a % n == 0 and a // n * m == b) or (inverse and abs(a * n - b * m) <= 1e-9 * abs(a * n))
+
+
+def _once(call: Called) -> Called:
+    """Return a call with a list of one tensor for each sample as if it were one tensor."""
+    made = [shape for shape, _ in groupby(call.shapes[: call.made])]
+    given = [shape for shape, _ in groupby(call.shapes[call.made :])]
+    trains = [one for one, _ in groupby(call.trains)]
+    return call._replace(shapes=made + given, made=len(made), trains=trains)
 
 
 def _steps(whole: Called, part: Called, n: int) -> bool:
