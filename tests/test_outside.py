@@ -149,7 +149,7 @@ def test_a_counter_of_a_hook_is_seen(way: Callable[[], Up]) -> None:
 
 
 def test_what_does_not_move_leaves_a_step_exact() -> None:
-    logged: list[Tensor] = []
+    logged: dict[str, Tensor] = {}
     options = {"scale": 2.0}
 
     class Plain(nn.Module):
@@ -157,7 +157,7 @@ def test_what_does_not_move_leaves_a_step_exact() -> None:
             super().__init__()
             torch.manual_seed(0)
             self.inner = nn.Linear(6, 3).double()
-            self.inner.register_forward_hook(lambda m, a, out: logged.append(out.detach()))
+            self.inner.register_forward_hook(lambda m, a, out: logged.update(last=out.detach()))
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.inner(x) * options["scale"] + WIDTH

@@ -136,7 +136,9 @@ def _large_kept(case: Case) -> AbstractContextManager[None]:
 
 def _calls(case: Case) -> LossCalls | None:
     state = case.state
-    return LossCalls(state) if state is not None and (state or state.written_by_person) else None
+    if state is None or not (state or state.written_by_person):
+        return None
+    return LossCalls(state, twice=False)
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:

@@ -37,6 +37,8 @@ class LossCalls:
             list.
         first: the step is the first of its kind, so values are compared. Default True.
         rehearsed: the loss has been called before the step, in rehearsals. Default True.
+        twice: the loss is compared with itself; what a rehearsal measures has no room for that.
+            Default True.
 
     Attributes:
         changed: paths of the state that the last call has changed.
@@ -49,10 +51,11 @@ class LossCalls:
         *,
         first: bool = True,
         rehearsed: bool = True,
+        twice: bool = True,
     ) -> None:
         self.changed: list[str] = []
         self.noted = [] if noted is None else noted
-        self._again = first and state.written_by_person and not state.iterators
+        self._again = first and twice and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
         self._depth = Depth.THOROUGH if first else Depth.QUICK
         self._state, self._start = state, state.snapshot(Depth.THOROUGH if first else Depth.UNDO)

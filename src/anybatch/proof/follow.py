@@ -213,7 +213,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
-        norms = [(path, one) for path, one in model.named_modules() if one.training]
+        norms = [
+            (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
+        ]
         self._counters = {id(one) for one in counters(norms)}
 
     @property
