@@ -22,7 +22,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.batchnorm import GatherError
 from anybatch.kinds import bytes_of
-from anybatch.meeting import Meeting, alone_here, here, looks_here, meeting_in, reduce, samples_here
+from anybatch.meeting import (
+    Meeting,
+    alone_here,
+    as_it_is,
+    here,
+    looks_here,
+    meeting_in,
+    reduce,
+    samples_here,
+)
 from anybatch.norm.alone import AloneNorms, HeardNorms
 from anybatch.norm.batchnorm import MeetingNorms, Place
 from anybatch.proof.follow import Follow
@@ -91,8 +100,9 @@ class Around(NamedTuple):
         if not rows.dim():
             return rows.detach(), rows.new_zeros(())
         size, own = -(-self.rows * len(rows) // max(self.part, 1)), rows.detach()
-        more = _like(own, max(0, size - len(own)))
-        whole = torch.cat([own, more]) if grad else _pattern(torch.cat([own, more]))
+        with as_it_is():  # what is called here is no part of the model
+            more = _like(own, max(0, size - len(own)))
+            whole = torch.cat([own, more]) if grad else _pattern(torch.cat([own, more]))
         alone = self.mode(AloneNorms)
         assert alone is not None
         alone.gathered += bytes_of(whole)

@@ -119,7 +119,7 @@ class OfTrimmed(OfModel):
 
     def __init__(self, model: Trimmed, way_out: str) -> None:
         super().__init__(model, way_out)
-        self.doubts = model.doubts
+        self.doubts = self.always = model.doubts
 
 
 def _rows_of(inputs: Inputs) -> int:

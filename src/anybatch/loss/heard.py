@@ -208,6 +208,8 @@ class OfModel(Loss):
     """
 
     takes_outputs = False
+    always: tuple[str, ...] = ()
+    """Why it is not shown that what is computed is the loss, whatever the present step is."""
 
     def __init__(
         self, model: Overheard | Tracer, way_out: str = "declare Loss.inside(count=...)"
@@ -268,7 +270,7 @@ class OfModel(Loss):
         """
         apart = self._tracer.sizes.apart(terms)
         unseen = apart is None and self._tracer.sizes.familiar(terms)
-        self.doubts = (OPTIONS,) if unseen else ()
+        self.doubts = (*self.always, *([OPTIONS] if unseen else []))
         if apart or unseen:
             return
         if apart is None and not chosen(terms):

@@ -216,7 +216,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         norms = [
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
         ]
-        self._counters = {id(one) for one in counters([*training])}
+        self._counters = {id(one) for one in counters(norms)}
 
     @property
     def path(self) -> str:

@@ -21,6 +21,7 @@ from anybatch import graph, tree
 from anybatch.batch import MicroBatch
 from anybatch.proof.follow import Follow, ours
 from anybatch.proof.masks import ROWS, several
+from anybatch.proof.places import plain
 from anybatch.proof.verdict import strange_row
 
 HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
@@ -98,6 +99,11 @@ class Hooked(TorchFunctionMode):
         self._follow.called = True
         self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **(kwargs or {})) > 0
         try:
+            if func is Tensor.__deepcopy__ and not args[0].grad_fn and plain(args[0]):
+                # it copies bytes, which are no rows
+                found = args[0].detach().clone().requires_grad_(args[0].requires_grad)
+                args[1][id(args[0])] = found
+                return found
             return func(*args, **(kwargs or {}))
         finally:
             self._follow.called, self._follow.checks = before
