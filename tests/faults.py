@@ -28,11 +28,17 @@ NO_BACKWARD = -1
 
 
 def in_backward(module: nn.Module, hook: Callable[[Tensor], Any]) -> RemovableHandle:
-    """Have `hook` see what flows back to each output of a module; one on a parameter fires once."""
+    """Have `hook` see what flows back to each output of a module; one on a parameter fires once.
+
+    It does not see a backward without data: what is raised there is a doubt, and no error.
+    """
+
+    def seen(gradient: Tensor) -> Any:
+        return None if backward_without_data() else hook(gradient)
 
     def watched(_module: nn.Module, _inputs: Any, outputs: Tensor) -> None:
         if outputs.requires_grad:
-            outputs.register_hook(hook)
+            outputs.register_hook(seen)
 
     return module.register_forward_hook(watched)
 

@@ -352,7 +352,8 @@ def chosen(terms: Weighted, *, masks: bool = False) -> bool:
         terms: of a loss.
         masks: ask for those chosen by masks alone, whose number depends on values. Default False.
     """
-    nodes = [term.numerator.grad_fn for _, term in terms]
+    parts = (term for _, term in terms if not isinstance(term, TermOfAll))
+    nodes = [term.numerator.grad_fn for term in parts]
     for _ in range(NEAR):
         node = nodes.pop(0) if nodes else None
         if node is None:
