@@ -468,7 +468,7 @@ def test_only_what_draws_is_looked_at() -> None:
 
     model, (x, y) = Noisy(Fn(count)), data()
     Engine(model, F.cross_entropy, micro_batch=11, rng="batch").backward(x, y)
-    assert calls == [4, 3, 11, 11]
+    assert calls == [4, 3, 4, 11, 11]  # and once more, for a list that each call of forward moves
 
 
 # -------------------------------------------------------------------------------- memory

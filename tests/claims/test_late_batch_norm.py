@@ -132,6 +132,11 @@ def test_the_step_begins_again_in_lanes(name: str, loss: Any, micro_batch: int) 
         assert engine.plan.mechanism == "lanes"
 
 
+def unlisted() -> Iterator[int]:
+    """Count; what a count() of itertools holds is compared, and a model looked at when it moves."""
+    yield from itertools.count()
+
+
 def counted(calls: Iterator[int]) -> None:
     """No list: every lane would have its own."""
     next(calls)
@@ -144,7 +149,7 @@ def test_a_model_in_lanes_that_meets_elsewhere_is_looked_at_again(
 ) -> None:
     """An attribute kept over a place that no look had come to was that of another micro-batch."""
     model, (x, y) = made(MEETS[name], norm=True), batch()
-    engine, calls = Engine(model, F.cross_entropy, micro_batch=micro_batch), itertools.count()
+    engine, calls = Engine(model, F.cross_entropy, micro_batch=micro_batch), unlisted()
     model.register_forward_hook(lambda *_: counted(calls))
     for late in (False, True, False, True):
         model.late = late
