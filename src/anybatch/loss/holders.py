@@ -24,6 +24,7 @@ from torch import Tensor
 
 from anybatch.fakes import is_fake
 from anybatch.kept import MANY, fill
+from anybatch.modules import is_spread
 from anybatch.paged import paged
 from anybatch.rng import Dice
 from anybatch.undo import same_values
@@ -198,7 +199,7 @@ class TensorPlace:
     def copy(self, depth: Depth) -> TensorWas:
         """Return what it is now."""
         tensor = self.tensor
-        if depth is Depth.QUICK or _comes_and_goes(tensor):
+        if depth is Depth.QUICK or _comes_and_goes(tensor) or is_spread(tensor):
             return TensorWas(tensor._version, _address(tensor), None, None)
         data, values = tensor.detach(), None
         thorough = depth is Depth.THOROUGH

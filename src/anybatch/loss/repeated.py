@@ -57,7 +57,7 @@ def refuse_hidden(
         LossError: it does.
     """
     around, restore = kept
-    dice, found = Dice.now(), list[list[Tensor]]()
+    dice, found, outside = Dice.now(), list[list[Tensor]](), sys.exception()
     for _ in range(2):
         try:
             # no other micro-batch is met, nor told of its batch normalisation
@@ -66,7 +66,7 @@ def refuse_hidden(
         except LossError:
             raise
         except Exception as error:  # it takes all samples only: the step itself tells
-            if out_of_memory(error, outside=sys.exception()):
+            if out_of_memory(error, outside=outside):
                 raise
             return
         finally:
