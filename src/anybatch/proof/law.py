@@ -1,4 +1,4 @@
-"""What a call may have that grows with the samples, and what must be the same for any number.
+"""Sizes and numbers of a call: the same for any number of samples, or so many for each of them.
 
 Two forwards without data, of 48 samples and of 12, call the same functions in the same order. Then
 each size is the same in both, or so many for each sample, and each number is the same, or one such
@@ -124,10 +124,11 @@ def breaks(whole: Called, part: Called, n: int, m: int) -> bool:
         return True
     if len(whole.numbers) != len(part.numbers) or (whole.free and _steps(whole, part, n)):
         return True
-    single = all(shape == () for shape in whole.shapes[: whole.made])
+    made = whole.shapes[: whole.made]
+    single = bool(made) and all(shape == () for shape in made)
     pairs = zip(whole.numbers, part.numbers, strict=True)
-    if whole.name in VALUES and not single:
-        return not all(a == b or (a != a and b != b) for a, b in pairs)
+    if single != (whole.name in VALUES):  # options of a loss, or what all samples are scaled by
+        return not all(_same(a, b) for a, b in pairs)
     if whole.name == "roll" and _rolls(whole, part):
         return True
     return not all(_scales(a, b, n, m, inverse=single) for a, b in pairs)
@@ -140,11 +141,17 @@ def _grows(a: Sequence[int], b: Sequence[int], n: int, m: int) -> bool:
     return all(x == y or (x % n == 0 and x // n * m == y) for x, y in zip(a, b, strict=True))
 
 
+def _same(a: float, b: float) -> bool:
+    """Say whether two numbers are the same; NaN is NaN."""
+    return a == b or (a != a and b != b)
+
+
 def _scales(a: float, b: float, n: int, m: int, *, inverse: bool) -> bool:
     """Say whether a number is the same, or a size; of a single number also one over a size."""
-    if a == b or (a != a and b != b):
+    if _same(a, b):
         return True
-    if not (isfinite(a) and isfinite(b)):
+    sizes = isinstance(a, int) and isinstance(b, int)
+    if not (isfinite(a) and isfinite(b) and (sizes or inverse)):
         return False
     return (a % n == 0 and a // n * m == b) or (inverse and abs(a * n - b * m) <= 1e-9 * abs(a * n))
 

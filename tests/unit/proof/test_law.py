@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
+from anybatch.proof.law import Called, breaks, called
 
 
 def written(h: Tensor) -> Tensor:
@@ -120,6 +121,34 @@ HONEST: dict[str, Body] = {
 @pytest.mark.parametrize("name", HONEST)
 def test_sizes_that_grow_with_the_samples_are_shown(name: str, micro_batch: int) -> None:
     assert claimed(HONEST[name], micro_batch)
+
+
+def call(name: str, number: float, shape: tuple[int, ...]) -> Called:
+    return called("net", name, ((torch.empty(8), number), {}), torch.empty(shape), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "part", "single", "kept"),
+    [
+        ("narrow", 16, 4, False, True),  # a size
+        ("narrow", 8, 8, False, True),
+        ("narrow", 8, 4, False, False),  # half of the whole, and all of the part
+        ("softplus", 16.0, 4.0, False, False),  # no size is a fraction
+        ("mul", 16, 4, False, False),
+        ("mul", 1 / 16, 1 / 4, True, True),  # a mean
+        ("mul", 1 / 16, 1 / 8, True, False),
+        ("cross_entropy", 1 / 16, 1 / 4, True, False),  # an option
+        ("cross_entropy", 16, 4, True, False),
+        ("clamp", float("nan"), float("nan"), False, True),
+        ("clamp", float("inf"), float("inf"), False, True),
+        ("clamp", float("inf"), 1.0, False, False),
+    ],
+)
+def test_a_number_is_the_same_or_a_size(
+    name: str, whole: float, part: float, single: bool, kept: bool
+) -> None:
+    shape = () if single else (3,)
+    assert breaks(call(name, whole, shape), call(name, part, shape), 16, 4) != kept
 
 
 def claimed(body: Body, micro_batch: int) -> bool:
