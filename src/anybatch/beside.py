@@ -1,4 +1,4 @@
-"""What a coupled function computes with beside its arguments.
+"""Tensors and numbers that a coupled function reads beside its arguments.
 
 It is called once, with the rows of all. What else it reads, through a closure or an attribute, is
 that of the micro-batch that happens to call it, and none of it shows in the result.

@@ -1,4 +1,4 @@
-"""Whether ``collate_fn`` of a `LazyBatch` makes of some items together what it makes of them apart.
+"""Comparison of the rows that ``collate_fn`` makes of some items together and of the same apart.
 
 The undivided batch would be collated at once. Where a function normalises by what it is given,
 mixes samples or counts them, what it makes of a micro-batch is no part of that. So a few items are

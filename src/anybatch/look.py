@@ -46,7 +46,7 @@ from anybatch.proof.follow import Follow
 from anybatch.proof.left import Left, grown, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, sized
-from anybatch.proof.sizes import Sizes
+from anybatch.proof.sizes import ComparedSizes
 from anybatch.proof.verdict import (
     WHOLE,
     Forward,
@@ -478,14 +478,14 @@ class _Look:
             other = moved_number(moved) if moved else OTHER_IN_HALVES
             self._moved = self._moved or other
 
-    def sizes(self, inputs: Any) -> Sizes:
+    def sizes(self, inputs: Any) -> ComparedSizes:
         """Return what comparisons of whole batches need; at first none has been made.
 
         Where forward does not know how many samples there are, it computes the same for any number.
         """
         backward = self._strange and self._trains
         counts = any(run.notes.may_count for run in self._runs) or self._hidden(inputs) or backward
-        return Sizes(counts, self._runs[0].notes.values, backward=backward)
+        return ComparedSizes(counts, self._runs[0].notes.values, backward=backward)
 
     @property
     def local(self) -> bool:

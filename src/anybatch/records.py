@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anybatch.cards import bar, card, table
 from anybatch.norm.sites import Way
-from anybatch.proof.sizes import Sizes
+from anybatch.proof.sizes import ComparedSizes
 from anybatch.step import Layout
 from anybatch.units import show_bytes
 
@@ -122,5 +122,5 @@ class Seen:
     lanes: SeenInLanes | None = None
     doubts: tuple[str, ...] = ()
     looked: int = 0
-    sizes: Sizes | None = None
+    sizes: ComparedSizes | None = None
     steps: int = 0

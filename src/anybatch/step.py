@@ -30,7 +30,7 @@ from anybatch.meeting import ForwardOf
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
 from anybatch.proof.familiar import Familiar
-from anybatch.proof.sizes import Sizes
+from anybatch.proof.sizes import ComparedSizes
 from anybatch.ranks.dice import devices_of
 from anybatch.ranks.sharded import Sharded
 from anybatch.repeatable import OutputsChangedError, Repeatable
@@ -108,7 +108,7 @@ class Step(Repeatable):
     copies: bool = False
     doubts: tuple[str, ...] = ()
     looked: int = 0
-    sizes: Sizes | None = None
+    sizes: ComparedSizes | None = None
     steps: int = 1
     familiar: Familiar | None = None
     attributes: Attributes = field(default_factory=partial(Attributes, ()))

@@ -1,4 +1,4 @@
-"""What torch says of batch normalisation of a part of a batch, in words that name the batch."""
+"""Errors of torch on batch normalisation of a part of a batch, in words that name the batch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ LARGER = 24
 
 
 @dataclass
-class Sizes:
+class ComparedSizes:
     """Pairs of batch and micro-batch that were compared since the last look.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
-from anybatch.proof.sizes import FREE, LARGER, Sizes
+from anybatch.proof.sizes import FREE, LARGER, ComparedSizes
 
 
 class Ghosts(nn.Module):
@@ -81,7 +81,7 @@ def test_the_evidence_is_of_the_step_that_compared_last(norm: Callable[[], nn.Mo
 
 
 def test_sizes_that_vary_are_not_compared_in_every_step() -> None:
-    known = Sizes(counts=True)
+    known = ComparedSizes(counts=True)
     for n in range(10, 10 + LARGER):
         assert known.new(n, 4)
         known.add(n, 4, n)
@@ -93,7 +93,7 @@ def test_sizes_that_vary_are_not_compared_in_every_step() -> None:
     assert not known.new(9, 4)
     assert not known.beyond(9, 4)
     assert len(known.pairs) > FREE
-    assert not Sizes(counts=False).new(5, 4)
+    assert not ComparedSizes(counts=False).new(5, 4)
 
 
 ONE: dict[str, Body] = {
