@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 VALUES = frozenset(
     "add sub mul div true_divide floor_divide remainder fmod pow rsub clamp clamp_min clamp_max "
     "where maximum minimum lerp addcmul addcdiv full full_like fill_ masked_fill eq ne lt le gt ge "
+    "tensor as_tensor scalar_tensor new_tensor new_full "
     "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ "
     "__rtruediv__ __itruediv__ __rdiv__ __floordiv__ __mod__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
     "__le__ __gt__ __ge__ add_ sub_ mul_ div_ pow_ clamp_ masked_fill_".split()

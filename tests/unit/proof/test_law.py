@@ -137,6 +137,8 @@ def call(name: str, number: float, shape: tuple[int, ...]) -> Called:
         ("mul", 16, 4, False, False),
         ("mul", 1 / 16, 1 / 4, True, True),  # a mean
         ("mul", 1 / 16, 1 / 8, True, False),
+        ("as_tensor", 16.0, 4.0, True, True),  # a count as a tensor
+        ("as_tensor", 2.0, 1.0, True, False),
         ("cross_entropy", 1 / 16, 1 / 4, True, False),  # an option
         ("cross_entropy", 16, 4, True, False),
         ("clamp", float("nan"), float("nan"), False, True),
