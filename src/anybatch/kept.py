@@ -148,27 +148,6 @@ class Attributes:
             fill(held, was)
 
 
-def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[tuple[str, str], Any]:
-    """Return the numbers, strings and functions in the plain attributes of a person's modules.
-
-    Args:
-        modules: paths and modules.
-
-    Returns:
-        (path, name of the attribute) -> value; of a function its code.
-    """
-    every = list(modules)
-    found: dict[tuple[str, str], Any] = {
-        (path, name): value.__code__ if type(value) is FunctionType else value
-        for path, module in every
-        if _theirs(module)
-        for name, value in vars(module).items()
-        if name not in Attributes.OWN and type(value) in (int, float, bool, str, FunctionType)
-    }
-    hooks = (len(m._backward_hooks) + len(m._backward_pre_hooks) for _, m in every)
-    return found | {("", "number of backward hooks"): sum(hooks)}
-
-
 def _theirs(module: nn.Module) -> bool:
     """Say whether a class is the person's: torch's own keep nothing in plain attributes."""
     return not type(module).__module__.startswith("torch.nn.")

@@ -45,7 +45,7 @@ from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
 from anybatch.proof.left import Left, grown, left_behind
 from anybatch.proof.masks import Masks
-from anybatch.proof.places import Lengths, sized
+from anybatch.proof.places import Lengths, counted_in, sized
 from anybatch.proof.sizes import ComparedSizes
 from anybatch.proof.verdict import (
     WHOLE,
@@ -347,6 +347,8 @@ class _Look:
         self._lengths = lengths or {}
         counted = first_difference(first.numbers, fewer.numbers)
         moves = self._norms is None and (counted or self._plain[0] != self._plain[1])
+        if not (moves and counted) and (reduced := counted_in(first.made, fewer.made)):
+            self.doubt(f"{reduced} makes other numbers for {whole.size} rows than for {part.size}")
         if not (self._lengths or moves):
             return
         if self._step.budgeted:  # three outputs were not foreseen
@@ -385,6 +387,8 @@ class _Look:
         alike = (one[:2] for one, *other in pairs if other == [one])
         for path, name in [*alike][:1]:
             self.doubt(f"{name} in {path} draws numbers that belong to no sample, {again}")
+        for path in [path for run in self._runs[:2] for path in run.notes.seeded][:1]:
+            self.doubt(f"forward seeds a generator before {path} draws, {again}")
 
     def _doubt_counters(self) -> None:
         """Doubt a model that keeps a number which each call moves: a hook may compute with it."""

@@ -1,9 +1,9 @@
-"""Numbers beside a model that its forward may compute with: in closures, globals and functions.
+"""Numbers and functions that a forward may compute with: in a model, in closures and in globals.
 
-A counter in a plain attribute of a module is seen there. One that forward or a hook keeps in a cell
-of a closure, in a global or in an attribute of a function is as much a part of the model. So the
-functions of a person's modules are followed, by the names that their code uses, to plain numbers
-and to what holds some: a list, a dict, an object, an ``itertools.count``.
+A counter or a switch may be in a plain attribute of a module, or in a list, a dict or an object
+there. One that forward or a hook keeps in a cell of a closure, in a global, in an attribute of a
+function, of a class or of a file is as much a part of the model. So the functions of a person's
+modules are followed, by the names that their code uses. Of a function its code is told.
 """
 
 from __future__ import annotations
@@ -11,16 +11,29 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all
 
-from anybatch.kept import HOOKS, plain_numbers
+from anybatch.kept import HOOKS, Attributes
+from anybatch.proof.places import plain as simple
 
 NUMBERS = (int, float, bool, str)
+ITSELF: frozenset[type] = frozenset(
+    (*NUMBERS, NoneType, torch.dtype, torch.device, torch.memory_format, torch.layout)
+)
+"""Classes of values that can be compared as they are."""
+
+CODE = frozenset((FunctionType, MethodType, partial))
+
+TORCH, INSTALLED, OWN = range(3)
+"""Who has written a class of modules. torch's own keep nothing in plain attributes."""
+
 FEW = 64
 """Entries of a list or a dict above which it holds data."""
 
@@ -29,7 +42,79 @@ MOST = 500
 
 LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
 
+DEPTH = 3
+"""Lists, dicts and objects in each other that are looked into."""
+
+EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
+"""Hooks that torch calls for every module."""
+
 Named = tuple[str, str]
+
+
+def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
+    """Return what runs where the modules of a model are called: their forwards, and their hooks.
+
+    Args:
+        modules: paths and modules.
+    """
+    # classes, not ids: a module that is gone leaves its id to the next one
+    found: list[Any] = []
+    for path, module in modules:
+        cls, held = type(module), module.__dict__
+        found += path, cls, getattr(cls, "forward", None), len(held)
+        if "forward" in held:
+            found.append(plain(held["forward"]))
+        if any(map(held.get, HOOKS)):
+            for kind in HOOKS:
+                found += kind, *map(_of_hook, held.get(kind, {}).values())
+    found += [_of_hook(one) for kind in EVERYWHERE for one in getattr(of_all, kind).values()]
+    return tuple(found)
+
+
+def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
+    """Return the numbers, strings and functions in the plain attributes of a person's modules.
+
+    Args:
+        modules: paths and modules.
+
+    Returns:
+        (path, name of the attribute) -> what can be compared. Of the modules of a package that is
+        installed, what lists and objects hold is left out.
+    """
+    found: dict[Named, Any] = {}
+    of_all_modules, itself = Attributes.OWN, ITSELF  # read often
+    for path, module in modules:
+        origin = _origin(type(module))  # type: ignore[arg-type]
+        if origin is TORCH:
+            continue
+        for name, value in module.__dict__.items():
+            if name in of_all_modules:
+                continue
+            kind: type = type(value)
+            if kind in itself:
+                found[path, name] = value
+            elif (origin is OWN or kind is FunctionType) and (told := plain(value)) is not None:
+                found[path, name] = told
+    return found
+
+
+def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, float]:
+    """Return the tensors of one number that modules hold, but for counters of BatchNorm.
+
+    Args:
+        modules: paths and modules.
+
+    Returns:
+        (path, name) -> the number, which a device is waited for.
+    """
+    every = (
+        ((path, name), tensor)
+        for path, module in modules
+        for held in (module._parameters, module._buffers, module.__dict__)
+        for name, tensor in held.items()
+        if isinstance(tensor, Tensor) and tensor.numel() == 1 and name != "num_batches_tracked"
+    )
+    return {named: float(tensor.item()) for named, tensor in every if simple(tensor)}
 
 
 def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
@@ -76,11 +161,13 @@ class Outside:
         self._seen.add(id(cls))
         for base in cls.__mro__:
             if not _of_library(base):
-                self._ahead += [one for one in vars(base).values() if _function(one)]
+                held = vars(base)
+                for name in [name for name in held if not name.startswith("__")]:
+                    self._place(base.__name__, name, partial(held.get, name))
 
     def _follow(self, given: Any) -> None:
         if isinstance(given, MethodType):
-            self._place("", type(given.__self__).__name__, partial(_same, given.__self__))
+            self._place(given.__module__, "its object", partial(_same, given.__self__))
             self._ahead.append(given.__func__)
         elif isinstance(given, partial):
             self._ahead.append(given.func)
@@ -89,62 +176,92 @@ class Outside:
                 self._seen.add(id(given))
                 self._code(given)
         elif isinstance(call := getattr(type(given), "__call__", None), FunctionType):  # noqa: B004
-            self._place("", type(given).__name__, partial(_same, given))
+            self._place(given.__module__, type(given).__name__, partial(_same, given))
             self._ahead.append(call)
 
     def _code(self, given: FunctionType) -> None:
         """Note what a function, and those inside it, name."""
         for name, cell in zip(given.__code__.co_freevars, given.__closure__ or (), strict=True):
             self._place(given.__name__, name, partial(_content, cell))
-        for name in _names(given.__code__) & given.__globals__.keys():
-            self._place("", name, partial(given.__globals__.get, name))
+        names = _names(given.__code__)
+        for name in names & given.__globals__.keys():
+            value = given.__globals__[name]
+            self._place(given.__module__, name, partial(given.__globals__.get, name))
+            if isinstance(value, type | ModuleType) and not _of_library(value):
+                self._attributes(value, names)
         defaults = (*(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values())
         if any(isinstance(one, list | dict) for one in defaults):
             self._place(given.__name__, "defaults", partial(_same, defaults))
         if vars(given):
-            self._place("", given.__name__, partial(_same, vars(given)))
+            self._place(given.__module__, given.__name__, partial(_same, vars(given)))
+
+    def _attributes(self, value: type | ModuleType, names: Iterable[str]) -> None:
+        """Note attributes of a class or a file that a function may read."""
+        held = vars(value)
+        for name in held.keys() & names:
+            self._place(value.__name__, name, partial(held.get, name))
 
     def _place(self, path: str, name: str, read: Callable[[], Any]) -> None:
         """Note a place that holds a number, or follow the function in it."""
         value = read()
         if _function(value):
             self._ahead.append(value)
-        elif plain(value) is not None:
+        if plain(value) is not None:
             self._read[path, name] = partial(_plain_of, read)
 
 
-def plain(value: Any) -> Any:
-    """Return the numbers that a value is or holds, as what can be compared; None for others."""
-    if type(value) in NUMBERS:
+def plain(value: Any, depth: int = DEPTH) -> Any:
+    """Return what can be compared of a value: the numbers and functions that it is or holds.
+
+    Args:
+        value: any.
+        depth: lists, dicts and objects in each other that are looked into.
+
+    Returns:
+        Of tensors, modules and whatever else there is, the class alone; None of classes and files.
+    """
+    kind: type = type(value)
+    if kind in ITSELF:
         return value
-    if type(value) is count:
-        return repr(value)
-    if isinstance(value, list | deque | tuple):
-        return _few(value, value)
+    if not depth or isinstance(value, Tensor | nn.Module):
+        return kind
+    if isinstance(value, list | tuple | deque):
+        return _few(value, depth)
     if isinstance(value, dict):
-        return _few(value, value.values())
-    held = getattr(value, "__dict__", None)
-    if type(held) is not dict or isinstance(value, nn.Module | type):
+        return _few(value.values(), depth)
+    if kind in CODE:
+        return _of_code(value, depth)
+    if isinstance(value, type | ModuleType):
         return None
-    if type(value).__module__ != "types" and _of_library(type(value)):
-        return None
-    numbers = [(name, one) for name, one in held.items() if type(one) in NUMBERS]
-    return tuple(numbers[:FEW]) or None
+    if isinstance(value, set | frozenset):
+        return frozenset(one for one in value if type(one) in NUMBERS)
+    if kind.__module__ != "types" and _of_library(kind):
+        return repr(value) if kind is count else kind
+    held = getattr(value, "__dict__", {})
+    slots = [getattr(value, name, None) for name in getattr(kind, "__slots__", ())]
+    return (kind, *_few([*held.values(), *slots], depth))
 
 
-def _few(held: Any, values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the numbers among a few values, and those in lists among them; the rest is data."""
-    if len(held) > FEW:
+def _of_code(value: Any, depth: int) -> Any:
+    """Return what can be compared of a function, a method or a partial."""
+    if isinstance(value, partial):
+        return _few((value.func, *value.args, *value.keywords.values()), depth)
+    if isinstance(value, MethodType):
+        return plain(value.__func__, depth)
+    return value.__code__
+
+
+def _few(values: Any, depth: int) -> tuple[Any, ...]:
+    """Return what can be compared of a few values; what has more entries is data."""
+    if len(values) > FEW:
         return ()
-    inside = (one if type(one) in NUMBERS else _inside(one) for one in values)
-    return tuple(one for one in inside if one is not None)
+    return tuple([one if type(one) in ITSELF else plain(one, depth - 1) for one in values])
 
 
-def _inside(value: Any) -> Any:
-    if type(value) not in (list, dict) or len(value) > FEW:
-        return None
-    values = value.values() if type(value) is dict else value
-    return tuple(one for one in values if type(one) in NUMBERS) or None
+def _of_hook(hook: Any) -> Any:
+    """Return what can be compared of a hook that is not this library's."""
+    own = (getattr(hook, "__module__", None) or "").startswith("anybatch.")
+    return None if own else plain(hook)
 
 
 def _plain_of(read: Callable[[], Any]) -> Any:
@@ -172,11 +289,22 @@ def _names(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _of_library(code: type | FunctionType) -> bool:
-    """Say whether a class or a function is torch's, Python's or an installed package's."""
-    name = code.__module__ or ""
+def _of_library(code: type | FunctionType | ModuleType) -> bool:
+    """Say whether a class, a function or a file is torch's, Python's or an installed package's."""
+    if isinstance(code, FunctionType):
+        return _installed(code.__module__ or "") or "site-packages" in code.__code__.co_filename
+    return _installed(code.__name__ if isinstance(code, ModuleType) else code.__module__)
+
+
+@lru_cache(maxsize=1000)
+def _origin(cls: type) -> int:
+    if cls.__module__.startswith("torch.nn."):
+        return TORCH
+    return INSTALLED if _of_library(cls) else OWN
+
+
+@lru_cache(maxsize=1000)
+def _installed(name: str) -> bool:
     if name.split(".", maxsplit=1)[0] in LIBRARIES:
         return True
-    if isinstance(code, FunctionType):
-        return "site-packages" in code.__code__.co_filename
     return "site-packages" in (getattr(sys.modules.get(name), "__file__", None) or "")

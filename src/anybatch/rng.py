@@ -29,7 +29,8 @@ class Dice(NamedTuple):
     @classmethod
     def now(cls) -> Dice:
         """Return the state as it is, without drawing."""
-        return cls(torch.get_rng_state(), _cuda(), *_host())
+        cpu, *cuda = torch_state()
+        return cls(cpu, tuple(cuda), *_host())
 
     def same_as(self, other: Dice) -> bool:
         """Say whether nothing was drawn between the two moments."""
@@ -86,8 +87,10 @@ def _parts(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-def _cuda() -> tuple[Tensor, ...]:
-    return tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+def torch_state() -> tuple[Tensor, ...]:
+    """Return the state of torch's generators: of the host, and of each CUDA device in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return (torch.get_rng_state(), *cuda)
 
 
 def _host() -> tuple[tuple[Any, ...], Any]:

@@ -340,7 +340,7 @@ class Runner:
             step.begin_again()
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
-        self._familiar[step.signature].keep()
+        self._familiar[step.signature].keep(reads=step.reads)
         step.doubt_batch()
         self._seen[step.signature] = Seen(
             step.coupled,
@@ -437,7 +437,7 @@ class Runner:
         moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
         drew = step.draws is not None or (step.drew_any() if seen is None else not seen.still)
         coupled = step.found == COUPLED
-        self._familiar[step.signature].keep()
+        self._familiar[step.signature].keep(reads=step.reads)
         step.doubt_batch()
         self._seen[step.signature] = Seen(
             coupled,

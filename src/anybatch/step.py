@@ -138,6 +138,11 @@ class Step(Repeatable):
     calls: LossCalls | None = None
     _collected: int = 0
 
+    @property
+    def reads(self) -> bool:
+        """Whether Python reads numbers of tensors in forward, as far as somebody has looked."""
+        return self.sizes is not None and bool(self.sizes.values)
+
     def restart(self) -> None:
         """Begin again, the state of the loss as it was, too."""
         super().restart()

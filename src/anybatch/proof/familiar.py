@@ -2,8 +2,9 @@
 
 A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
 replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
-person's own modules. Both are compared in every step. What changes neither is found in the steps
-that look at samples again anyway.
+person's own modules, in their hooks and functions, and in what these name. Both are compared in
+every step; where Python reads numbers of tensors, so are the tensors of one number. What changes
+none of these is found in the steps that look at samples again anyway.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch import graph
-from anybatch.kept import plain_numbers
-from anybatch.outside import Outside
+from anybatch.outside import Outside, parts, plain_numbers, single_numbers
 
 MOST = 16
 """Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
@@ -28,6 +28,7 @@ class Familiar:
         self._now: Any = None
         self._parts: Any = None
         self._outside = Outside(())
+        self._reads = True
         self._graphs: set[int] = set()
         self._models: set[Any] = set()
         self._varying: set[tuple[str, str]] = set()
@@ -43,17 +44,28 @@ class Familiar:
         Args:
             modules: paths and modules.
         """
-        # classes, not ids: a module that is gone leaves its id to the next one
-        parts = tuple((path, type(module)) for path, module in modules)
-        if parts != self._parts:  # to follow the code takes longer than to read what it names
-            self._parts, self._outside = parts, Outside(module for _, module in modules)
-        numbers = (plain_numbers(modules) | self._outside.numbers()).items()
-        model = parts, tuple(item for item in numbers if item[0] not in self._varying)
+        now = parts(modules)
+        if now != self._parts:  # to follow the code takes longer than to read what it names
+            self._parts, self._outside = now, Outside(module for _, module in modules)
+        numbers = plain_numbers(modules) | self._outside.numbers()
+        if self._reads:
+            numbers |= {
+                ("a tensor", ".".join(at)): one for at, one in single_numbers(modules).items()
+            }
+        model = now, tuple(item for item in numbers.items() if item[0] not in self._varying)
         self._now = model
         return model in self._models or len(self._models) >= MOST
 
-    def keep(self) -> None:
-        """Make the model of this step familiar: the step was made, so it was not refused."""
+    def keep(self, *, reads: bool) -> None:
+        """Make the model of this step familiar: the step was made, so it was not refused.
+
+        Args:
+            reads: Python reads numbers of tensors in forward.
+        """
+        if self._reads and not reads:
+            now, numbers = self._now
+            self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
+        self._reads = reads
         if len(self._models) < MOST:
             self._models.add(self._now)
             if len(self._models) == MOST:
@@ -67,8 +79,8 @@ class Familiar:
                 values.setdefault(at, set()).add(value)
         self._varying |= {at for at, found in values.items() if len(found) > MOST // 2}
         self._models = {
-            (parts, tuple(item for item in numbers if item[0] not in self._varying))
-            for parts, numbers in self._models
+            (now, tuple(item for item in numbers if item[0] not in self._varying))
+            for now, numbers in self._models
         }
 
     def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:

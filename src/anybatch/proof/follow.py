@@ -54,6 +54,7 @@ from anybatch.proof.rules import (
     sliced,
     varies,
 )
+from anybatch.rng import torch_state
 
 NORMS = {
     "native_batch_norm": 5,
@@ -122,6 +123,7 @@ class Notes:
         frequencies: tables whose gradient is scaled by how often a batch has each entry.
         shuffles: random orders that were drawn: (module, how long).
         draws: random numbers that were drawn: (module, kernel, shapes).
+        seeded: where a generator was not as the last kernel, or what came before, has left it.
         backward: where samples meet in backward.
         operators: kernels that are no torch kernels, and higher-order ones.
         numbers: what Python gives to kernels that compute with it: (module, kernel, numbers).
@@ -150,6 +152,7 @@ class Notes:
     backward: list[str] = field(default_factory=list)
     shuffles: list[tuple[str, int]] = field(default_factory=list)
     draws: list[tuple[str, str, Shapes]] = field(default_factory=list)
+    seeded: list[str] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
@@ -213,6 +216,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
+        self._dice = torch_state()
         norms = [
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
         ]
@@ -307,9 +311,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel of the model; what is done with masks is none of it."""
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not self.backward
+        if draws and not all(map(torch.equal, self._dice, torch_state())):
+            self.notes.seeded.append(self.path)
         with self._guard:
             result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and not self.backward:
+        if draws:
+            self._dice = torch_state()
             made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
             self.notes.draws.append((self.path, func._schema.name.split("::")[1], shapes(made)))
         return result
@@ -380,7 +388,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         note = self.masks.write if written else self.masks.put
         took = shapes(operands)
-        self.notes.made[self._calls] = Made(name, shapes(made), took)
+        self.notes.made[self._calls] = Made(name, shapes(made), took, _reduced(made, operands))
         fewer = self._lengths.get(self._calls)
         for one, shape in zip(made, fewer.gave if fewer else (), strict=False):
             own = fewer is not None and fewer.took == took and all(map(plain, operands))
@@ -664,6 +672,14 @@ def _places(call: Call) -> int:
     """Return how many places a kernel is given."""
     places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
     return sum(one.numel() for one in places if one.dtype in INTEGERS)
+
+
+def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return copies of what has fewer numbers than it was made of."""
+    if sum(one.numel() for one in made) >= sum(one.numel() for one in operands):
+        return ()
+    with _disable_current_modes():
+        return tuple(one.detach().clone() for one in made if plain(one))
 
 
 def _take_in(call: Call, result: Any, written: list[Tensor]) -> None:

@@ -39,11 +39,13 @@ class Made(NamedTuple):
         name: of it.
         gave: shapes of its results.
         took: shapes of its operands.
+        made: the results of a reduction, which may be counts. Default: of other kernels none.
     """
 
     name: str
     gave: Shapes
     took: Shapes
+    made: tuple[Tensor, ...] = ()
 
 
 Lengths = Mapping[int, Made]
@@ -61,6 +63,18 @@ def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None
         return None
     pairs = zip(whole.items(), part.values(), strict=True)
     return {at: fewer for (at, made), fewer in pairs if made.gave != fewer.gave}
+
+
+def counted_in(whole: Mapping[int, Made], part: Mapping[int, Made]) -> str:
+    """Return a kernel that makes other numbers, as many, of more rows than of fewer; "" if none.
+
+    Args:
+        whole: calls of a forward, by number.
+        part: those of the same forward on fewer rows, in the same order.
+    """
+    pairs = zip(whole.values(), part.values(), strict=False)
+    every = ((a.name, *one) for a, b in pairs for one in zip(a.made, b.made, strict=False))
+    return next((name for name, x, y in every if x.shape == y.shape and not torch.equal(x, y)), "")
 
 
 def shapes(tensors: Iterable[Tensor]) -> Shapes:

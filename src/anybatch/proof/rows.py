@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from anybatch import graph, tree
 from anybatch.batch import MicroBatch
@@ -24,7 +25,6 @@ from anybatch.proof.masks import ROWS, several
 from anybatch.proof.places import plain
 from anybatch.proof.verdict import strange_row
 
-HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
 PAST = frozenset(
     (
         Tensor.__array__,
@@ -64,19 +64,15 @@ class NeededError(Exception):
     """Forward runs a backward of its own, which needs what autograd saves."""
 
 
-class Hooked(TorchFunctionMode):
-    """Take note of hooks on results, of sizes that are read, and of reads past all kernels.
+class Reads(TorchFunctionMode):
+    """Take note of sizes that are read, and of reads past all kernels.
 
     Args:
         follow: follows the forward; what is read is noted there.
-
-    Attributes:
-        found: there was a hook.
     """
 
     def __init__(self, follow: Follow) -> None:
         super().__init__()
-        self.found = False
         self._follow = follow
 
     def __torch_function__(
@@ -87,7 +83,6 @@ class Hooked(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at one call, and let it."""
-        self.found |= func in HOOKS
         if func in SIZES and not isinstance(args[0], nn.Parameter):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)
@@ -140,7 +135,7 @@ def forward(
     Raises:
         NeededError: forward needs what was not saved.
     """
-    hooked = Hooked(follow)
+    hooked: list[Any] = []
     for _, tensor in tree.tensors(micro.inputs):
         if tensor.dim() and tensor.shape[0] == micro.size:
             follow.seed(tensor, list(samples))
@@ -148,7 +143,8 @@ def forward(
     @contextmanager
     def within() -> Iterator[None]:
         saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
-        with torch.set_grad_enabled(graph), saves, _saving(follow), hooked, follow:
+        reads = Reads(follow)
+        with torch.set_grad_enabled(graph), saves, _saving(follow), _hooks(hooked), reads, follow:
             yield
 
     try:
@@ -157,7 +153,24 @@ def forward(
         if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
             raise NeededError from error
         raise
-    return outputs, hooked.found
+    return outputs, bool(hooked)
+
+
+@contextmanager
+def _hooks(found: list[Any]) -> Iterator[None]:
+    """Note hooks that are registered on tensors or on nodes of a graph: all have such a handle."""
+    made = RemovableHandle.__init__
+
+    def note(self: RemovableHandle, *given: Any, **named: Any) -> None:
+        if sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:  # of a module
+            found.append(self)
+        made(self, *given, **named)
+
+    RemovableHandle.__init__ = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RemovableHandle.__init__ = made  # type: ignore[method-assign]
 
 
 @contextmanager

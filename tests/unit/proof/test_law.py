@@ -58,6 +58,10 @@ PLACES: dict[str, Body] = {
     "topk by size": lambda h: F.pad(h.topk(max(1, len(h) // 4))[0], (0, 8))[:, :8],
     "eps by size": lambda h: F.layer_norm(h, [8], eps=0.1 if len(h) > 8 else 1e-5),
     "no gradient by size": without_gradient,
+    "a count": lambda h: h * torch.ones_like(h).sum().sub(8 * 8).relu().add(1),
+    "a count for each feature": lambda h: h * torch.ones_like(h).sum(0).sub(8).relu().add(1),
+    "a branch by a count": lambda h: h * (torch.ones_like(h).sum(0) > 8).any().add(1),
+    "a product": lambda h: h * torch.full_like(h, 2).prod(0).sub(2.0**8).sign().add(2),
 }
 
 
@@ -153,10 +157,16 @@ def test_a_number_is_the_same_or_a_size(
     assert breaks(call(name, whole, shape), call(name, part, shape), 16, 4) != kept
 
 
-def claimed(body: Body, micro_batch: int) -> bool:
+@pytest.mark.parametrize("name", [name for name in PLACES if name.startswith("a ")])
+def test_nor_are_counts_beside_batch_norm(name: str) -> None:
+    assert not claimed(PLACES[name], 4, norm=True)
+
+
+def claimed(body: Body, micro_batch: int, *, norm: bool = False) -> bool:
     """Whether a step says that it is exact."""
     torch.manual_seed(0)
     net: nn.Module = Net(body).double()
+    net = nn.Sequential(nn.BatchNorm1d(6).double(), net) if norm else net
     x, y = batch(N)
     engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
     try:

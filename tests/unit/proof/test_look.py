@@ -117,7 +117,19 @@ class Exponential(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0].exp()
 
 
+def of_a_node(hook: Callable[..., Any], *, before: bool = False) -> Body:
+    def body(h: Tensor) -> Tensor:
+        h = h.tanh()
+        if h.grad_fn is not None:
+            (h.grad_fn.register_prehook if before else h.grad_fn.register_hook)(hook)
+        return h
+
+    return body
+
+
 BACKWARDS: dict[str, Body] = {
+    "a hook of a node": of_a_node(lambda given, _: (given[0] - given[0].mean(0),)),
+    "a hook before a node": of_a_node(lambda given: (given[0].flip(0),), before=True),
     "a Function that normalises": Normalised.apply,
     "a Function that centres": Centred.apply,
     "a hook in forward": hooked(lambda g: g / g.norm()),
@@ -149,6 +161,7 @@ HONEST: dict[str, Body] = {
     "tanh": torch.tanh,
     "a Function": Exponential.apply,
     "a linear hook": hooked(lambda g: 2 * g),
+    "a linear hook of a node": of_a_node(lambda given, _: (2 * given[0],)),
     "a checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=False),
     "a reentrant checkpoint": lambda h: checkpoint(torch.tanh, h, use_reentrant=True),
     "a gradient in forward": forward_gradient,
@@ -322,7 +335,21 @@ def test_a_number_of_samples_that_is_read_where_nothing_hears_it_is_found() -> N
         Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
 
 
+def seeded(h: Tensor) -> Tensor:
+    torch.manual_seed(3)
+    return h * torch.rand_like(h)
+
+
+def seeded_between(h: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    found = h * torch.rand_like(h)
+    torch.set_rng_state(state)
+    return found + torch.rand_like(h)
+
+
 COINS: dict[str, tuple[Body, str]] = {
+    "a seed": (seeded, "forward seeds a generator before Net draws"),
+    "a state that is put back": (seeded_between, "forward seeds a generator before Net draws"),
     "a branch": (lambda h: h if torch.rand(()) < 0.5 else h.relu(), "rand in Net draws numbers"),
     "a factor": (lambda h: h * torch.rand(()), "rand in Net draws numbers"),
     "a mask of features": (
