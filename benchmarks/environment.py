@@ -12,7 +12,7 @@ from anybatch.apps.allocator import running
 Environment = dict[str, str | int]
 PACKAGES = (
     *("torch", "numpy", "mbp-pytorch", "accelerate", "lightning", "transformers"),
-    *("gradcache", "sentence-transformers"),
+    *("gradcache", "sentence-transformers", "timm", "torchvision"),
 )
 LARGE = str(1 << 30)  # bytes; glibc then keeps freed blocks instead of unmapping them
 MALLOC: dict[str, dict[str, str]] = {
