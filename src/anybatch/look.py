@@ -45,6 +45,7 @@ from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
 from anybatch.proof.left import Left, grown, left_behind
 from anybatch.proof.masks import Masks
+from anybatch.proof.mixed import mixed_outputs, refuse_declared_use
 from anybatch.proof.places import Lengths, counted_in, sized
 from anybatch.proof.sizes import ComparedSizes
 from anybatch.proof.verdict import (
@@ -147,6 +148,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
     verdict = one.verdict(layout or step.layout)
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
+    step.mixed = one.mixed(step.layout)
     if isinstance(step.batch, LazyBatch):
         step.doubts += doubts_of_collate(step.batch)
     apart = None  # where rows are not the same, or need not come out the same
@@ -212,6 +214,7 @@ def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tup
         batch = None
 
     def judge() -> Verdict:
+        refuse_declared_use(step.loss.own, whole, layout, step.mixed)
         found = one.judge(sizes)
         if found.meets:
             return found
@@ -504,6 +507,10 @@ class _Look:
     def doubt(self, why: str) -> None:
         """Take in why it is not shown that samples stay apart."""
         self._doubts += (why,)
+
+    def mixed(self, layout: Layout) -> frozenset[int]:
+        """Return the outputs without rows that samples have had a part in."""
+        return mixed_outputs(self._runs[0].outputs, layout)
 
     def verdict(self, layout: Layout) -> Verdict:
         """Return what the forwards say."""

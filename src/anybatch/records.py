@@ -112,6 +112,7 @@ class Seen:
         looked: the step of the signature in which samples were followed last.
         sizes: of batches that were compared since.
         steps: steps of the signature so far.
+        mixed: outputs without rows that samples have had a part in.
     """
 
     coupled: bool
@@ -124,3 +125,4 @@ class Seen:
     looked: int = 0
     sizes: ComparedSizes | None = None
     steps: int = 0
+    mixed: frozenset[int] = frozenset()

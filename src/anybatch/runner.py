@@ -352,6 +352,7 @@ class Runner:
             looked=step.looked,
             sizes=step.sizes,
             steps=step.steps,
+            mixed=step.mixed,
         )
         return loss
 
@@ -449,6 +450,7 @@ class Runner:
             looked=step.looked,
             sizes=step.sizes,
             steps=step.steps,
+            mixed=step.mixed,
         )
         return loss
 
@@ -473,7 +475,7 @@ class Runner:
         if seen is not None:
             step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
             step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
-            step.sizes = seen.sizes
+            step.sizes, step.mixed = seen.sizes, seen.mixed
         if step.gradients is not None:
             step.gradients.divide(apart=step.apart)
             step.familiar = self._familiar[step.signature]

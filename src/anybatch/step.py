@@ -64,6 +64,7 @@ class Step(Repeatable):
 
     Attributes:
         layout: where the outputs hold the samples; None until somebody has looked.
+        mixed: outputs without rows that samples have had a part in.
         signature: the kind of the batch and the modes of the modules.
         copies: forward writes to its inputs, so it gets copies of them.
         doubts: why it is not shown that samples stay apart; nothing where it is.
@@ -105,6 +106,7 @@ class Step(Repeatable):
     scaler: Scaler | None = None
     signature: Any = None
     layout: Layout | None = None
+    mixed: frozenset[int] = frozenset()
     copies: bool = False
     doubts: tuple[str, ...] = ()
     looked: int = 0

@@ -16,6 +16,7 @@ from anybatch import graph, tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.loss.contrastive import Contrastive
+from anybatch.proof.mixed import refuse_trained
 from anybatch.ranks.everyone import Rows
 from anybatch.step import Step, check_trains
 
@@ -81,6 +82,9 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
         )
     into = None if rows.leads or own else [leaf for leaf in leaves if leaf.requires_grad]
     check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
+    if step.mixed and len(leaves) == len(step.layout or ()):
+        paths = [path for path, _ in tree.tensors(outputs, "outputs")]
+        refuse_trained(paths, [leaf.grad is not None for leaf in leaves], step.mixed)
     return Taken(loss.detach(), [leaf.grad for leaf in leaves], 0 if own else rows.begin)
 
 
