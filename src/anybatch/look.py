@@ -223,6 +223,8 @@ def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tup
 
     with _unheard():
         found = judge() if step.calls is None else step.calls.watched(judge)
+    if step.sizes is not None:
+        step.sizes.reads = one.reads
     if found is None:
         return ("the declared loss changes state of its own",)
     found.refuse()

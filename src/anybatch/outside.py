@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
+from anybatch import tree
 from anybatch.kept import HOOKS, Attributes
 from anybatch.proof.places import plain as simple
 
@@ -130,17 +131,39 @@ def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
     return plain_numbers(every) | Outside(module for _, module in every).numbers()
 
 
+def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:
+    """Return the numbers and texts that a batch holds beside its rows.
+
+    Args:
+        given: trees.
+        singles: the numbers in tensors without dimensions, too, which a device is waited for.
+    """
+    found: dict[Named, Any] = {}
+    for path, leaf in tree.leaves(given):
+        if isinstance(leaf, Tensor):
+            if singles and not leaf.dim() and simple(leaf):
+                found["a tensor", path] = leaf.item()
+        elif type(leaf) is str and len(leaf) > FEW:
+            found[path, "text"] = hash(leaf)  # not the text: it would be kept
+        elif type(leaf) in ITSELF:
+            found[path, ""] = leaf
+    return found
+
+
 class Outside:
     """The places beside some modules that hold numbers.
 
     Args:
         modules: of a model.
+        functions: more that are followed. Default: there are none.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
         self._read: dict[Named, Callable[[], Any]] = {}
+        self._tensors: dict[Named, Callable[[], Any]] = {}
         self._seen: set[int] = set()
-        self._ahead: list[Any] = []
+        self._places: set[tuple[int, str, str]] = set()
+        self._ahead: list[Any] = [one for one in functions if not isinstance(one, nn.Module)]
         for module in modules:
             for kind in HOOKS:
                 self._ahead += getattr(module, kind, {}).values()
@@ -155,6 +178,15 @@ class Outside:
         found = {named: read() for named, read in self._read.items()}
         return {named: value for named, value in found.items() if value is not None}
 
+    def singles(self) -> dict[Named, float]:
+        """Return the tensors of one number that the places hold, which a device is waited for."""
+        held = {named: read() for named, read in self._tensors.items()}
+        return {
+            named: float(one.item())
+            for named, one in held.items()
+            if isinstance(one, Tensor) and one.numel() == 1 and simple(one)
+        }
+
     def _class(self, cls: type) -> None:
         if id(cls) in self._seen:
             return
@@ -163,51 +195,68 @@ class Outside:
             if not _of_library(base):
                 held = vars(base)
                 for name in [name for name in held if not name.startswith("__")]:
-                    self._place(base.__name__, name, partial(held.get, name))
+                    self._place(held, base.__name__, name, partial(held.get, name))
 
     def _follow(self, given: Any) -> None:
         if isinstance(given, MethodType):
-            self._place(given.__module__, "its object", partial(_same, given.__self__))
+            held = given.__self__
+            self._place(held, given.__module__, "its object", partial(_same, held))
             self._ahead.append(given.__func__)
+        elif id(given) in self._seen:
+            return
         elif isinstance(given, partial):
-            self._ahead.append(given.func)
+            self._seen.add(id(given))
+            self._place(given, "a partial", "its arguments", partial(_same, given))
+            self._ahead += filter(_function, (given.func, *given.args, *given.keywords.values()))
         elif isinstance(given, FunctionType):
-            if id(given) not in self._seen and not _of_library(given):
+            if not _of_library(given):
                 self._seen.add(id(given))
                 self._code(given)
         elif isinstance(call := getattr(type(given), "__call__", None), FunctionType):  # noqa: B004
-            self._place(given.__module__, type(given).__name__, partial(_same, given))
+            self._seen.add(id(given))
+            self._place(given, given.__module__, type(given).__name__, partial(_same, given))
+            self._class(type(given))
             self._ahead.append(call)
 
     def _code(self, given: FunctionType) -> None:
         """Note what a function, and those inside it, name."""
+        path, of_file = given.__name__, given.__globals__
         for name, cell in zip(given.__code__.co_freevars, given.__closure__ or (), strict=True):
-            self._place(given.__name__, name, partial(_content, cell))
+            self._place(cell, path, name, partial(_content, cell))
         names = _names(given.__code__)
-        for name in names & given.__globals__.keys():
-            value = given.__globals__[name]
-            self._place(given.__module__, name, partial(given.__globals__.get, name))
+        for name in names & of_file.keys():
+            value = of_file[name]
+            self._place(of_file, given.__module__, name, partial(of_file.get, name))
             if isinstance(value, type | ModuleType) and not _of_library(value):
                 self._attributes(value, names)
         defaults = (*(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values())
-        if any(isinstance(one, list | dict) for one in defaults):
-            self._place(given.__name__, "defaults", partial(_same, defaults))
+        if any(type(one) not in ITSELF for one in defaults):
+            self._place(given, path, "defaults", partial(_same, defaults))
         if vars(given):
-            self._place(given.__module__, given.__name__, partial(_same, vars(given)))
+            self._place(vars(given), given.__module__, path, partial(_same, vars(given)))
 
     def _attributes(self, value: type | ModuleType, names: Iterable[str]) -> None:
         """Note attributes of a class or a file that a function may read."""
         held = vars(value)
         for name in held.keys() & names:
-            self._place(value.__name__, name, partial(held.get, name))
+            self._place(value, value.__name__, name, partial(held.get, name))
 
-    def _place(self, path: str, name: str, read: Callable[[], Any]) -> None:
-        """Note a place that holds a number, or follow the function in it."""
+    def _place(self, holder: Any, path: str, name: str, read: Callable[[], Any]) -> None:
+        """Note a place that holds a number, once, or follow the functions in it."""
+        at = id(holder), path, name
+        if at in self._places:
+            return
+        self._places.add(at)
         value = read()
-        if _function(value):
-            self._ahead.append(value)
+        several = isinstance(value, list | tuple | dict) and len(value) <= FEW
+        inside = [value] if not several else value.values() if type(value) is dict else [*value]
+        self._ahead += [one for one in inside if _function(one) or _called(one)]
         if plain(value) is not None:
-            self._read[path, name] = partial(_plain_of, read)
+            names = (name if k == 1 else f"{name} {k}" for k in count(1))
+            free = next(one for one in names if (path, one) not in self._read)
+            self._read[path, free] = partial(_plain_of, read)
+            if isinstance(value, Tensor):
+                self._tensors[path, free] = read
 
 
 def plain(value: Any, depth: int = DEPTH) -> Any:
@@ -235,7 +284,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
         return None
     if isinstance(value, set | frozenset):
         return frozenset(one for one in value if type(one) in NUMBERS)
-    if kind.__module__ != "types" and _of_library(kind):
+    if kind.__module__ not in ("types", "argparse") and _of_library(kind):
         return repr(value) if kind is count else kind
     held = getattr(value, "__dict__", {})
     slots = [getattr(value, name, None) for name in getattr(kind, "__slots__", ())]
@@ -281,6 +330,14 @@ def _content(cell: CellType) -> Any:
 
 def _function(value: Any) -> bool:
     return isinstance(value, FunctionType | MethodType | partial)
+
+
+def _called(value: Any) -> bool:
+    """Say whether a value is an object of a person's class that can be called."""
+    kind = type(value)
+    call = getattr(kind, "__call__", None)  # noqa: B004
+    own = isinstance(call, FunctionType) and not _of_library(kind)
+    return own and not isinstance(value, nn.Module)
 
 
 def _names(code: CodeType) -> set[str]:

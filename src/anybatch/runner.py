@@ -19,7 +19,7 @@ from torch import Tensor
 from anybatch._memory import Inside, Room
 from anybatch._plan import Away
 from anybatch.alike import refuse_looks
-from anybatch.batch import Batch
+from anybatch.batch import Batch, TensorBatch
 from anybatch.batchnorm import (
     counters,
     names_of_norms,
@@ -485,7 +485,15 @@ class Runner:
         """Return what earlier steps have found out, if the model was looked at as it is now."""
         familiar = self._familiar.setdefault(step.signature, Familiar())
         seen = self._seen.get(step.signature)
-        if familiar.has_model(of_model(modules)) or seen is None:
+        batch = step.batch if isinstance(step.batch, TensorBatch) else None
+        given: list[Any] = [] if batch is None else [batch.inputs]
+        if step.loss.declares:  # any other is watched in every step
+            every = of_model(modules) + [(LOSS + p, m) for p, m in self._given.state.modules]
+            given += [] if batch is None else [batch.targets]
+            known = familiar.has_model(every, step.loss.functions(), given)
+        else:
+            known = familiar.has_model(of_model(modules), given=given)
+        if known or seen is None:
             return seen
         step.steps = seen.steps + 1
         del self._seen[step.signature]

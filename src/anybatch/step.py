@@ -142,8 +142,8 @@ class Step(Repeatable):
 
     @property
     def reads(self) -> bool:
-        """Whether Python reads numbers of tensors in forward, as far as somebody has looked."""
-        return self.sizes is not None and bool(self.sizes.values)
+        """Whether Python reads numbers of tensors, as far as somebody has looked."""
+        return self.sizes is not None and (self.sizes.reads or bool(self.sizes.values))
 
     def restart(self) -> None:
         """Begin again, the state of the loss as it was, too."""

@@ -5,6 +5,7 @@ What changes here leaves no trace in the autograd graph: the inputs are moved be
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import enum
 from collections import defaultdict, deque
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine, Loss, NotExactError
 
 BEGUN = False
 HELD = {"a": {"begun": False}}
@@ -232,3 +233,255 @@ def test_what_changes_nothing_is_familiar() -> None:
         step(net, engine, seed)
         assert engine.plan is not None
         assert engine.plan.exact.step <= 2
+
+
+def of_sample(outputs: Tensor, y: Tensor, begun: Any) -> Tensor:
+    """Return losses of samples; once it has begun, with a mean that leaves no trace in a graph."""
+    factor = outputs.detach().mean() if begun else torch.tensor(0.5, dtype=torch.double)
+    return (outputs - y).square().mean(1) + outputs.sum(1) * factor
+
+
+class OfModule(nn.Module):
+    """A loss of samples that is a module."""
+
+    begun = False
+    gate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gate", torch.zeros(()))
+
+    def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return of_sample(outputs, y, self.begun or self.gate > 0)
+
+
+class OfObject:
+    """A loss of samples that is an object, or a method of one."""
+
+    def __init__(self) -> None:
+        self.begun, self.module = False, OfModule()
+
+    def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return of_sample(outputs, y, self.begun)
+
+    def of_inner(self, outputs: Tensor, y: Tensor) -> Tensor:
+        losses: Tensor = self.module(outputs, y)
+        return losses
+
+
+Declared = Callable[[], tuple[Callable[..., Tensor], Callable[[], Any]]]
+
+
+def a_module() -> Any:
+    loss = OfModule()
+    return loss, lambda: setattr(loss, "begun", True)
+
+
+def a_module_in_a_closure() -> Any:
+    loss = OfModule()
+    return lambda o, y: loss(o, y), lambda: setattr(loss, "begun", True)
+
+
+def a_mode() -> Any:
+    class Loss(OfModule):
+        def forward(self, outputs: Tensor, y: Tensor) -> Tensor:
+            return of_sample(outputs, y, not self.training)
+
+    loss = Loss()
+    return loss, loss.eval
+
+
+def a_buffer() -> Any:
+    loss = OfModule()
+    return loss, lambda: loss.gate.fill_(1)
+
+
+def an_object() -> Any:
+    loss = OfObject()
+    return loss, lambda: setattr(loss, "begun", True)
+
+
+def a_method() -> Any:
+    loss = OfObject()
+    return loss.of_inner, lambda: setattr(loss.module, "begun", True)
+
+
+def a_dict_in_a_closure() -> Any:
+    held = {"begun": False}
+    return (
+        lambda o, y: of_sample(o, y, held["begun"]),
+        lambda: setting(held, "begun", True),
+    )
+
+
+def parsed_arguments() -> Any:
+    held = argparse.Namespace(begun=False)
+    return lambda o, y: of_sample(o, y, held.begun), lambda: setattr(held, "begun", True)
+
+
+def a_partial() -> Any:
+    held = {"begun": False}
+
+    def loss(o: Tensor, y: Tensor, held: Any) -> Tensor:
+        return of_sample(o, y, held["begun"])
+
+    return partial(loss, held=held), lambda: setting(held, "begun", True)
+
+
+def a_default() -> Any:
+    space = SimpleNamespace(begun=False)
+
+    def loss(o: Tensor, y: Tensor, held: Any = space) -> Tensor:
+        return of_sample(o, y, held.begun)
+
+    return loss, lambda: setattr(space, "begun", True)
+
+
+def an_inner_function() -> Any:
+    inner = [partial(of_sample, begun=False)]
+    return (lambda o, y: inner[0](o, y)), lambda: setting(inner, 0, partial(of_sample, begun=True))
+
+
+def a_cell() -> Any:
+    begun = False
+
+    def turn() -> None:
+        nonlocal begun
+        begun = True
+
+    return (lambda o, y: of_sample(o, y, begun)), turn
+
+
+def two_of_a_name() -> Any:
+    def make(held: Any) -> Any:
+        return lambda: held["begun"]
+
+    one, other = {"begun": False}, {"begun": False}
+    first, second = make(one), make(other)
+    return (
+        lambda o, y: of_sample(o, y, first() or second()),
+        lambda: setting(one, "begun", True),
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        a_module,
+        a_module_in_a_closure,
+        a_mode,
+        a_buffer,
+        an_object,
+        a_method,
+        a_dict_in_a_closure,
+        parsed_arguments,
+        a_partial,
+        a_default,
+        an_inner_function,
+        a_cell,
+        two_of_a_name,
+    ],
+)
+@pytest.mark.parametrize("form", ["per_sample", "ratio"])
+def test_a_declared_loss_that_changes_later_is_seen(given: Declared, form: str) -> None:
+    net, (loss, turn) = nn.Linear(6, 3).double(), given()
+    declared = Loss.per_sample(loss)
+    if form == "ratio":
+        declared = Loss.ratio(lambda o, y: loss(o, y).sum(), len)
+    engine = Engine(net, declared, micro_batch=5)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x, y = torch.randn(12, 6, dtype=torch.double), torch.randn(12, 3, dtype=torch.double)
+        net.zero_grad()
+        if seed == 2:
+            turn()
+        want = undivided(net, lambda o, y: loss(o, y).mean(), x, y)
+        if seed < 2:
+            assert_exact(state_of(net, engine.backward(x, y)), want)
+            assert engine.plan is not None
+            assert engine.plan.exact
+            continue
+        with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
+            engine.backward(x, y)
+
+
+MODES = [
+    ("raw", "centred"),
+    (None, "centred"),
+    (0, 1),
+    (0.0, 1.0),
+    (False, True),
+    ("a" * 100, "b" * 100),
+    (torch.tensor(0), torch.tensor(1)),
+]
+
+
+class Moded(nn.Module):
+    """Centres its rows without a trace in the graph, where a batch says so."""
+
+    def __init__(self, first: Any) -> None:
+        super().__init__()
+        self.layer, self.first = nn.Linear(6, 3), [first]
+
+    def forward(self, x: Tensor, mode: Any) -> Tensor:
+        rows: Tensor = self.layer(x)
+        return rows - (torch.zeros(3) if mode == self.first[0] else rows.detach().mean(0))
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+def test_what_a_batch_says_beside_its_rows_is_seen(modes: tuple[Any, Any]) -> None:
+    net = Moded(modes[0]).double()
+    engine = Engine(net, F.mse_loss, micro_batch=5)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        inputs = {"x": torch.randn(12, 6, dtype=torch.double), "mode": modes[seed == 2]}
+        y = torch.randn(12, 3, dtype=torch.double)
+        net.zero_grad()
+        if seed < 2:
+            want = undivided(net, F.mse_loss, inputs, y)
+            assert_exact(state_of(net, engine.backward(inputs, y)), want)
+            continue
+        with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
+            engine.backward(inputs, y)
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+def test_what_targets_say_beside_their_rows_is_seen(modes: tuple[Any, Any]) -> None:
+    net = nn.Linear(6, 3).double()
+
+    def loss(outputs: Tensor, targets: Any) -> Tensor:
+        return of_sample(outputs, targets["y"], targets["mode"] != modes[0])
+
+    engine = Engine(net, Loss.per_sample(loss), micro_batch=5)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = torch.randn(12, 6, dtype=torch.double), torch.randn(12, 3, dtype=torch.double)
+        if seed < 2:
+            engine.backward(x, {"y": y, "mode": modes[0]})
+            continue
+        with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
+            engine.backward(x, {"y": y, "mode": modes[1]})
+
+
+class Numbered(Moded):
+    """Is given what differs in every batch."""
+
+    def forward(self, x: Tensor, mode: Any, **others: Any) -> Tensor:
+        del others
+        return super().forward(x, mode)
+
+
+def test_what_differs_in_every_batch_is_looked_at_for_a_while() -> None:
+    engine = Engine(Numbered(None).double(), F.mse_loss, micro_batch=6)
+
+    def looked(seed: int, mode: Any) -> int:
+        x, y = torch.randn(12, 6).double(), torch.randn(12, 3).double()
+        engine.backward({"x": x, "mode": mode, "number": seed, "text": f"{seed}" * 99}, y)
+        assert engine.plan is not None
+        assert engine.plan.exact
+        return engine.plan.exact.step
+
+    assert [looked(step, None) for step in range(1, 17)] == [*range(1, 17)]
+    assert {looked(step, None) for step in range(17, 25)} == {16}
+    with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
+        looked(25, "centred")  # what does not differ is still seen

@@ -105,6 +105,9 @@ class Declared:
         part: the last of these, in reverse order.
         layout: where each output holds the samples; None where it holds none.
         lanes: micro-batches wait for each other where samples meet. Default False.
+
+    Attributes:
+        reads: Python reads numbers of tensors in it.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Declared:
         self._layout, self._whole, self._part = layout, whole, part
         self._masks = Masks()
         self._samples = proof_rows.samples_of_rows(whole.size)
+        self.reads = False
 
     def judge(self, sizes: Sequence[int]) -> Verdict:
         """Return what they say, and what the calls for so many samples say without data.
@@ -149,6 +153,7 @@ class Declared:
     def _judge(self, sizes: Sequence[int]) -> Verdict:
         before = Dice.now()
         whole, part = self._run(self._whole), self._run(self._part)
+        self.reads = bool(whole.forward.notes.values)
         if whole.forward.notes.local:
             return Verdict("", ("the declared loss: it normalises the batch",))
         lengths = sized(whole.forward.notes.made, part.forward.notes.made)

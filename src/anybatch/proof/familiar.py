@@ -2,9 +2,10 @@
 
 A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
 replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
-person's own modules, in their hooks and functions, and in what these name. Both are compared in
-every step; where Python reads numbers of tensors, so are the tensors of one number. What changes
-none of these is found in the steps that look at samples again anyway.
+person's own modules, in their hooks and functions, in what these name, and in what a batch holds
+beside its rows. Both are compared in every step; where Python reads numbers of tensors, so are the
+tensors of one number. A declared loss is looked at with the model, and so is compared with it. What
+changes none of these is found in the steps that look at samples again anyway.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch import graph
-from anybatch.outside import Outside, parts, plain_numbers, single_numbers
+from anybatch.outside import Outside, beside_rows, parts, plain_numbers, single_numbers
 
 MOST = 16
 """Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
@@ -38,23 +39,39 @@ class Familiar:
         """Whether no more graphs are looked at."""
         return len(self._graphs) >= MOST
 
-    def has_model(self, modules: Sequence[tuple[str, nn.Module]]) -> bool:
+    def has_model(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        functions: Sequence[Any] = (),
+        given: Any = None,
+    ) -> bool:
         """Say whether a model need not be looked at.
 
         Args:
-            modules: paths and modules.
+            modules: paths and modules, of a declared loss too.
+            functions: of a declared loss. Default: there is none.
+            given: trees that the model, and such a loss, are given. Default: nothing is known.
         """
         now = parts(modules)
         if now != self._parts:  # to follow the code takes longer than to read what it names
-            self._parts, self._outside = now, Outside(module for _, module in modules)
+            self._parts, self._outside = now, _outside(modules, functions)
+        self._now = self._model(modules, given)
+        if self._now in self._models or len(self._models) >= MOST:
+            return True
+        if self._models:  # a function may have been replaced, and the new one names others
+            self._outside = _outside(modules, functions)
+            self._now = self._model(modules, given)
+        return self._now in self._models
+
+    def _model(self, modules: Sequence[tuple[str, nn.Module]], given: Any) -> Any:
+        """Return what a model is compared by."""
         numbers = plain_numbers(modules) | self._outside.numbers()
+        numbers |= beside_rows(given, singles=self._reads)
         if self._reads:
-            numbers |= {
-                ("a tensor", ".".join(at)): one for at, one in single_numbers(modules).items()
-            }
-        model = now, tuple(item for item in numbers.items() if item[0] not in self._varying)
-        self._now = model
-        return model in self._models or len(self._models) >= MOST
+            singles = single_numbers(modules) | self._outside.singles()
+            numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
+        some = tuple(item for item in numbers.items() if item[0] not in self._varying)
+        return self._parts, some
 
     def keep(self, *, reads: bool) -> None:
         """Make the model of this step familiar: the step was made, so it was not refused.
@@ -94,3 +111,7 @@ class Familiar:
         if looked or not self._graphs:
             self._graphs.add(outline)
         return outline in self._graphs
+
+
+def _outside(modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]) -> Outside:
+    return Outside((module for _, module in modules), functions)

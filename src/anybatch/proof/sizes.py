@@ -28,6 +28,7 @@ class ComparedSizes:
         counts: what forward computes may depend on how many samples there are.
         values: numbers that Python reads in a forward, in order.
         backward: that is not torch's own, and is compared, too.
+        reads: a declared loss has Python read numbers of tensors.
         pairs: (samples of the batch, of a micro-batch) that were compared.
         step: the step of the signature in which the last of these was.
     """
@@ -35,6 +36,7 @@ class ComparedSizes:
     counts: bool
     values: Sequence[Any] = ()
     backward: bool = False
+    reads: bool = False
     pairs: set[tuple[int, int]] = field(default_factory=set)
     step: int = 0
 
