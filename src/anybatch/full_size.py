@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch.batch import MicroBatch
 from anybatch.meeting import ForwardOf
@@ -16,6 +19,7 @@ from anybatch.rng import Dice
 from anybatch.step import Step, call_model
 
 BEYOND = "a batch or a micro-batch is larger than those that were compared"
+CHANGES = "the declared loss changes state of its own"
 
 
 def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
@@ -60,16 +64,37 @@ def compare_new_sizes(step: Step) -> None:
         step: a step that has not begun; its `doubts` and `sizes` take what is found.
 
     Raises:
-        NotExactError: forward depends on how many samples there are.
+        NotExactError: forward or a declared loss depends on how many samples there are.
     """
     before = Dice.now()
     found = compare_sizes(step, next(iter(step.feed())))
     before.put_back()
     step.buffers.restart()
     found.refuse()
-    step.doubts += tuple(why for why in found.doubts if why not in step.doubts)
+    declared = _compare_declared(step)
+    before.put_back()
+    declared.refuse()
+    new = (*found.doubts, *declared.doubts)
+    step.doubts += tuple(why for why in new if why not in step.doubts)
     assert step.sizes is not None
     step.sizes.add(step.everyone.size, step.micro_batch, step.steps)
+
+
+def sizes_of_step(step: Step) -> list[int]:
+    """Return the sizes at which a declared loss is called: of the whole batch, and of its parts."""
+    samples = step.everyone.size
+    return [*congruent.sizes_of(samples, step.micro_batch), *({1} & _parts(step) - {samples})]
+
+
+def _compare_declared(step: Step) -> Verdict:
+    """Compare the calls of a declared loss for the sizes of a step."""
+    compare = None if step.sizes is None else step.sizes.declared
+    if compare is None or step.micro_batch >= step.everyone.size:
+        return Verdict()
+    judge = partial(compare, sizes_of_step(step))
+    with unheard():
+        found = judge() if step.calls is None else step.calls.watched(judge)
+    return Verdict("", (CHANGES,)) if found is None else found
 
 
 def doubt_larger(step: Step) -> None:
@@ -83,3 +108,12 @@ def _parts(step: Step) -> set[int]:
     """Return the sizes of the micro-batches of a step."""
     size = step.micro_batch
     return {size, step.batch.size % size, step.everyone.size % size}
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Nothing hears what the body calls: it is not a part of forward."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Protocol
 
@@ -25,20 +25,19 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.jit import ScriptModule
-from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch import graph, tree
 from anybatch.batch import LazyBatch, MicroBatch, TensorBatch
 from anybatch.collated import doubts_of_collate
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
-from anybatch.full_size import compare_sizes
+from anybatch.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.guard import Guard
 from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.outside import every_number
-from anybatch.proof import congruent, halves
+from anybatch.proof import halves
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
@@ -207,7 +206,6 @@ def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tup
     targets = turned(tree.rows(whole.targets, size - count, size, size), count)
     some = Rows(outputs, targets, count)
     one = Declared(step.loss.own, whole, some, layout, lanes=lanes)
-    sizes = congruent.sizes_of(step.everyone.size, step.micro_batch)
     entries = Entries(step.loss.own, whole, layout)
     batch = step.batch if isinstance(step.batch, TensorBatch) else None
     if step.budgeted or step.retries:
@@ -215,31 +213,23 @@ def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tup
 
     def judge() -> Verdict:
         refuse_declared_use(step.loss.own, whole, layout, step.mixed)
-        found = one.judge(sizes)
+        found = one.judge(sizes_of_step(step))
         if found.meets:
             return found
         other = entries.judge(batch, step.micro_batch)
         return Verdict(other.meets, (*found.doubts, *other.doubts))
 
-    with _unheard():
+    with unheard():
         found = judge() if step.calls is None else step.calls.watched(judge)
-    if step.sizes is not None:
-        step.sizes.reads = one.reads
+    assert step.sizes is not None
+    step.sizes.reads = one.reads
     if found is None:
-        return ("the declared loss changes state of its own",)
+        return (CHANGES,)
     found.refuse()
+    step.sizes.declared = one.sizes
     late = isinstance(step.batch, LazyBatch) or step.everyone.several
     counts = late and step.loss.counts
     return (*found.doubts, *([DECLARED] if counts else []))
-
-
-@contextmanager
-def _unheard() -> Iterator[None]:
-    """Nothing hears what the body calls: it is not a part of forward."""
-    with ExitStack() as stack:
-        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            stack.enter_context(_pop_mode_temporarily())
-        yield
 
 
 class _Look:

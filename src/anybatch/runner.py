@@ -405,7 +405,7 @@ class Runner:
     def _at_new_sizes(self, step: Step) -> None:
         """Compare the whole batch with its parts again, where its sizes are new."""
         known = step.sizes
-        if known is None or not known.counts:
+        if known is None or not known.matter:
             return
         if not known.new(step.everyone.size, step.micro_batch):
             doubt_larger(step)

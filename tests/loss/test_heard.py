@@ -156,7 +156,7 @@ def penalty(logits: Tensor, labels: Tensor) -> Tensor:
     ("lose", "match"),
     [
         (contrast, "do not grow with the samples: declare|samples must not meet"),
-        (by_size, "do not grow with the samples: declare"),
+        (by_size, "that of cross_entropy is . for . samples and . for .: declare"),
         (penalty, r"something else \(add\): declare Loss.inside"),
         (lambda logits, labels: logits.mean(), r"something else \(Mean\)"),
     ],

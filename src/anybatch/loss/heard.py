@@ -13,9 +13,10 @@ sum of known losses is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from functools import partial
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ from anybatch.fakes import is_fake
 from anybatch.graph import name_of
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
-from anybatch.loss.hearing import HeardTerm, Hearing, TermOfAll
+from anybatch.loss.hearing import HeardTerm, Hearing, SumBySamples, TermOfAll
 from anybatch.loss.quiet import Quiet
-from anybatch.loss.terms import Term
 from anybatch.meeting import looks_here
 from anybatch.norm.alone import AloneNorms
 
@@ -39,8 +39,16 @@ Weighted = list[tuple[float, HeardTerm]]
 Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
 """For each term its weight, and the shapes of its arguments with rows."""
 
+ROUNDING = 1e-12
+"""What weights of a loss may differ by that are quotients of the same numbers."""
+
+DIVIDED = "the model divides its loss by the samples in some steps, and for one it does not show"
+
 MOST = 16
 """Forms of a loss that are looked at; what changes in every step, a smoothing, has one in each."""
+
+WEIGHTS = "weights of"
+"""Key of the class weights of a loss among what a look is given, which must be of no sample."""
 
 OPTIONS = "the loss is called with other options from step to step"
 
@@ -73,6 +81,8 @@ class Sizes:
         self.checked: set[Any] = set()
         self.crossed: set[Any] = set()
         self._apart: dict[Any, bool] = {}
+        self._divided: dict[Any, dict[frozenset[int], list[float]]] = {}
+        self._unequal: dict[Any, str] = {}
         self._first: dict[Any, tuple[int, Shapes]] = {}
         self._names: set[Any] = set()
 
@@ -80,24 +90,67 @@ class Sizes:
         return self
 
     def note(self, heard: Heard, inputs: Any) -> None:
-        """Take in a forward of some samples."""
-        if heard.terms is None or (form := _form(heard.terms)) in self._apart:
+        """Take in a forward of some samples; a later look may find another divisor of a sum."""
+        if heard.terms is None:
+            return
+        form = _form(heard.terms)
+        if form in self._apart and not looks_here():
             return
         if len(self._first) > MOST:  # one that is new in every step
             self._first.clear()
         n, shapes = heard.rows, _shapes(heard.terms)
         kind = form, tuple(t.shape[1:] for _, t in tree.tensors(inputs))
-        m, others = self._first.setdefault(kind, (n, shapes))
-        if n != m:
-            self._first.clear()
-            self._names.add(_named(heard.terms))
-            terms = list(zip(shapes, others, strict=True))
-            pairs = [p for (_, xs), (_, ys) in terms for p in zip(xs, ys, strict=True)]
-            same = all(weight == other for (weight, _), (other, _) in terms)
-            grows = all(_grow(a, b, n, m) for a, b in pairs)  # and not by chance
-            self._apart[form] = same and grows and not chosen(heard.terms, masks=True)
-            if any(_crossed(a, b, n, m) for a, b in pairs):
-                self.crossed.add(form)
+        m, others = self._first.get(kind, (n, shapes))
+        if n == m:
+            self._first[kind] = n, shapes
+            return
+        # before anything is noted: a look runs again where it reads indices that were not saved
+        masked = chosen(heard.terms, masks=True)
+        self._first.clear()
+        self._names.add(_named(heard.terms))
+        terms = list(zip(shapes, others, strict=True))
+        pairs = [p for (_, xs), (_, ys) in terms for p in zip(xs, ys, strict=True)]
+        same = self._note_weights(heard.terms, n, [weight for weight, _ in others], m)
+        grows = all(_grow(a, b, n, m) for a, b in pairs)  # and not by chance
+        self._apart[form] = same and grows and not masked
+        if any(_crossed(a, b, n, m) for a, b in pairs):
+            self.crossed.add(form)
+
+    def _note_weights(self, terms: Weighted, n: int, others: list[float], m: int) -> bool:
+        """Note which sums are divided by the samples; say whether all weights are understood."""
+        form, divided, unequal = _form(terms), set[int](), ""
+        for place, ((a, term), b) in enumerate(zip(terms, others, strict=True)):
+            if a == b:
+                continue
+            if not term.divides and isclose(a * n, b * m, rel_tol=ROUNDING):
+                divided.add(place)
+            else:
+                unequal = f"{term.name} is {a:g} for {n} samples and {b:g} for {m}"
+        self._unequal[form] = unequal
+        ways = self._divided.setdefault(form, {})
+        ways.pop(frozenset(divided), None)
+        ways[frozenset(divided)] = _weights(_means(terms, n, divided))
+        return not unequal
+
+    def unequal(self, terms: Weighted) -> str:
+        """Say of which term the weight is another for another number of samples; "" for none."""
+        return self._unequal.get(_form(terms), "")
+
+    def divided(self, heard: Heard) -> tuple[frozenset[int], ...]:
+        """Return the places of sums that the model divides by the samples, in every way that fits.
+
+        A loss may divide in some steps and not in others: its weights tell which of the ways that
+        were looked at it goes.
+        """
+        terms = heard.terms or []
+        ways = self._divided.get(_form(terms), {frozenset[int](): []})
+        if len(ways) == 1:
+            return (*ways,)
+        return tuple(
+            way
+            for way, weights in ways.items()
+            if all(map(_close, _weights(_means(terms, heard.rows, way)), weights))
+        )
 
     def apart(self, terms: Weighted) -> bool | None:
         """Say whether it is so; None where one size is all that was seen."""
@@ -165,6 +218,7 @@ class Tracer:
             masked = heard.terms is not None and chosen(heard.terms, masks=True)
             given = [] if masked else hearing.arguments  # whose rows stand for no samples
             heard["losses of"] = [_by_sample(t, heard.rows) for one in given for t in one[some]]
+            heard[WEIGHTS] = hearing.weights()
         return outputs, heard
 
 
@@ -231,6 +285,7 @@ class OfModel(Loss):
         """
         terms = self._terms(scope.outputs)
         self._refuse_joined(terms)
+        terms = _means(terms, scope.outputs.rows, self._divided(scope.outputs))
         counts = [self._count(term, scope) if term.divides else 1 for _, term in terms]
         if None in counts and len(terms) > 1:
             raise LossError(
@@ -249,15 +304,13 @@ class OfModel(Loss):
         """
         del micro
         terms = self._terms(outputs)
-        same = len(totals) == len(terms) and all(
-            total.weight == weight and (total.term is None or _alike(total.term, term))
-            for total, (weight, term) in zip(totals, terms, strict=True)
-        )
-        if not same:
-            first = [(t.weight, t.term.name) for t in totals if t.term is not None]
+        divided = {k for k, total in enumerate(totals) if isinstance(total.term, SumBySamples)}
+        terms = _means(terms, outputs.rows, divided)
+        other = _other_form(totals, terms)
+        if other:
             raise LossError(
-                "the loss of a model must have the same terms in every micro-batch, and they were "
-                f"{first} and then {[(w, t.name) for w, t in terms]}: {self._way_out}"
+                f"the loss of a model must have the same terms in every micro-batch, and {other}: "
+                f"{self._way_out}"
             )
         return [Part(term.numerator, lambda term=term: term.count) for _, term in terms]  # type: ignore[misc]
 
@@ -273,11 +326,17 @@ class OfModel(Loss):
         self.doubts = (*self.always, *([OPTIONS] if unseen else []))
         if apart or unseen:
             return
-        if apart is None and not chosen(terms):
+        if apart is None and not chosen(terms, masks=True):
             raise OtherFormError(
                 "a loss inside the model must be called with the same options whatever comes "
                 f"along, and no two calls of {_names(terms)} for more and for fewer samples were "
                 f"alike: {self._way_out}"
+            )
+        unequal = self._tracer.sizes.unequal(terms)
+        if unequal:
+            raise LossError(
+                "the weight of a loss inside the model must be the same for any number of samples, "
+                f"or a sum be divided by the samples, and that of {unequal}: {self._way_out}"
             )
         if chosen(terms):
             raise LossError(
@@ -289,6 +348,23 @@ class OfModel(Loss):
             f"every row that a loss inside the model is taken of must belong to one sample, "
             f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
         )
+
+    def _divided(self, heard: Heard) -> frozenset[int]:
+        """Return the places of sums that the model divides by the samples.
+
+        Raises:
+            OtherFormError: it has divided otherwise before.
+        """
+        ways = self._tracer.sizes.divided(heard)
+        if not ways:
+            raise OtherFormError(
+                "a sum inside the model must be divided by the samples in every call or in none, "
+                f"and {_names(heard.terms or [])} has other weights than those that were looked "
+                f"at: {self._way_out}"
+            )
+        if len(ways) > 1:  # of one sample a sum and its mean are the same
+            self.doubts += (DIVIDED,)
+        return ways[-1]
 
     def _terms(self, outputs: Any) -> Weighted:
         assert isinstance(outputs, Heard)
@@ -303,7 +379,7 @@ class OfModel(Loss):
 
     def _count(self, term: HeardTerm, scope: Scope) -> known.Count | None:
         """Return the denominator of the whole batch; None where its labels do not tell."""
-        if isinstance(term, TermOfAll):
+        if isinstance(term, TermOfAll | SumBySamples):
             return scope.size
         batch = scope.batch
         if batch is None:
@@ -455,9 +531,48 @@ def _named(terms: Weighted) -> Any:
     return tuple((term.name, tuple(term.shapes)) for _, term in terms)
 
 
-def _alike(one: Term, other: HeardTerm) -> bool:
-    """Say whether a term of the first micro-batch and one of another have the same form."""
-    return one.part_of(other) and isinstance(one, HeardTerm) and one.form == other.form
+def _means(terms: Weighted, rows: int, divided: Collection[int]) -> Weighted:
+    """Return terms of a loss, where some sums are means over the samples."""
+    return [
+        (weight * rows, _by_samples(term, rows)) if place in divided else (weight, term)
+        for place, (weight, term) in enumerate(terms)
+    ]
+
+
+def _weights(terms: Weighted) -> list[float]:
+    return [weight for weight, _ in terms]
+
+
+def _close(a: float, b: float) -> bool:
+    return isclose(a, b, rel_tol=ROUNDING)
+
+
+def _by_samples(term: HeardTerm, rows: int) -> SumBySamples:
+    """Return a sum as a term that is divided by the samples."""
+    held = {field.name: getattr(term, field.name) for field in fields(term) if field.init}
+    return SumBySamples(**{**held, "count": rows})
+
+
+def _other_form(totals: list[Total], terms: Weighted) -> str:
+    """Say what a micro-batch has that the first one has not; "" where they have the same form."""
+    if len(totals) != len(terms):
+        first = " + ".join(total.term.name for total in totals if total.term is not None)
+        return f"they were {first} and then {_names(terms)}"
+    for total, (weight, term) in zip(totals, terms, strict=True):
+        one = total.term
+        if one is not None and one.name != term.name:
+            return f"{one.name} is {term.name} in a later one"
+        if not isclose(total.weight, weight, rel_tol=ROUNDING):
+            return f"the weight of {term.name} is {total.weight:g} in one and {weight:g} in another"
+        if isinstance(one, HeardTerm):
+            if one.form != term.form:
+                return f"{term.name} is called with other options in another"
+            if not one.part_of(term):
+                words = ", ".join(term.constants)
+                return f"{term.name} is called with another {words or 'layer'} in another"
+        elif one is not None:
+            return f"{term.name} is another loss in a later one"
+    return ""
 
 
 def _shapes(terms: Weighted) -> Shapes:

@@ -79,6 +79,16 @@ class TermOfAll(HeardTerm):
         return {}
 
 
+@dataclass(frozen=True)
+class SumBySamples(HeardTerm):
+    """A sum that the model divides by the number of samples it is called with."""
+
+    @property
+    def divides(self) -> bool:
+        """Always: by the samples."""
+        return True
+
+
 PLAIN, TOUCHES, LOSS = 1, 2, 3
 
 
@@ -150,6 +160,11 @@ class Hearing(TorchFunctionMode):
         elif kind == TOUCHES:
             self._recipes.follow(func, args, kwargs, result)
         return result
+
+    def weights(self) -> list[Tensor]:
+        """Return the constants of the terms, which must be of no sample."""
+        found = (term.arguments[name] for term in self.terms for name in term.constants)
+        return [one for one in found if isinstance(one, Tensor)]
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch import tree
 from anybatch.batch import MicroBatch
@@ -27,7 +28,7 @@ from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.proof import congruent
 from anybatch.proof import rows as proof_rows
-from anybatch.proof.follow import Follow, Notes
+from anybatch.proof.follow import Follow
 from anybatch.proof.halves import leaf_of
 from anybatch.proof.masks import PLACE, Masks
 from anybatch.proof.places import Lengths, sized
@@ -72,7 +73,10 @@ class DeclaredLoss(nn.Module):
         super().__init__()
         axes = iter(layout)
         self._own, self._layout = own, layout
-        self._others = tree.map_tensors(lambda t: t if next(axes) is None else t[:0], outputs)
+        # a view of no rows would keep all of them in memory for as long as sizes are compared
+        self._others = tree.map_tensors(
+            lambda t: t if next(axes) is None else t[:0].clone(), outputs
+        )
 
     def forward(self, rows: list[Tensor], targets: Any) -> Tensor:
         """Return the losses, or their sum."""
@@ -96,8 +100,75 @@ class _Run:
     gradients: list[Tensor]
 
 
+class DeclaredSizes:
+    """Comparison of the calls of a declared loss for numbers of samples, without data.
+
+    It outlives the rows that it was made of: of these it keeps shapes, and what is no tensor.
+
+    Args:
+        loss: on output rows.
+        rows: of the outputs, as leaves.
+        given: outputs and targets of these rows.
+        values: what Python reads of tensors in a call, in order.
+        shown: nothing else about the loss is in doubt, so what differs is refused.
+    """
+
+    def __init__(
+        self,
+        loss: DeclaredLoss,
+        rows: list[Tensor],
+        given: Rows,
+        values: Sequence[Any],
+        *,
+        shown: bool,
+    ) -> None:
+        self._loss, self._values, self._shown = loss, values, shown
+        mode = FakeTensorMode()
+
+        def bare(tensor: Tensor) -> Tensor:
+            return mode.from_tensor(tensor) if tensor.dim() else tensor
+
+        self._rows = [bare(row) for row in rows], tree.map_tensors(bare, given.targets)
+        self._size = given.size
+
+    def __call__(self, sizes: Sequence[int]) -> Verdict:
+        """Compare the calls for the whole batch with those for its micro-batches.
+
+        What differs for a single sample leaves a doubt: its kernels may be others.
+
+        Args:
+            sizes: numbers of samples, the first of which is the whole batch.
+        """
+        many = [size for size in sizes if size > 1]
+        found = self._compare(many) if len(many) > 1 else Verdict()
+        if found.meets:
+            meets = f"{COUNTING} of {many[0]} than of {many[1]}"
+            return Verdict(f"{meets}. {INSTEAD}") if self._shown else _doubted(meets)
+        if 1 not in sizes[1:]:
+            return _doubted(*found.doubts)
+        single = self._compare([sizes[0], 1])
+        others = ("it may compute otherwise for one sample",) if single.meets else single.doubts
+        return _doubted(*found.doubts, *others)
+
+    def _compare(self, sizes: Sequence[int]) -> Verdict:
+        def run(loss: nn.Module, inputs: Any, size: int) -> None:
+            del size
+            loss(*inputs)
+
+        return congruent.compare(
+            *(self._loss, walk(self._loss), (self._rows, self._size), sizes, run),
+            trains=True,
+            values=self._values,
+            singles=True,
+        )
+
+
 class Declared:
     """Two calls of a declared loss under masks.
+
+    Attributes:
+        sizes: compares its calls for other numbers of samples; None (default) where these cannot
+            count, or nothing could be followed.
 
     Args:
         own: of the loss.
@@ -120,6 +191,7 @@ class Declared:
         lanes: bool = False,
     ) -> None:
         self._lanes = lanes
+        self.sizes: DeclaredSizes | None = None
         self._loss = DeclaredLoss(own, whole.outputs, layout)
         self._layout, self._whole, self._part = layout, whole, part
         self._masks = Masks()
@@ -173,11 +245,17 @@ class Declared:
             doubts.append("it draws random numbers, and what it divides by cannot be compared")
         if lengths is None:
             doubts.append("it makes other numbers of its own for more rows than for fewer")
-        full = self._at_full_size(sizes, whole.forward.notes)
-        if full.meets and not doubts:  # nor do a few rows have a factor that counts them
-            return full
-        doubts += [full.meets] if full.meets else full.doubts
-        return Verdict("", tuple(f"the declared loss: {doubt}" for doubt in doubts))
+        found = _doubted(*doubts)
+        notes = whole.forward.notes
+        if not notes.may_count:
+            return found
+        rows = self._rows(self._whole)
+        # a few rows have no factor that counts them, so what differs is refused
+        self.sizes = DeclaredSizes(
+            self._loss, rows, self._whole, notes.values, shown=not found.doubts
+        )
+        full = self.sizes(sizes) if len(sizes) > 1 else Verdict()
+        return full if full.meets else Verdict("", (*found.doubts, *full.doubts))
 
     def _rows(self, given: Rows, count: int | None = None) -> list[Tensor]:
         """Return the first of some output rows as leaves, all where no count is given."""
@@ -241,27 +319,9 @@ class Declared:
     def _targets(self, count: int) -> Any:
         return tree.rows(self._whole.targets, 0, count, self._whole.size)
 
-    def _at_full_size(self, sizes: Sequence[int], notes: Notes) -> Verdict:
-        """Compare the calls of the whole batch with those of a micro-batch, without data."""
-        if len(sizes) < 2 or not notes.may_count:
-            return Verdict()
-        rows = (self._rows(self._whole), self._whole.targets), self._whole.size
 
-        def run(loss: nn.Module, inputs: Any, size: int) -> None:
-            del size
-            loss(*inputs)
-
-        found = congruent.compare(
-            *(self._loss, walk(self._loss), rows, sizes, run),
-            trains=True,
-            values=notes.values,
-            singles=True,
-        )
-        return (
-            Verdict(f"{COUNTING} of {sizes[0]} than of {sizes[1]}. {INSTEAD}")
-            if found.meets
-            else found
-        )
+def _doubted(*doubts: str) -> Verdict:
+    return Verdict("", tuple(f"the declared loss: {doubt}" for doubt in doubts))
 
 
 def _meets(run: _Run) -> str:

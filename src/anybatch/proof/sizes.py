@@ -9,9 +9,11 @@ model that asks how many samples there are is compared again at sizes that are n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from anybatch.proof.verdict import Verdict
 
 FREE = 8
 """Pairs of sizes that are compared whatever they are: each costs some forwards without data."""
@@ -31,6 +33,8 @@ class ComparedSizes:
         reads: a declared loss has Python read numbers of tensors.
         pairs: (samples of the batch, of a micro-batch) that were compared.
         step: the step of the signature in which the last of these was.
+        declared: compares the calls of a declared loss for numbers of samples; None (default)
+            where nothing in it may depend on these.
     """
 
     counts: bool
@@ -39,10 +43,16 @@ class ComparedSizes:
     reads: bool = False
     pairs: set[tuple[int, int]] = field(default_factory=set)
     step: int = 0
+    declared: Callable[[Sequence[int]], Verdict] | None = None
+
+    @property
+    def matter(self) -> bool:
+        """Whether forward, or a declared loss, may depend on how many samples there are."""
+        return self.counts or self.declared is not None
 
     def new(self, samples: int, micro_batch: int) -> bool:
         """Say whether a pair is to be compared."""
-        if not self.counts or (samples, micro_batch) in self.pairs:
+        if not self.matter or (samples, micro_batch) in self.pairs:
             return False
         if len(self.pairs) < FREE:
             return True
@@ -53,7 +63,7 @@ class ComparedSizes:
 
     def beyond(self, samples: int, micro_batch: int) -> bool:
         """Say whether a pair that is not to be compared is larger than those that were."""
-        if not self.counts or (samples, micro_batch) in self.pairs:
+        if not self.matter or (samples, micro_batch) in self.pairs:
             return False
         most, widest = self._largest()
         return samples > most or micro_batch > widest

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.errors import NotExactError
+from anybatch.loss.heard import WEIGHTS
 from anybatch.proof.follow import Follow, Notes
 from anybatch.proof.masks import CUT, PLACE, SAMPLES, fold, samples_of
 
@@ -144,6 +145,13 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
         axes: where each output holds the samples; None where it holds none.
     """
     for (path, mask, place, trains), axis in zip(run.outputs, axes, strict=False):
+        if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
+            return (
+                "the class weights of a loss inside the model must be the same for every part of "
+                f"a batch that is split, and {place or 'forward'} computes them from the samples: "
+                "compute them before the step and give them to the model as a buffer, take the "
+                f"loss outside of the model, or {WHOLE}"
+            )
         if mask is None or axis is None:
             continue
         if trains and bool((mask & PLACE).any()):

@@ -262,3 +262,58 @@ def test_a_loss_is_called_as_if_nobody_had_looked() -> None:
     x, y = batch()
     Engine(model(), per(counted)[0], micro_batch=4).backward(x, y)
     assert calls == [N] or calls == [4, 4, 4, 4]
+
+
+def scaled(here: Callable[[int], bool], factor: float = 2.0) -> dict[str, Both]:
+    """Return declared losses that are others for some numbers of rows."""
+
+    def by(out: Tensor) -> float:
+        return factor if here(len(out)) else 1.0
+
+    return {
+        "per_sample": per(lambda out, y: each(out, y) * by(out)),
+        "ratio": over(lambda out, y: total(out, y) * by(out)),
+    }
+
+
+def rows_of(count: int) -> tuple[Tensor, Tensor]:
+    x, y = batch()
+    some = torch.arange(count) % N
+    return x[some], y[some]
+
+
+@pytest.mark.parametrize("kind", ["per_sample", "ratio"])
+@pytest.mark.parametrize(
+    ("here", "count"), [(lambda n: n > 20, 25), (lambda n: n == 5, 13), (lambda n: n in (9, 5), 9)]
+)
+def test_a_batch_of_a_new_size_is_compared(
+    kind: str, here: Callable[[int], bool], count: int
+) -> None:
+    size = 8 if count == 13 else 4
+    net = model()
+    engine = Engine(net, scaled(here)[kind][0], micro_batch=size)
+    for _ in range(2):
+        engine.backward(*batch())
+        assert engine.plan is not None
+        assert engine.plan.exact
+    with pytest.raises(NotExactError, match="computes? .*the same for any number of samples"):
+        engine.backward(*rows_of(count))
+
+
+@pytest.mark.parametrize(("count", "size"), [(N, 1), (13, 4)])
+def test_what_is_another_for_one_row_is_not_shown(count: int, size: int) -> None:
+    engine = Engine(model(), scaled(lambda n: n == 1)["per_sample"][0], micro_batch=size)
+    engine.backward(*rows_of(count))
+    assert engine.plan is not None
+    assert not engine.plan.exact
+    assert "otherwise for one sample" in str(engine.plan.exact)
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_what_is_true_is_shown_at_new_sizes_too(name: str) -> None:
+    loss, _ = TRUE[name]()
+    engine = Engine(model(), loss, micro_batch=4)
+    for count in (N, N, 13, 25):
+        engine.backward(*rows_of(count))
+        assert engine.plan is not None
+        assert engine.plan.exact, engine.plan.exact
