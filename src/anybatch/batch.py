@@ -136,8 +136,10 @@ class LazyBatch:
     What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: what counts
     padding is then another number than that of the whole batch. Where shapes differ between
     micro-batches the plan says "not shown"; pad to a fixed length. A function that makes other rows
-    of the same items when others come with them is refused: a few items are loaded and collated to
-    see that, in the first step. A number that it returns beside the rows must not depend on the
+    of the same items when others come with them is refused: in the first step of each size, and of
+    each function, the items are loaded once more, and collated at once and in micro-batches. A
+    batch of more than 512 MiB is compared in part, and "not shown"; so is a function that keeps a
+    number which each call moves. A number that it returns beside the rows must not depend on the
     samples; one that differs between micro-batches is refused.
 
     With `workers`, every pass over the batch seeds them from torch's global generator: each step

@@ -29,7 +29,6 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 
 from anybatch import graph, tree
 from anybatch.batch import LazyBatch, MicroBatch, TensorBatch
-from anybatch.collated import doubts_of_collate
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.full_size import compare_sizes
@@ -147,8 +146,6 @@ def look(step: Step, norms: Norms | None = None) -> None:
     verdict = one.verdict(layout or step.layout)
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
-    if isinstance(step.batch, LazyBatch):
-        step.doubts += doubts_of_collate(step.batch)
     apart = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.copies or one.guard.own_dice):
         apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))

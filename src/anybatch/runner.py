@@ -29,6 +29,7 @@ from anybatch.batchnorm import (
     training_batchnorms,
 )
 from anybatch.buffers import ForwardBuffers, put_back_moved
+from anybatch.collated import Collates
 from anybatch.device import Link, link_to
 from anybatch.dice.learn import attributes_of, learn
 from anybatch.dice.refuse import refuse_scripted
@@ -86,6 +87,7 @@ class Runner:
         self._familiar: dict[Any, Familiar] = {}
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
+        self._collates = Collates()
 
     def step(
         self,
@@ -320,6 +322,7 @@ class Runner:
         else:
             step.ways = lanes.ways
             self._at_new_sizes(step)
+        self._collates.ask(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
         try:
             loss = lockstep(step, tracked)
@@ -389,6 +392,7 @@ class Runner:
                 look(step)
         else:
             self._at_new_sizes(step)
+        self._collates.ask(step)
         if seen is None:
             step.discover = discoverer(step, before, self._given.closure)
         try:
