@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from anybatch import tree
 from anybatch.errors import BatchError
+from anybatch.hanging import Hung, hanging, hangs
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class TensorBatch:
         size = tree.batch_size(least=least, **named)
         inputs = tree.marked(inputs, size, "inputs", arguments=True)
         return cls(inputs, tree.marked(targets, size, "targets"), size)
+
+    @property
+    def hanging(self) -> set[Hung]:
+        """What hangs on its tensors, and not on their rows."""
+        if not hangs((self.inputs, self.targets)):
+            return set()
+        return hanging(self.inputs, "inputs") | hanging(self.targets, "targets")
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Yield views of `micro_batch` rows."""
@@ -180,6 +188,7 @@ class LazyBatch:
         self.collate_fn = collate_fn
         self.paired = True
         self._ragged = ""
+        self._hanging: set[Hung] = set()
 
     @property
     def size(self) -> int:
@@ -221,6 +230,8 @@ class LazyBatch:
         for item, chunk in zip(loader, chunks, strict=True):
             inputs, targets = collated(item, len(chunk), numbers, paired=self.paired)
             self._note_shapes(shapes, inputs, targets)
+            if hangs((inputs, targets)):
+                self._hanging |= hanging(inputs, "inputs") | hanging(targets, "target")
             yield MicroBatch(inputs, targets, len(chunk), begin)
             begin += len(chunk)
 
@@ -232,6 +243,11 @@ class LazyBatch:
                     known = shapes.setdefault(path, leaf.shape[1:])
                     if known != leaf.shape[1:] and not self._ragged:
                         self._ragged = path
+
+    @property
+    def hanging(self) -> set[Hung]:
+        """What hangs on tensors that were loaded, and not on their rows."""
+        return self._hanging
 
     @property
     def doubts(self) -> tuple[str, ...]:

@@ -41,6 +41,7 @@ from anybatch.full_size import compare_new_sizes, doubt_larger
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
+from anybatch.hanging import refuse_missing
 from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look, quietly
@@ -272,6 +273,9 @@ class Runner:
                     with eager(), values_of_a_part():  # what is compiled would be with lanes
                         return self._in_lanes(step, modules, before)
                 return self._divided(step, before)
+            except AttributeError as error:
+                refuse_missing(error, step.hung)
+                raise
             except UnknownDrawError:
                 step.begin_again()
                 with (
