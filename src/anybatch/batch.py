@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from anybatch import tree
 from anybatch.errors import BatchError
+from anybatch.hanging import Hung, hanging, hangs
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,13 @@ class TensorBatch:
         inputs = tree.marked(inputs, size, "inputs", arguments=True)
         return cls(inputs, tree.marked(targets, size, "targets"), size)
 
+    @property
+    def hanging(self) -> set[Hung]:
+        """What hangs on its tensors, and not on their rows."""
+        if not hangs((self.inputs, self.targets)):
+            return set()
+        return hanging(self.inputs, "inputs") | hanging(self.targets, "targets")
+
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Yield views of `micro_batch` rows."""
         for start in range(0, self.size, micro_batch):
@@ -136,8 +144,10 @@ class LazyBatch:
     What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: what counts
     padding is then another number than that of the whole batch. Where shapes differ between
     micro-batches the plan says "not shown"; pad to a fixed length. A function that makes other rows
-    of the same items when others come with them is refused: a few items are loaded and collated to
-    see that, in the first step. A number that it returns beside the rows must not depend on the
+    of the same items when others come with them is refused: in the first step of each size, and of
+    each function, the items are loaded once more, and collated at once and in micro-batches. A
+    batch of more than 512 MiB is compared in part, and "not shown"; so is a function that keeps a
+    number which each call moves. A number that it returns beside the rows must not depend on the
     samples; one that differs between micro-batches is refused.
 
     With `workers`, every pass over the batch seeds them from torch's global generator: each step
@@ -178,6 +188,7 @@ class LazyBatch:
         self.collate_fn = collate_fn
         self.paired = True
         self._ragged = ""
+        self._hanging: set[Hung] = set()
 
     @property
     def size(self) -> int:
@@ -219,6 +230,8 @@ class LazyBatch:
         for item, chunk in zip(loader, chunks, strict=True):
             inputs, targets = collated(item, len(chunk), numbers, paired=self.paired)
             self._note_shapes(shapes, inputs, targets)
+            if hangs((inputs, targets)):
+                self._hanging |= hanging(inputs, "inputs") | hanging(targets, "target")
             yield MicroBatch(inputs, targets, len(chunk), begin)
             begin += len(chunk)
 
@@ -230,6 +243,11 @@ class LazyBatch:
                     known = shapes.setdefault(path, leaf.shape[1:])
                     if known != leaf.shape[1:] and not self._ragged:
                         self._ragged = path
+
+    @property
+    def hanging(self) -> set[Hung]:
+        """What hangs on tensors that were loaded, and not on their rows."""
+        return self._hanging
 
     @property
     def doubts(self) -> tuple[str, ...]:

@@ -2,107 +2,227 @@
 
 The undivided batch would be collated at once. Where a function normalises by what it is given,
 mixes samples or counts them, what it makes of a micro-batch is no part of that. So a few items are
-loaded once, in the process that loads for the step, and collated together and in two parts:
+loaded once more, in the process that loads for the step, and collated together and in two parts;
+and then the whole batch, beside its micro-batches, as far as there is room for it:
 
     collate_fn([a, b, c, d])  ->  rows a b c d  ┐ the same bits, where shapes are the same
     collate_fn([a, b]), collate_fn([c, d])  ->  ┘ else the same numbers in a corner of the larger
 
 The global random generators, and the attributes of an object that is called, are as they were. A
-function of torch's own is known, and not asked.
+function of torch's own is known, and not asked. Another one is asked again where the sizes of a
+step, or the code and the numbers that it names, are new.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from anybatch import tree
 from anybatch.batch import LazyBatch, bytes_of_leaf, collated
 from anybatch.errors import NotExactError
+from anybatch.kinds import bytes_of
+from anybatch.outside import every_number, parts, plain
 from anybatch.rng import Dice
+from anybatch.step import Step
 
 FEW = 4
 """Items that are collated, of which half are still more than one."""
 
-FINE, DRAWS, MEETS, COUNTS, UNKNOWN = "", "draws", "meets", "counts", "unknown"
+ROOM = 2**29
+"""Bytes of rows that are collated at once for a comparison; of a larger batch a part is."""
+
+FINE, DRAWS, MEETS, COUNTS, MOVES, UNKNOWN = "", "draws", "meets", "counts", "moves", "unknown"
 
 MET = (
     "samples must not meet in collate_fn when the batch is split, and it makes other rows of the "
     "same items when others come with them: normalise by fixed numbers, and compute what compares "
     "or counts samples in the model or the loss, or give micro_batch >= the batch size"
 )
+LARGER = "the batch is larger than what collate_fn was given at once to compare it"
 DOUBTS = {
     FINE: (),
     DRAWS: ("collate_fn makes other rows of the same items each time",),
     COUNTS: ("collate_fn gives another number with more items than with fewer",),
+    MOVES: ("each call of collate_fn moves a number that it may compute with",),
     UNKNOWN: ("what collate_fn makes of some items could not be compared with fewer of them",),
 }
 
+Cuts = tuple[int, ...]
+"""Where the parts of some items begin, and how many items there are."""
 
-def doubts_of_collate(batch: LazyBatch) -> tuple[str, ...]:
+
+class Found(NamedTuple):
+    """What a comparison has found.
+
+    Attributes:
+        what: one of FINE, DRAWS, MEETS, COUNTS, MOVES and UNKNOWN.
+        bytes: of a row; 0 where that is not known.
+    """
+
+    what: str
+    bytes: int = 0
+
+
+class Collates:
+    """The functions that the steps of an engine collate with, and what was found of them."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, dict[Any, tuple[str, ...]]]] = []
+
+    def ask(self, step: Step) -> None:
+        """Add to the doubts of a step why it is not shown that samples stay apart as they load.
+
+        Args:
+            step: a divided step that has been looked at.
+
+        Raises:
+            NotExactError: they do not.
+        """
+        batch = step.batch
+        if not isinstance(batch, LazyBatch) or _apart(batch.collate_fn):
+            return
+        told = told_of(batch.collate_fn)
+        known = next((found for one, found in self._known if one == told), None)
+        sizes = batch.size, step.micro_batch, step.everyone.size, batch.paired
+        if known is None or sizes not in known:
+            doubts = doubts_of_collate(batch, step.micro_batch, step.everyone.size)
+            if known is None:
+                self._known.append((told, known := {}))
+            known[sizes] = doubts
+        step.doubts += tuple(why for why in known[sizes] if why not in step.doubts)
+
+
+def told_of(collate_fn: Any) -> tuple[Any, ...]:
+    """Return what can be compared of a function that collates: its code, and numbers it names."""
+    holder = nn.Module()
+    holder.register_forward_hook(collate_fn)
+    named = [("collate_fn", holder)]
+    held = getattr(getattr(collate_fn, "__self__", collate_fn), "__dict__", {})
+    # of an installed class, too: what has no gradient may be set by any attribute
+    attributes = {name: plain(value) for name, value in held.items()}
+    return type(collate_fn), parts(named), every_number(named), attributes
+
+
+def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) -> tuple[str, ...]:
     """Return why it is not shown that samples stay apart as a batch is loaded.
+
+    Args:
+        batch: the batch.
+        micro_batch: samples of a micro-batch; 0 (default) compares a few items in halves alone.
+        samples: of all ranks; 0 (default) where there is one.
 
     Raises:
         NotExactError: they do not.
     """
     count = min(batch.size, FEW)
-    if batch.collate_fn in (None, default_collate) or count < 2:
+    if _apart(batch.collate_fn) or batch.size < 2:
         return ()
+    few = _compared(batch, count, (0, count // 2, count))
+    if few.what in (DRAWS, MOVES) or not (few.bytes and micro_batch):
+        return DOUBTS[few.what]
+    samples = max(samples, batch.size)
+    room = ROOM // few.bytes // micro_batch * micro_batch
+    if room < min(2 * micro_batch, samples):
+        return (*DOUBTS[few.what], LARGER)
+    starts = (*range(0, batch.size, micro_batch), *range(batch.size, samples, micro_batch))
+    most = min(room, samples)
+    cuts = (*(begin for begin in starts if begin < most), most)
+    found = _compared(batch, min(batch.size, most), cuts)
+    return (*DOUBTS[found.what], *([LARGER] if most < samples else []))
+
+
+def _apart(collate_fn: Any) -> bool:
+    """Say whether a function is torch's own, which collates each item by itself."""
+    return collate_fn in (None, default_collate)
+
+
+def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
+    """Load the first items of a batch, and compare what is made of them at once and in parts.
+
+    Raises:
+        NotExactError: samples meet in it.
+    """
     assert batch.collate_fn is not None
     dice = Dice.now()
     loader = DataLoader(
         batch.dataset,
         batch_sampler=[list(batch.indices[:count])],
         num_workers=min(batch.workers, 1),
-        collate_fn=Compared(batch.collate_fn, paired=batch.paired),
+        collate_fn=Compared(batch.collate_fn, cuts, paired=batch.paired),
         generator=torch.Generator(),
     )
     try:
         (found,) = loader
     finally:
         dice.put_back()
-    if found == MEETS:
+    if found.what == MEETS:
         raise NotExactError(MET)
-    return DOUBTS[found]
+    assert isinstance(found, Found)
+    return found
 
 
 class Compared:
-    """What stands in for ``collate_fn``, and says what that does; another process may call it."""
+    """What stands in for ``collate_fn``, and says what that does; another process may call it.
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], *, paired: bool) -> None:
-        self._collate, self._paired = collate_fn, paired
+    Args:
+        collate_fn: of the batch.
+        cuts: where the parts begin; items are taken again where they are fewer.
+        paired: as of the batch.
+    """
 
-    def __call__(self, items: list[Any]) -> str:
-        """Return one of FINE, DRAWS, MEETS, COUNTS and UNKNOWN."""
-        half, dice, attributes = len(items) // 2, Dice.now(), _Attributes(self._collate)
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], cuts: Cuts, *, paired: bool) -> None:
+        self._collate, self._cuts, self._paired = collate_fn, cuts, paired
+
+    def __call__(self, items: list[Any]) -> Found:
+        """Return what is found."""
+        dice, attributes = Dice.now(), _Attributes(self._collate)
+        size = 0
         try:
-            first, again, parts = (copy.deepcopy(items) for _ in range(3))
-            whole = self._made(first)
+            before, n = every_number_of(self._collate), self._cuts[-1]
+            whole = self._made(items, range(n))
+            size = max(1, _bytes(whole) // n)
             drawn = not Dice.now().same_as(dice)
             dice.put_back()
-            if drawn or _differ(whole, self._made(again)):
-                return DRAWS
-            made = self._made(parts[:half]), self._made(parts[half:])
+            again = None if drawn or n > FEW else self._made(items, range(n))
+            if drawn or (again is not None and _differ(whole, again)):
+                return Found(DRAWS, size)
+            found = set()
+            for begin, end in zip(self._cuts, self._cuts[1:], strict=False):
+                part = self._made(items, range(begin, end))
+                found.add(_differ(tree.rows(whole, begin, end, n), part))
+            if before != every_number_of(self._collate):
+                found.add(MOVES)
         except Exception:  # the step itself meets what is no question of few items
-            return UNKNOWN
+            return Found(UNKNOWN, size)
         finally:
             dice.put_back()
             attributes.put_back()
-        n = len(items)
-        cut = tree.rows(whole, 0, half, n), tree.rows(whole, half, n, n)
-        found = {_differ(rows, part) for rows, part in zip(cut, made, strict=True)}
-        return next((one for one in (UNKNOWN, MEETS, COUNTS) if one in found), FINE)
+        order = (UNKNOWN, MEETS, MOVES, COUNTS)
+        return Found(next((one for one in order if one in found), FINE), size)
 
-    def _made(self, items: list[Any]) -> Any:
-        count = len(items)  # the function may take its list apart
-        return collated(self._collate(items), count, {}, paired=self._paired)
+    def _made(self, items: Sequence[Any], at: range) -> Any:
+        """Return what is made of some items; the function may take its list and them apart."""
+        given = [copy.deepcopy(items[index % len(items)]) for index in at]
+        return collated(self._collate(given), len(at), {}, paired=self._paired)
+
+
+def every_number_of(collate_fn: Any) -> Any:
+    """Return the numbers that a function that collates holds or names."""
+    return told_of(collate_fn)[2:]
+
+
+def _bytes(values: Any) -> int:
+    """Return the bytes of rows, texts aside."""
+    arrays = [leaf for leaf in _leaves(values) if isinstance(leaf, tree.ARRAYS)]
+    return sum(bytes_of(one) if isinstance(one, Tensor) else one.nbytes for one in arrays)
 
 
 class _Attributes:

@@ -28,7 +28,6 @@ from torch.jit import ScriptModule
 
 from anybatch import graph, tree
 from anybatch.batch import LazyBatch, MicroBatch, TensorBatch
-from anybatch.collated import doubts_of_collate
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
@@ -148,8 +147,6 @@ def look(step: Step, norms: Norms | None = None) -> None:
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
     step.mixed = one.mixed(step.layout)
-    if isinstance(step.batch, LazyBatch):
-        step.doubts += doubts_of_collate(step.batch)
     apart = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.copies or one.guard.own_dice):
         apart = apart_rows(outputs, fewer, layout, part.size, _computed(step))

@@ -29,6 +29,7 @@ from anybatch.batchnorm import (
     training_batchnorms,
 )
 from anybatch.buffers import ForwardBuffers, put_back_moved
+from anybatch.collated import Collates
 from anybatch.device import Link, link_to
 from anybatch.dice.learn import attributes_of, learn
 from anybatch.dice.refuse import refuse_scripted
@@ -40,6 +41,7 @@ from anybatch.full_size import compare_new_sizes, doubt_larger
 from anybatch.gather import COUPLED, gather
 from anybatch.given import LOSS, Given
 from anybatch.gradients import Gradients
+from anybatch.hanging import refuse_missing
 from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
 from anybatch.look import AGAIN, eager, look, quietly
@@ -86,6 +88,7 @@ class Runner:
         self._familiar: dict[Any, Familiar] = {}
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
+        self._collates = Collates()
 
     def step(
         self,
@@ -270,6 +273,9 @@ class Runner:
                     with eager(), values_of_a_part():  # what is compiled would be with lanes
                         return self._in_lanes(step, modules, before)
                 return self._divided(step, before)
+            except AttributeError as error:
+                refuse_missing(error, step.hung)
+                raise
             except UnknownDrawError:
                 step.begin_again()
                 with (
@@ -320,6 +326,7 @@ class Runner:
         else:
             step.ways = lanes.ways
             self._at_new_sizes(step)
+        self._collates.ask(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
         try:
             loss = lockstep(step, tracked)
@@ -390,6 +397,7 @@ class Runner:
                 look(step)
         else:
             self._at_new_sizes(step)
+        self._collates.ask(step)
         if seen is None:
             step.discover = discoverer(step, before, self._given.closure)
         try:

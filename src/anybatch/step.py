@@ -21,6 +21,7 @@ from anybatch.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micr
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
 from anybatch.errors import BatchError, LossError, NotExactError
+from anybatch.hanging import Hung, doubts_of, hanging, hangs
 from anybatch.kept import Attributes
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
@@ -100,6 +101,7 @@ class Step(Repeatable):
         away: where saved tensors may go; None (default) lets all of them stay.
         deliver: writes what the step has made, once all ranks have made it. Default: nothing.
         calls: compares the state of the loss around its calls; None (default) where it has none.
+        hanging: attributes and classes of outputs that their rows would not have.
     """
 
     link: Link
@@ -138,6 +140,7 @@ class Step(Repeatable):
     away: Away | None = None
     deliver: Callable[[], None] = lambda: None
     calls: LossCalls | None = None
+    hanging: set[Hung] = field(default_factory=set)
     _collected: int = 0
 
     @property
@@ -290,6 +293,8 @@ class Step(Repeatable):
                 ) from error
         if micro.size == 1 and self.layout and self.divided:
             _check_single(outputs, self.layout)
+        if self.divided and self.loss.takes_outputs and hangs(outputs):
+            self.hanging |= hanging(outputs, "outputs", classes=True)
         return outputs
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
@@ -362,9 +367,17 @@ class Step(Repeatable):
         if CHANGES not in self.doubts:
             self.doubts += (CHANGES,)
 
+    @property
+    def hung(self) -> set[Hung]:
+        """What hangs on its batch and its outputs, as far as it is seen, and not on their rows."""
+        if isinstance(self.batch, TensorBatch | LazyBatch):
+            return self.hanging | self.batch.hanging
+        return self.hanging
+
     def doubt_batch(self) -> None:
         """Take in what its batch has shown as it was loaded."""
         found = self.batch.doubts if isinstance(self.batch, LazyBatch) else ()
+        found += doubts_of(self.hung)
         self.doubts += tuple(doubt for doubt in found if doubt not in self.doubts)
 
     def collect(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+import anybatch.collated
 from anybatch import Engine, LazyBatch, NotExactError
-from anybatch.collated import doubts_of_collate
+from anybatch.collated import FEW, doubts_of_collate
 from anybatch.rng import Dice
 
 N, LONG = 7, 6
@@ -203,6 +205,114 @@ def test_a_comparison_leaves_dice_and_attributes_as_they_were_and_comes_once() -
         engine.backward(LazyBatch(rows, collate_fn=stacked))
         loads.append(rows.loads)
     assert loads[1:] == [N, N]
+
+
+def later(items: Items) -> tuple[Tensor, Tensor]:
+    return (spread if SWITCHED[0] else stacked)(items)
+
+
+SWITCHED = [False]
+
+
+def above(items: Items) -> tuple[Tensor, Tensor]:
+    return (spread if len(items) > FEW else stacked)(items)
+
+
+def rolled(items: Items) -> tuple[Tensor, Tensor]:
+    x, y = stacked(items)
+    return 0.7 * x + 0.3 * x.roll(FEW, 0), y
+
+
+def of_one(items: Items) -> tuple[Tensor, Tensor]:
+    x, y = stacked(items)
+    return x * (2 if len(items) == 1 else 1), y
+
+
+class Scaling:
+    """Scales all rows by an attribute, or by how often it was called."""
+
+    def __init__(self, by: float = 1.0, *, late: bool = False, spreads: bool = False) -> None:
+        self.by, self.late, self.spreads, self.calls = by, late, spreads, 0
+
+    def __call__(self, items: Items) -> tuple[Tensor, Tensor]:
+        self.calls += self.late
+        x, y = (spread if self.spreads else stacked)(items)
+        return x * (self.by if self.calls < 3 else 2.0), y
+
+
+@pytest.mark.parametrize(
+    ("collate", "micro_batch"),
+    [(above, 2), (above, 5), (rolled, 2), (rolled, 5), (of_one, 1), (of_one, 3)],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_couples_items_at_the_sizes_of_the_step_alone_is_refused(
+    collate: Any, micro_batch: int, workers: int
+) -> None:
+    engine = Engine(model(), F.mse_loss, micro_batch=micro_batch)
+    with pytest.raises(NotExactError, match="samples must not meet in collate_fn"):
+        engine.backward(LazyBatch(Rows(), collate_fn=collate, workers=workers))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (None, spread),
+        (stacked, spread),
+        (stacked, partial(spread)),
+        (lambda items: stacked(items), spread),
+        (later, later),
+        (Scaling(), Scaling(spreads=True)),
+    ],
+)
+def test_another_function_in_a_later_step_is_refused(first: Any, second: Any) -> None:
+    engine = Engine(model(), F.mse_loss, micro_batch=2)
+    for _ in range(2):
+        engine.backward(LazyBatch(Rows(), collate_fn=first))
+    assert engine.plan is not None
+    assert engine.plan.exact
+    SWITCHED[0] = True
+    try:
+        with pytest.raises(NotExactError, match="samples must not meet in collate_fn"):
+            engine.backward(LazyBatch(Rows(), collate_fn=second))
+    finally:
+        SWITCHED[0] = False
+
+
+def test_a_new_size_is_compared() -> None:
+    engine = Engine(model(), F.mse_loss, micro_batch=2)
+    engine.backward(LazyBatch(Rows(), range(FEW), collate_fn=above))
+    with pytest.raises(NotExactError, match="samples must not meet in collate_fn"):
+        engine.backward(LazyBatch(Rows(), collate_fn=above))
+
+
+def test_a_function_that_counts_its_calls_is_not_shown() -> None:
+    engine, _ = backward(Scaling(late=True), ragged=False)
+    assert engine.plan is not None
+    assert engine.plan.exact.state == "not shown"
+    assert "each call of collate_fn moves a number" in engine.plan.exact.by
+
+
+def test_a_batch_that_is_too_large_to_be_collated_at_once_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(anybatch.collated, "ROOM", 2000)
+    engine, _ = backward(stacked, ragged=False)
+    assert engine.plan is not None
+    assert engine.plan.exact.state == "not shown"
+    assert "larger than what collate_fn was given at once" in engine.plan.exact.by
+
+
+def test_functions_of_one_code_are_asked_once() -> None:
+    engine, rows = Engine(model(), F.mse_loss, micro_batch=2), Rows()
+    loads = []
+    for by in (1.0, 1.0, 2.0, 1.0):
+        rows.loads = 0
+        engine.backward(LazyBatch(rows, collate_fn=Scaling(by)))
+        engine.backward(LazyBatch(rows, collate_fn=lambda items: stacked(items)))
+        loads.append(rows.loads)
+    asked = loads[2] - 2 * N
+    assert [n > 2 * N for n in loads] == [True, False, True, False]
+    assert asked == FEW + N
 
 
 def test_entries_of_samples_are_compared_one_by_one() -> None:
