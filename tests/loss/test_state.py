@@ -6,8 +6,9 @@ import functools
 import gc
 import itertools
 import random
+import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -433,6 +434,7 @@ class Leaves(nn.Module):
         self.scale: Any = 1.0
         self.tensor = torch.zeros((), dtype=torch.double)
         self.calls = 0
+        self.bound = functools.partial(int)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 5] -> [n, 3]."""
@@ -443,14 +445,19 @@ class Leaves(nn.Module):
             self.scale = scale
         if self.what == "number":
             self.scale = float(scale)
-        if self.what == "of a child":
-            self.head.scale = scale
+        bearers: dict[str, Any] = {
+            "of a child": self.head,
+            "object": self.held,
+            "of a parameter": self.head.weight,
+            "of a buffer": self.tensor,
+            "of a partial": self.bound,
+        }
+        if self.what in bearers:
+            bearers[self.what].scale = scale
         if self.what == "dict":
             self.stats["scale"] = scale
         if self.what == "list":
             self.log.append(scale)
-        if self.what == "object":
-            self.held.scale = scale
         if self.what == "in place":
             self.tensor.copy_(scale)
         if self.what == "global":
@@ -458,6 +465,28 @@ class Leaves(nn.Module):
         if self.what == "features":
             self.features = h.detach()
         return self.head(h)
+
+
+def by_default(held: dict[str, Any]) -> LossFn:
+    def loss(o: Tensor, y: Tensor, stats: dict[str, Any] = held) -> Tensor:
+        return F.cross_entropy(o / float(stats["scale"]), y)
+
+    return loss
+
+
+def by_keyword(held: dict[str, Any]) -> LossFn:
+    def loss(o: Tensor, y: Tensor, *, stats: dict[str, Any] = held) -> Tensor:
+        return F.cross_entropy(o / float(stats["scale"]), y)
+
+    return loss
+
+
+def by_view(view: Any) -> LossFn:
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        scale = view["scale"] if isinstance(view, Mapping) else next(iter(view))
+        return F.cross_entropy(o / float(scale), y)
+
+    return loss
 
 
 READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
@@ -489,6 +518,40 @@ READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
             lambda o, y, stats: F.cross_entropy(o / stats["scale"], y), stats=m.stats
         ),
         "stats",
+    ),
+    "a default": ("dict", lambda m: by_default(m.stats), "stats"),
+    "a default of a keyword": ("dict", lambda m: by_keyword(m.stats), "stats"),
+    "bound by place": (
+        "dict",
+        lambda m: functools.partial(
+            lambda stats, o, y: F.cross_entropy(o / stats["scale"], y), m.stats
+        ),
+        "stats",
+    ),
+    "bound twice": (
+        "dict",
+        lambda m: functools.partial(
+            functools.partial(lambda _, stats, o, y: F.cross_entropy(o / stats["scale"], y), 1.0),
+            m.stats,
+        ),
+        "stats",
+    ),
+    "a proxy": ("dict", lambda m: by_view(types.MappingProxyType(m.stats)), "view"),
+    "a view": ("dict", lambda m: by_view(m.stats.values()), "view"),
+    "of a parameter": (
+        "of a parameter",
+        lambda m: lambda o, y: F.cross_entropy(o / m.head.weight.scale, y),
+        "scale",
+    ),
+    "of a buffer": (
+        "of a buffer",
+        lambda m: lambda o, y: F.cross_entropy(o / float(m.tensor.scale), y),
+        "scale",
+    ),
+    "of a partial": (
+        "of a partial",
+        lambda m: lambda o, y: F.cross_entropy(o / m.bound.scale, y),
+        "scale",
     ),
     "list": ("list", lambda m: lambda o, y: F.cross_entropy(o / m.log[-1], y), r"m\.log"),
     "object": (
