@@ -890,3 +890,49 @@ def test_a_place_that_holds_another_object_is_listed_anew() -> None:
     for _ in range(2):
         engine.backward(x[1:], y[1:])
     assert (first.calls, second.calls) == (1, 2)
+
+
+def by_gradient(model: nn.Module, kind: str) -> Any:
+    """Return a loss that is weighed by the gradient of a parameter."""
+    weight = model.get_parameter("0.weight")
+
+    def size() -> float:
+        return 1.0 if weight.grad is None else 1 + float(weight.grad.norm())
+
+    each = functools.partial(F.cross_entropy, reduction="none")
+    return {
+        "plain": lambda o, y: F.cross_entropy(o, y) * size(),
+        "coupled": lambda o, y: each(o, y).mean().sqrt() * size(),
+        "per_sample": anybatch.Loss.per_sample(lambda o, y: each(o, y) * size()),
+        "ratio": anybatch.Loss.ratio(lambda o, y: each(o, y).sum() * size(), len),
+    }[kind]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "coupled", "per_sample", "ratio"])
+def test_a_loss_that_reads_gradients_is_refused_where_they_are_added_up(
+    kind: str, norm: bool
+) -> None:
+    norms = [nn.BatchNorm1d(8)] if norm else []
+    model = nn.Sequential(nn.Linear(5, 8), *norms, nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = batch()
+    with pytest.raises(LossError, match=r"reads \.grad of a parameter"):
+        Engine(model, by_gradient(model, kind), micro_batch=4).backward(x, y)
+    Engine(model, by_gradient(model, kind), micro_batch=N).backward(x, y)
+
+
+def test_a_loss_that_differentiates_reads_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = batch()
+
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(o.logsumexp(1).sum(), o, create_graph=True)
+        decay = model.get_parameter("0.weight").square().sum()
+        return (F.cross_entropy(o, t) + slope.square().mean()).sqrt() + 0.1 * decay
+
+    whole = loss(model(x), y)
+    whole.backward()
+    want = state_of(model, whole)
+    model.zero_grad()
+    engine = Engine(model, loss, micro_batch=4)
+    assert_exact(state_of(model, engine.backward(x, y)), want)

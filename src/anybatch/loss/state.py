@@ -100,6 +100,7 @@ class LossState:
         modules: the modules that they reach and that are not the model's, with paths.
         caches: functions that remember their results.
         written_by_person: some code that they run is in no library.
+        names_grad: some of it names an attribute `grad`.
     """
 
     def __init__(self, functions: Iterable[Any], model: nn.Module | None = None) -> None:
@@ -112,6 +113,7 @@ class LossState:
         self.iterators, self.modules = listing.iterators, listing.modules
         self.caches = listing.caches
         self.written_by_person = listing.own
+        self.names_grad = "grad" in listing.names
         self._listed = self.snapshot()
 
     def __reduce__(self) -> Any:
@@ -184,6 +186,10 @@ class LossState:
         for i in tensors:
             snapshot[i] = self._places[i].copy(Depth.THOROUGH)
 
+    def trained(self) -> set[int]:
+        """Return the ids of the parameters of the model."""
+        return set() if self._model is None else set(map(id, self._model.parameters()))
+
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""
         return {id(place.tensor) for place in self.tensors() if not place.tensor.requires_grad}
@@ -221,6 +227,11 @@ class _Listing:
         self._bearers: dict[int, Any] = {}
         self._open: list[tuple[Any, str]] = []
         self._ahead: list[tuple[Any, str, tuple[Any, str] | None]] = []
+
+    @property
+    def names(self) -> set[str]:
+        """The names that the code of the functions uses."""
+        return self._names
 
     def root(self, fn: Any) -> None:
         """Begin at a function; its own name is left out of the paths."""
