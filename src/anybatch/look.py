@@ -213,7 +213,8 @@ def _refuse_declared(step: Step, whole: Rows, count: int, *, lanes: bool) -> tup
         found = one.judge(sizes_of_step(step))
         if found.meets:
             return found
-        other = entries.judge(batch, step.micro_batch)
+        counts = one.sizes is not None and not found.doubts
+        other = entries.judge(batch, step.micro_batch, counts=counts)
         return Verdict(other.meets, (*found.doubts, *other.doubts))
 
     with unheard():

@@ -472,6 +472,8 @@ class Runner:
             )
         seen, local = self._known(step, modules), self._given.batchnorm == "local"
         step.lanes = bool(self._given.meets(modules)) or step.everyone.lanes
+        if step.calls is not None:
+            step.calls.divided = True
         step.coupled = step.everyone.coupled
         step.counters = counters(modules) if step.lanes else []
         step.local = 0 if step.lanes else len(training_batchnorms(of_model(modules)))

@@ -6,8 +6,9 @@ import functools
 import gc
 import itertools
 import random
+import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -433,6 +434,7 @@ class Leaves(nn.Module):
         self.scale: Any = 1.0
         self.tensor = torch.zeros((), dtype=torch.double)
         self.calls = 0
+        self.bound = functools.partial(int)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 5] -> [n, 3]."""
@@ -443,14 +445,19 @@ class Leaves(nn.Module):
             self.scale = scale
         if self.what == "number":
             self.scale = float(scale)
-        if self.what == "of a child":
-            self.head.scale = scale
+        bearers: dict[str, Any] = {
+            "of a child": self.head,
+            "object": self.held,
+            "of a parameter": self.head.weight,
+            "of a buffer": self.tensor,
+            "of a partial": self.bound,
+        }
+        if self.what in bearers:
+            bearers[self.what].scale = scale
         if self.what == "dict":
             self.stats["scale"] = scale
         if self.what == "list":
             self.log.append(scale)
-        if self.what == "object":
-            self.held.scale = scale
         if self.what == "in place":
             self.tensor.copy_(scale)
         if self.what == "global":
@@ -458,6 +465,28 @@ class Leaves(nn.Module):
         if self.what == "features":
             self.features = h.detach()
         return self.head(h)
+
+
+def by_default(held: dict[str, Any]) -> LossFn:
+    def loss(o: Tensor, y: Tensor, stats: dict[str, Any] = held) -> Tensor:
+        return F.cross_entropy(o / float(stats["scale"]), y)
+
+    return loss
+
+
+def by_keyword(held: dict[str, Any]) -> LossFn:
+    def loss(o: Tensor, y: Tensor, *, stats: dict[str, Any] = held) -> Tensor:
+        return F.cross_entropy(o / float(stats["scale"]), y)
+
+    return loss
+
+
+def by_view(view: Any) -> LossFn:
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        scale = view["scale"] if isinstance(view, Mapping) else next(iter(view))
+        return F.cross_entropy(o / float(scale), y)
+
+    return loss
 
 
 READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
@@ -489,6 +518,40 @@ READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
             lambda o, y, stats: F.cross_entropy(o / stats["scale"], y), stats=m.stats
         ),
         "stats",
+    ),
+    "a default": ("dict", lambda m: by_default(m.stats), "stats"),
+    "a default of a keyword": ("dict", lambda m: by_keyword(m.stats), "stats"),
+    "bound by place": (
+        "dict",
+        lambda m: functools.partial(
+            lambda stats, o, y: F.cross_entropy(o / stats["scale"], y), m.stats
+        ),
+        "stats",
+    ),
+    "bound twice": (
+        "dict",
+        lambda m: functools.partial(
+            functools.partial(lambda _, stats, o, y: F.cross_entropy(o / stats["scale"], y), 1.0),
+            m.stats,
+        ),
+        "stats",
+    ),
+    "a proxy": ("dict", lambda m: by_view(types.MappingProxyType(m.stats)), "view"),
+    "a view": ("dict", lambda m: by_view(m.stats.values()), "view"),
+    "of a parameter": (
+        "of a parameter",
+        lambda m: lambda o, y: F.cross_entropy(o / m.head.weight.scale, y),
+        "scale",
+    ),
+    "of a buffer": (
+        "of a buffer",
+        lambda m: lambda o, y: F.cross_entropy(o / float(m.tensor.scale), y),
+        "scale",
+    ),
+    "of a partial": (
+        "of a partial",
+        lambda m: lambda o, y: F.cross_entropy(o / m.bound.scale, y),
+        "scale",
     ),
     "list": ("list", lambda m: lambda o, y: F.cross_entropy(o / m.log[-1], y), r"m\.log"),
     "object": (
@@ -827,3 +890,49 @@ def test_a_place_that_holds_another_object_is_listed_anew() -> None:
     for _ in range(2):
         engine.backward(x[1:], y[1:])
     assert (first.calls, second.calls) == (1, 2)
+
+
+def by_gradient(model: nn.Module, kind: str) -> Any:
+    """Return a loss that is weighed by the gradient of a parameter."""
+    weight = model.get_parameter("0.weight")
+
+    def size() -> float:
+        return 1.0 if weight.grad is None else 1 + float(weight.grad.norm())
+
+    each = functools.partial(F.cross_entropy, reduction="none")
+    return {
+        "plain": lambda o, y: F.cross_entropy(o, y) * size(),
+        "coupled": lambda o, y: each(o, y).mean().sqrt() * size(),
+        "per_sample": anybatch.Loss.per_sample(lambda o, y: each(o, y) * size()),
+        "ratio": anybatch.Loss.ratio(lambda o, y: each(o, y).sum() * size(), len),
+    }[kind]
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "coupled", "per_sample", "ratio"])
+def test_a_loss_that_reads_gradients_is_refused_where_they_are_added_up(
+    kind: str, norm: bool
+) -> None:
+    norms = [nn.BatchNorm1d(8)] if norm else []
+    model = nn.Sequential(nn.Linear(5, 8), *norms, nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = batch()
+    with pytest.raises(LossError, match=r"reads \.grad of a parameter"):
+        Engine(model, by_gradient(model, kind), micro_batch=4).backward(x, y)
+    Engine(model, by_gradient(model, kind), micro_batch=N).backward(x, y)
+
+
+def test_a_loss_that_differentiates_reads_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    x, y = batch()
+
+    def loss(o: Tensor, t: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(o.logsumexp(1).sum(), o, create_graph=True)
+        decay = model.get_parameter("0.weight").square().sum()
+        return (F.cross_entropy(o, t) + slope.square().mean()).sqrt() + 0.1 * decay
+
+    whole = loss(model(x), y)
+    whole.backward()
+    want = state_of(model, whole)
+    model.zero_grad()
+    engine = Engine(model, loss, micro_batch=4)
+    assert_exact(state_of(model, engine.backward(x, y)), want)

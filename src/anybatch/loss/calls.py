@@ -17,6 +17,9 @@ from functools import partial
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
@@ -42,6 +45,7 @@ class LossCalls:
 
     Attributes:
         changed: paths of the state that the last call has changed.
+        divided: gradients of micro-batches are added up while the loss is called. Default False.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class LossCalls:
         twice: bool = True,
     ) -> None:
         self.changed: list[str] = []
+        self.divided = False
         self.noted = [] if noted is None else noted
         self._again = first and twice and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
@@ -121,6 +126,8 @@ class LossCalls:
         Raises:
             LossError: it reads what forward has changed.
         """
+        if self.divided and self._state.names_grad:
+            call = partial(_without_gradients, call, self._state.trained())
         state = self._state
         before = state.snapshot(self._depth)
         if self._left is None:
@@ -133,6 +140,42 @@ class LossCalls:
             result = call()
         self.changed = [change.path for change in state.changes(before)]
         return result
+
+
+class _Gradients(TorchFunctionMode):
+    """Refuses to give the gradient of some parameters: micro-batches are adding to it.
+
+    Args:
+        parameters: their ids.
+    """
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__self__", None) is GRAD and id(args[0]) in self._parameters:
+            raise LossError(
+                "a loss must not read the gradients that a divided batch is adding to, and it "
+                "reads .grad of a parameter of the model: compute what it takes of them before the "
+                "step and keep that number, or give micro_batch >= the batch size"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+GRAD: Any = vars(torch._C.TensorBase)["grad"]
+
+
+def _without_gradients(call: Callable[[], T], parameters: set[int]) -> T:
+    """Return what a call returns that must read no gradient of these parameters."""
+    with _Gradients(parameters):
+        return call()
 
 
 def _refuse(found: list[str]) -> None:

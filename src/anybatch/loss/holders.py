@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from itertools import starmap
@@ -108,6 +108,43 @@ class Container:
         else:
             while len(held) > was and isinstance(held, dict):
                 held.popitem()
+
+
+class AttributesPlace:
+    """The attributes of tensors and of `functools.partial`: few have any.
+
+    They are compared where values are, in a first step and in a rehearsal: a model may have
+    thousands of tensors.
+    """
+
+    owner = None
+
+    def __init__(self, holders: Sequence[Any]) -> None:
+        self.holders = holders
+
+    def copy(self, depth: Depth) -> list[dict[str, Any]] | None:
+        """Return what each has; None where values are not noted."""
+        return [vars(one).copy() for one in self.holders] if depth is Depth.THOROUGH else None
+
+    def same(self, was: list[dict[str, Any]] | None) -> bool:
+        """Say whether they are what they were, as far as that was noted."""
+        return was is None or all(map(_same_attributes, map(vars, self.holders), was))
+
+    def changes(self, was: list[dict[str, Any]]) -> Iterator[Change]:
+        """Yield what is not as it was, under its name alone: no class tells who asks a tensor."""
+        for now, before in zip(map(vars, self.holders), was, strict=True):
+            for name in {**now, **before}:
+                if not same_value(now.get(name, NONE), before.get(name, NONE)):
+                    yield Change(name, None, name)
+
+    def restore(self, was: list[dict[str, Any]]) -> None:
+        """Give each the attributes that it had."""
+        for one, before in zip(self.holders, was, strict=True):
+            fill(vars(one), before)
+
+
+def _same_attributes(now: Mapping[str, Any], was: Mapping[str, Any]) -> bool:
+    return now.keys() == was.keys() and all(same_value(now[name], was[name]) for name in now)
 
 
 class Place:

@@ -19,20 +19,23 @@ from __future__ import annotations
 import ctypes
 import dis
 import gc
+import inspect
 import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
+from itertools import repeat
 from threading import local
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    MappingProxyType,
     MethodType,
     ModuleType,
 )
@@ -49,6 +52,7 @@ from anybatch.loss.holders import (
     ATOMS,
     SMALL,
     ArrayPlace,
+    AttributesPlace,
     Change,
     Container,
     Depth,
@@ -62,6 +66,9 @@ from anybatch.modules import Modules, walk
 CONTAINERS = (dict, list, set, deque)
 ARRAYS = (array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
+"""What shows a dict that another name holds."""
 
 MOST = 20_000
 """Values that are followed; a function that reaches more holds a program, not state."""
@@ -93,6 +100,7 @@ class LossState:
         modules: the modules that they reach and that are not the model's, with paths.
         caches: functions that remember their results.
         written_by_person: some code that they run is in no library.
+        names_grad: some of it names an attribute `grad`.
     """
 
     def __init__(self, functions: Iterable[Any], model: nn.Module | None = None) -> None:
@@ -105,6 +113,7 @@ class LossState:
         self.iterators, self.modules = listing.iterators, listing.modules
         self.caches = listing.caches
         self.written_by_person = listing.own
+        self.names_grad = "grad" in listing.names
         self._listed = self.snapshot()
 
     def __reduce__(self) -> Any:
@@ -177,6 +186,10 @@ class LossState:
         for i in tensors:
             snapshot[i] = self._places[i].copy(Depth.THOROUGH)
 
+    def trained(self) -> set[int]:
+        """Return the ids of the parameters of the model."""
+        return set() if self._model is None else set(map(id, self._model.parameters()))
+
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""
         return {id(place.tensor) for place in self.tensors() if not place.tensor.requires_grad}
@@ -211,8 +224,14 @@ class _Listing:
         self._alive: list[Any] = []
         self._seen: set[Any] = set()
         self._names: set[str] = set()
+        self._bearers: dict[int, Any] = {}
         self._open: list[tuple[Any, str]] = []
         self._ahead: list[tuple[Any, str, tuple[Any, str] | None]] = []
+
+    @property
+    def names(self) -> set[str]:
+        """The names that the code of the functions uses."""
+        return self._names
 
     def root(self, fn: Any) -> None:
         """Begin at a function; its own name is left out of the paths."""
@@ -226,6 +245,8 @@ class _Listing:
                 self._follow(*self._ahead.pop())
             for value, path in self._open:
                 self._named(value, path)
+        if self._bearers:  # one place of all: a steady step asks each place
+            self.places.append(AttributesPlace([*self._bearers.values()]))
         if self._sets:  # a function may get its first attribute in a call
             self.places += [Container(vars(fn), path, fn, None) for fn, path in self._bare]
 
@@ -255,6 +276,7 @@ class _Listing:
         if isinstance(value, Tensor):
             if not is_lazy(value) and not value.is_inference():
                 self.places.append(TensorPlace(value, path, via))
+                self._bearers[id(value)] = value
         else:
             self.places.append(ArrayPlace(value, path, via))
 
@@ -268,8 +290,10 @@ class _Listing:
 
     def _callable(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:
         if isinstance(value, partial):
-            bound = (value.func, value.args, value.keywords)
-            self._ahead += [(one, path, None) for one in bound]
+            self._bearers[id(value)] = value
+            named = zip(_parameters(value.func), value.args, strict=False)
+            bound = [(path, value.func), *named, (path, value.keywords)]
+            self._ahead += [(one, name, None) for name, one in bound]
         elif isinstance(value, MethodType):
             self._ahead += [(value.__func__, path, None), (value.__self__, path or "self", None)]
         elif isinstance(value, FunctionType):
@@ -302,6 +326,8 @@ class _Listing:
             self._ahead.append((value.get(None), path, None))
         elif isinstance(value, ARRAYS):
             self.places.append(ArrayPlace(value, path, None))
+        elif isinstance(value, VIEWS):
+            self._ahead += [(one, path, None) for one in gc.get_referents(value)]
         else:
             return False
         return True
@@ -345,7 +371,7 @@ class _Listing:
         elif vars(fn):
             self.places.append(Container(vars(fn), dot + fn.__name__, fn, None))
             self._ahead += [(one, f"{dot}{n}", (fn, n)) for n, one in vars(fn).items()]
-        self._ahead.append((fn.__defaults__ or (), fn.__name__, None))
+        self._ahead += [(one, name, None) for name, one in _defaults(fn)]
         self._ahead += [(one, name, None) for name, one in (fn.__kwdefaults__ or {}).items()]
         if library:
             return  # its globals are its caches
@@ -403,6 +429,7 @@ class _Listing:
                     self._ahead += [(t, f"{path}.{n}", (module, n)) for n, t in named.items()]
         for kind in () if ours else HOOKS:
             self._ahead += [(hook, path, None) for hook in getattr(module, kind, {}).values()]
+        self._bearers.update((id(t), t) for t in tensors if t is not None)
         inner = [(n, m) for n, m in module._modules.items() if m is not None]
         self._ahead += [(m, f"{path}.{n}", None) for n, m in inner]
         if not _of_library(type(module).__module__):
@@ -467,6 +494,20 @@ def _keeps_attributes(cls: type) -> bool:
     name = cls.__module__
     root = name.split(".", maxsplit=1)[0]
     return root in NAMESPACES or name.startswith(OPTIMIZERS) or issubclass(cls, local)
+
+
+def _defaults(fn: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the defaults of a function, with the names that its code has for them."""
+    held = fn.__defaults__ or ()
+    count = fn.__code__.co_argcount
+    return zip(fn.__code__.co_varnames[count - len(held) : count], held, strict=True)
+
+
+def _parameters(fn: Any) -> Iterator[str]:
+    """Yield the names that a callable has for its positional arguments, and then its own."""
+    with suppress(TypeError, ValueError):  # of C
+        yield from inspect.signature(fn).parameters
+    yield from repeat(getattr(fn, "__name__", ""))
 
 
 def _remembered(cached: Any) -> list[Any]:

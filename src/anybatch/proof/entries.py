@@ -25,6 +25,10 @@ from anybatch.proof.verdict import Verdict
 
 READS = "the declared loss: it reads rows that are no tensors, which cannot be followed"
 
+FAILS = "the declared loss: it fails on the rows of the whole batch"
+LISTS = "what a list, a text or an array says of all that it is given"
+PLACES = "the place of a row in the batch, or with how many rows there are"
+
 MOST = 1 << 20
 """Numbers of outputs and targets that are compared: a look must not take what a step would not."""
 
@@ -43,24 +47,31 @@ class Entries:
     few: Rows
     layout: Sequence[int | None]
 
-    def judge(self, batch: TensorBatch | None, micro_batch: int) -> Verdict:
-        """Return what is known of a loss that reads them; nothing of one that does not.
+    def judge(self, batch: TensorBatch | None, micro_batch: int, *, counts: bool) -> Verdict:
+        """Return what is known of a loss that reads them, or that asks how many rows there are.
+
+        A constant that is cut to the rows, whose first entries are alike, is another one for later
+        rows of the whole batch only.
 
         Args:
             batch: the whole; None where it is not there, or there is no room to compare.
             micro_batch: samples in a micro-batch.
+            counts: the loss asks how many rows there are.
         """
-        if not self.read or all(axis is None for axis in self.layout):
+        read = self.read
+        if not (read or counts) or all(axis is None for axis in self.layout):
             return Verdict()
+        doubts = (READS,) if read else ()
         if batch is None or self._numbers(batch) > MOST:
-            return Verdict("", (READS,))
+            return Verdict("", doubts)
+        words = LISTS if read else PLACES
         outside = sys.exception()
         try:
-            return Verdict(self._differs(batch, micro_batch), (READS,))
+            return Verdict(self._differs(batch, micro_batch, words), doubts)
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             if out_of_memory(error, outside=outside):
                 raise
-        return Verdict("", (READS,))
+        return Verdict("", (READS,) if read else (FAILS,))
 
     @property
     def read(self) -> bool:
@@ -81,7 +92,7 @@ class Entries:
         outputs = sum(t.numel() for t in tree.flat(self.few.outputs)) // self.few.size
         return outputs * batch.size + sum(t.numel() for t in tree.flat(batch.targets))
 
-    def _differs(self, batch: TensorBatch, micro_batch: int) -> str:
+    def _differs(self, batch: TensorBatch, micro_batch: int, words: str) -> str:
         """Say what the whole batch gives that its parts do not; "" where nothing is found."""
         places = torch.arange(batch.size) % self.few.size
         pairs = zip(tree.flat(self.few.outputs), self.layout, strict=True)
@@ -108,8 +119,7 @@ class Entries:
         return (
             "a declared loss must give each sample the same loss whatever others come with it, and "
             f"it gives other numbers for {batch.size} rows than for {micro_batch} of them: it "
-            "computes with what a list, a text or an array says of all that it is given. "
-            f"{INSTEAD}"
+            f"computes with {words}. {INSTEAD}"
         )
 
     def _losses(self, rows: list[Tensor], targets: Any) -> list[Tensor]:

@@ -317,3 +317,33 @@ def test_what_is_true_is_shown_at_new_sizes_too(name: str) -> None:
         engine.backward(*rows_of(count))
         assert engine.plan is not None
         assert engine.plan.exact, engine.plan.exact
+
+
+LATER = torch.cat((torch.ones(6), torch.full((N - 6,), 2.0))).double()
+"""A constant whose first entries are alike, as the few rows are that are followed."""
+
+CUT: dict[str, Callable[[int], Tensor]] = {
+    "a slice": lambda n: LATER[:n],
+    "narrow": lambda n: LATER.narrow(0, 0, n),
+    "split": lambda n: LATER.split(n)[0],
+    "a slice at the end": lambda n: LATER.flip(0)[N - n :].flip(0),
+    "joined": lambda n: torch.cat((LATER, LATER))[:n],
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["per_sample", "ratio"])
+@pytest.mark.parametrize("name", CUT)
+def test_a_constant_that_is_cut_to_the_rows_is_refused(name: str, kind: str, size: int) -> None:
+    def by(out: Tensor, y: Tensor) -> Tensor:
+        return each(out, y) * CUT[name](len(out))
+
+    loss = {"per_sample": per(by), "ratio": over(lambda out, y: by(out, y).sum())}[kind][0]
+    engine = Engine(model(), loss, micro_batch=size)
+    try:
+        engine.backward(*batch())
+    except NotExactError as error:
+        assert "without a declaration" in str(error)  # noqa: PT017 - some are not shown instead
+        return
+    assert engine.plan is not None
+    assert not engine.plan.exact
