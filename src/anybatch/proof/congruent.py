@@ -38,11 +38,19 @@ from anybatch.rng import Dice
 
 QUERIES = frozenset(
     "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
-    "view reshape expand expand_as view_as clone detach to type float double half bfloat16 "
+    "view reshape expand expand_as view_as clone to type float double half bfloat16 "
     "requires_grad_ is_floating_point is_complex __getitem__ unbind __iter__ element_size "
     "__set__ data_ptr nelement ndimension get_device is_pinned storage_offset __format__".split()
 )
 """Functions that compute nothing, or whose way through depends on how rows lie in memory."""
+
+PROPERTIES: dict[Any, str] = {
+    getattr(Tensor, name).__get__: name for name in "T mT H mH data real imag".split()
+}
+"""Properties that give other numbers, or cut the graph."""
+
+CASTS = frozenset("to type type_as float double half bfloat16".split())
+"""Functions that compute something where they give another type: they round, or cut off."""
 
 
 @dataclass
@@ -51,6 +59,7 @@ class Seen:
 
     Attributes:
         functions: (module, function), in order.
+        lists: (module, lists of places that rows or features are read or written at), in order.
         numbers: (module, kernel, numbers) of pointwise kernels, in order.
         norms: (module, values of a channel) of calls of batch normalisation, in order.
         calls: of functions that compute something, in order.
@@ -59,6 +68,7 @@ class Seen:
     """
 
     functions: list[tuple[str, str]] = field(default_factory=list)
+    lists: list[tuple[str, str]] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     norms: list[tuple[str, int]] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
@@ -86,13 +96,19 @@ class _Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        name = PROPERTIES.get(func, name) if name == "__get__" else name
         kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it
-        compares = not kernel and name not in QUERIES and (self.backward or not _of_all())
+        heard = not kernel and (self.backward or not _of_all())
+        compares = heard and name not in QUERIES
         path = self._path() if compares else ""
+        if heard and name in INDEXING and (lists := _lists(args[1])):
+            self._seen.lists.append((self._path(), repr(lists)))
         if compares:
             self._seen.functions.append((path, name))
         free = not self.backward and self._is_free(name, given)
         result = func(*args, **(kwargs or {}))
+        if heard and name in CASTS and _casts(args[0], result):
+            self._seen.functions.append((self._path(), f"{name}() of another type"))
         if free:
             made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
             self._free.update((id(one), weakref.ref(one)) for one in made)
@@ -109,6 +125,19 @@ class _Functions(TorchFunctionMode):
             for one in tree_leaves(given)
             if isinstance(one, Tensor)
         )
+
+
+INDEXING = frozenset(("__getitem__", "__setitem__"))
+
+
+def _lists(index: Any) -> list[Any]:
+    """Return the lists of an index; tensors without data would not tell what they hold."""
+    lists = [one for one in (index if isinstance(index, tuple) else (index,)) if type(one) is list]
+    return [one for one in lists if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(one))]
+
+
+def _casts(x: Any, result: Any) -> bool:
+    return isinstance(x, Tensor) and isinstance(result, Tensor) and x.dtype != result.dtype
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -325,6 +354,9 @@ def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
         )
     if whole.functions != part.functions:
         why = f"forward calls other functions for {n} samples than for {m}"
+        return Verdict("", (why,))
+    if whole.lists != part.lists:
+        why = f"forward indexes with other lists for {n} samples than for {m}"
         return Verdict("", (why,))
     found = first_difference(whole.numbers, part.numbers)
     if found is not None:

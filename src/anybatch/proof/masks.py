@@ -285,7 +285,8 @@ class Masks:
         every = tensor.numel() * tensor.itemsize >= record.nbytes and (
             tensor.is_contiguous() if written else not tensor._is_view()
         )
-        if record.owner is None or every or (written and place == record.owner):
+        alone = written and place == record.owner and record.flat is None  # no other part has one
+        if record.owner is None or every or alone:
             record.views, record.flat, record.owner, record.origin = {place: mask}, None, place, met
             return
         if written:

@@ -42,9 +42,14 @@ SIZES = frozenset(
     (
         Tensor.__len__,
         Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+        Tensor.nelement,
         Tensor.numel,
         Tensor.shape.__get__,  # type: ignore[attr-defined]
         Tensor.size,
+        Tensor.storage,
+        Tensor.storage_offset,
+        Tensor.stride,
+        Tensor.untyped_storage,
         torch.numel,
     )
 )

@@ -407,7 +407,9 @@ def _sorted(call: Call) -> Found:
         return [fold(mask, [dim])] * len(call.results)
     order = call.results[-1]
     moved = call.full(x).gather(dim, order) | LOOSE
-    return [moved] * (len(call.results) - 1) + [moved | PLACE]
+    back = x.dtype in INTEGERS and _leads_back(mask)
+    places = moved & ~LOOSE & 0xFF if back else moved  # an order of an order is its inverse
+    return [moved] * (len(call.results) - 1) + [places | PLACE]
 
 
 @_rule("nonzero")
@@ -480,6 +482,16 @@ def _placed(call: Call, places: Tensor, table: Tensor) -> Tensor:
     return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
 
 
+def _read(got: Tensor, index: Tensor | None) -> Tensor:
+    """Return the mask of what was read at places: those of an inverse order bring rows back."""
+    return got & ~LOOSE & 0xFF if index is not None and _leads_back(index) else got
+
+
+def _leads_back(index: Tensor) -> bool:
+    """Say whether places are each of a sample, in the order of the samples."""
+    return bool(((index & PLACE) != 0).all()) and bool(((index & SAMPLES) != 0).all())
+
+
 def _piled(base: Tensor, add: Callable[[Tensor, Tensor], Tensor], source: Tensor) -> Tensor:
     """Return the mask of a sum of `source` into `base`, a bit at a time."""
     out = base.clone()
@@ -540,7 +552,8 @@ def _bagged(call: Call) -> Found:
 @_rule("gather")
 def _gathered(call: Call) -> Found:
     x, dim, places = call.args[:3]
-    return [call.full(x).gather(dim % max(x.dim(), 1), places) | _placed(call, places, x)]
+    got = call.full(x).gather(dim % max(x.dim(), 1), places)
+    return [_read(got, call.mask(places)) | _placed(call, places, x)]
 
 
 @_rule("index_select")
@@ -548,7 +561,7 @@ def _chosen(call: Call) -> Found:
     x, dim, places = call.args[:3]
     dim %= max(x.dim(), 1)
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    found = call.full(x).index_select(dim, places.reshape(-1))
+    found = _read(call.full(x).index_select(dim, places.reshape(-1)), call.mask(places))
     return [found | _placed(call, places, x).reshape(shape)]
 
 
@@ -731,6 +744,8 @@ def _indexed(call: Call) -> Found:
     got = torch.ops.aten.index.Tensor(call.full(x), indices)
     found = _of_places(got, indices, marks, dims)
     if not writes:
+        for one in places:
+            got = _read(got, call.mask(one))
         got = got | found
         return [got | (LOOSE if chosen and _among_samples(call) else 0)]
     source = _kept(call.full(call.args[2]).expand(got.shape) | found, call.args[2])

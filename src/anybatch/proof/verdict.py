@@ -18,7 +18,7 @@ from anybatch import tree
 from anybatch.errors import NotExactError
 from anybatch.loss.heard import WEIGHTS
 from anybatch.proof.follow import Follow, Notes
-from anybatch.proof.masks import CUT, PLACE, SAMPLES, fold, samples_of
+from anybatch.proof.masks import CUT, LOOSE, PLACE, SAMPLES, fold, samples_of
 
 WHOLE = "give micro_batch >= the batch size"
 
@@ -130,6 +130,7 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
             f"rows that are chosen by their values are brought together in {place}, and of the "
             "rows looked at fewer than two were"
         ] = None
+    doubts |= dict.fromkeys(_in_order(whole, axes))  # without an arange, places are none in `part`
     for place in whole.notes.fixed[:1]:
         doubts[f"rows are read or written by their place in the batch in {place}"] = None
     for place in _regrouped(whole, part)[:1]:
@@ -386,6 +387,16 @@ def _unfollowed(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
     for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):
         if axis is not None and trains and mask is None:
             yield f"no sample could be followed to {path}"
+
+
+def _in_order(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
+    """Yield an output whose rows are where samples have put them: of few rows one may move none."""
+    for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):
+        if axis is not None and trains and mask is not None and bool((mask & LOOSE).any()):
+            yield (
+                f"the rows of {path} are in an order, or a choice, that the samples make (sort, "
+                "topk, nonzero, x[mask]): write them back to their places"
+            )
 
 
 def _and(samples: Sequence[int]) -> str:
