@@ -500,6 +500,31 @@ def test_an_observer_may_draw_and_write_and_changes_nothing() -> None:
     assert_exact(results[1], results[0])
 
 
+def coupled_spread(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), target)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled_spread])
+@pytest.mark.parametrize("micro_batch", [4, 10])
+@pytest.mark.parametrize(
+    "moves",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.zero_grad(set_to_none=False),
+        lambda model: model[0].zero_grad(),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: sum(p.sum() for p in model.parameters()).backward(),
+    ],
+)
+def test_an_observer_that_changes_gradients_is_refused(
+    moves: Any, micro_batch: int, loss: Any
+) -> None:
+    model, (x, y) = mlp(), batch()
+    engine = Engine(model, loss, micro_batch=micro_batch)
+    with pytest.raises(anybatch.NotExactError, match="what observe= calls changes .grad"):
+        engine.backward(x, y, observe=lambda *_: moves(model))
+
+
 def test_state_in_the_loss_moves_once_a_step() -> None:
     class Tracked(nn.Module):
         def __init__(self) -> None:
