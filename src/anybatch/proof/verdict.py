@@ -353,7 +353,8 @@ def doubts_of(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
     """
     notes = run.notes
     for path, kind in notes.read[:1]:
-        yield f"Python reads a {kind} of the samples in {path}"
+        who = "Python, or code of torch.jit.script," if kind == "tensor" else "Python"
+        yield f"{who} reads a {kind} of the samples in {path}"
     for path, kernel, _ in notes.unfollowed[:1]:
         yield f"{kernel} in {path} could not be followed"
     for words, places in (
