@@ -500,6 +500,93 @@ def test_an_observer_may_draw_and_write_and_changes_nothing() -> None:
     assert_exact(results[1], results[0])
 
 
+class WithLoss(nn.Module):
+    """Returns its loss beside its outputs."""
+
+    def __init__(self, *, named: bool) -> None:
+        super().__init__()
+        self.linear, self.named = nn.Linear(5, 3).double(), named
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        out = self.linear(x)
+        loss = F.cross_entropy(out, y)
+        return {"logits": out, "loss": loss} if self.named else (out, loss)
+
+
+@pytest.mark.parametrize(("named", "key"), [(True, "loss"), (False, 1)])
+def test_a_loss_among_the_outputs_is_refused_with_what_to_write(named: bool, key: Any) -> None:
+    model, (x, y) = WithLoss(named=named), batch()
+    with pytest.raises(anybatch.BatchError, match="and give no loss_fn"):
+        Engine(model, lambda out: out[key], micro_batch=4).backward((x, y))
+    if named:
+        got = state_after(model, lambda m: Engine(m, micro_batch=4).backward((x, y)))
+        assert_exact(got, undivided(model, lambda out: out["loss"], (x, y), None))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 13])
+def test_a_loss_that_squeezes_warns_of_no_rows_that_nobody_has(micro_batch: int) -> None:
+    """A single row squeezes to another shape, and torch would warn of it."""
+    model, x = nn.Linear(5, 1).double(), batch(14)[0]
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(out.squeeze(), target)
+
+    got = state_after(
+        model, lambda m: Engine(m, loss, micro_batch=micro_batch).backward(x, x[:, 0])
+    )
+    assert_exact(got, undivided(model, loss, x, x[:, 0]))
+
+
+def test_a_loss_that_uses_a_batchnorm_of_the_model_is_refused_in_words_that_name_it() -> None:
+    model, (x, y) = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double(), batch()
+    engine = Engine(model, lambda out, t: F.cross_entropy(model[1](out), t), micro_batch=4)
+    with pytest.raises(anybatch.NotExactError, match="in forward or in the loss: "):
+        engine.backward(x, y)
+
+
+def scripted(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_code_of_torch_script_is_named_where_it_is_not_followed() -> None:
+    class Swish(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return swish(x)
+
+    swish = torch.jit.script(scripted)
+    engine = Engine(nn.Sequential(mlp(), Swish()), F.cross_entropy, micro_batch=4)
+    for _ in range(3):
+        engine.backward(*batch())
+    assert engine.plan is not None
+    assert "or torch.jit.script computes with it" in engine.plan.exact.by
+
+
+def coupled_spread(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), target)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, coupled_spread])
+@pytest.mark.parametrize("micro_batch", [4, 10])
+@pytest.mark.parametrize(
+    "moves",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.zero_grad(set_to_none=False),
+        lambda model: model[0].zero_grad(),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: sum(p.sum() for p in model.parameters()).backward(),
+    ],
+)
+def test_an_observer_that_changes_gradients_is_refused(
+    moves: Any, micro_batch: int, loss: Any
+) -> None:
+    model, (x, y) = mlp(), batch()
+    engine = Engine(model, loss, micro_batch=micro_batch)
+    with pytest.raises(anybatch.NotExactError, match="what observe= calls changes .grad"):
+        engine.backward(x, y, observe=lambda *_: moves(model))
+
+
 def test_state_in_the_loss_moves_once_a_step() -> None:
     class Tracked(nn.Module):
         def __init__(self) -> None:

@@ -145,10 +145,10 @@ class ForwardBuffers:
                 moved.append(state.path)
         if moved:
             raise NotExactError(
-                "a buffer must not move in forward while micro-batches wait for each other in "
-                f"BatchNorm, and these do: {', '.join(dict.fromkeys(moved))}. Call eval() on the "
-                'modules that own them, use batchnorm="local", or give micro_batch >= the batch '
-                "size"
+                "a buffer must not move while micro-batches wait for each other in BatchNorm, and "
+                f"these do, in forward or in the loss: {', '.join(dict.fromkeys(moved))}. Call "
+                'eval() on the modules that own them, use batchnorm="local", or give micro_batch '
+                ">= the batch size"
             )
 
     def statistics(self) -> list[Tensor | None]:

@@ -201,7 +201,7 @@ class Engine:
             scaler: ``torch.amp.GradScaler``; the gradients are then scaled, the loss is not. None
                 (default): that of an optimizer which accelerate has prepared, if it has one.
             observe: called ``observe(outputs, targets)`` for each micro-batch, once, in order, with
-                detached tensors.
+                detached tensors. It must leave ``.grad`` as it is.
 
         Returns:
             The loss of the whole batch, a detached 0-dim tensor.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.errors import NotExactError
 from anybatch.execution.hooks import LeafHooks
 
 HALF = (torch.bfloat16, torch.float16)
@@ -118,6 +119,28 @@ class Gradients:
         self.parameters += more.values()
         self._half += [p for p in more.values() if self._wide and gradient_dtype(p) in HALF]
         self._set_aside(more.values())
+
+    def marks(self) -> list[tuple[Tensor | None, int]]:
+        """Return what is in ``.grad`` of each parameter, and how often it was written to."""
+        there = [parameter.grad for parameter in self.parameters]
+        return [(one, 0 if one is None else one._version) for one in there]
+
+    def refuse_moved(self, before: list[tuple[Tensor | None, int]]) -> None:
+        """Refuse an observer that has changed the sum that is on its way.
+
+        Args:
+            before: `marks` before it was called.
+
+        Raises:
+            NotExactError: it has.
+        """
+        pairs = zip(before, self.marks(), strict=True)
+        if any(one is not other or n != m for (one, n), (other, m) in pairs):
+            raise NotExactError(
+                "gradients must stay while micro-batches run, and what observe= calls changes "
+                ".grad (zero_grad, backward, clipping), in which those of the micro-batches before "
+                "are summed: do that before or after engine.backward"
+            )
 
     def restart(self) -> None:
         """Throw away what was summed so far: the step starts over."""

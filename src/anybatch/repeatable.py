@@ -148,8 +148,11 @@ class Repeatable(ABC):
             outputs = self.rows(outputs, seen, micro.size - seen, micro.size)
             targets = tree.rows(targets, seen, micro.size, micro.size)
         before, self.phase = self.phase, "shown"
+        there = [] if self.gradients is None else self.gradients.marks()
         with nullcontext() if self.draws is None else self.draws.paused():
             self.observe(tree.map_tensors(Tensor.detach, self.loss.outputs(outputs)), targets)
+        if self.gradients is not None:
+            self.gradients.refuse_moved(there)
         self.phase = before
 
     def moment(self) -> Moment:

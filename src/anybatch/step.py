@@ -56,6 +56,12 @@ Layout = tuple[int | None, ...]
 """For each output tensor the dimension that holds the samples; None where none does."""
 
 
+NO_GRAPH = (
+    "forward must make the graph that it differentiates, because it also runs where gradients are "
+    "off, and torch.autograd.grad found none: write `with torch.enable_grad():` around that part "
+    "of it"
+)
+
 CHANGES = "forward builds another graph from step to step"
 
 
@@ -286,11 +292,7 @@ class Step(Repeatable):
             except RuntimeError as error:
                 if torch.is_grad_enabled() or graph.NONE not in str(error):
                     raise
-                raise NotExactError(
-                    "forward must make the graph that it differentiates, because it also runs "
-                    "where gradients are off, and torch.autograd.grad found none: write `with "
-                    "torch.enable_grad():` around that part of it"
-                ) from error
+                raise NotExactError(NO_GRAPH) from error
         if micro.size == 1 and self.layout and self.divided:
             _check_single(outputs, self.layout)
         if self.divided and self.loss.takes_outputs and hangs(outputs):

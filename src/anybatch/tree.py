@@ -357,10 +357,18 @@ def check_constant(path: str, one: Any, other: Any) -> None:
         differ = f"is {first} in one micro-batch and {second} in another"
         if first == second:
             differ = f"has other values in one micro-batch than in another ({first} in both)"
+        loss = isinstance(one, Tensor) and one.is_floating_point() and path.startswith("outputs")
         raise BatchError(
             f"what has no rows must be the same in every micro-batch, and {path} {differ}: it "
             "depends on the samples, so return one value a sample, in a tensor of shape [n]"
+            + (OF_MODEL if loss and not one.dim() else "")
         )
+
+
+OF_MODEL = (
+    "; or, where it is the loss, return it alone, first, or by the name loss, and give no loss_fn: "
+    "Engine(model)"
+)
 
 
 LEAVES = frozenset(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import Engine
+from anybatch import Engine, NotExactError
 from anybatch.rng import Dice
 
 N = 22
@@ -463,3 +463,17 @@ def test_draws_are_those_of_the_whole_batch_in_lanes(row: str, loss: Any, micro_
     model, x, y = Normed(make()), inputs(), torch.randint(3, (N,))
     want = by_torch(model, loss, x, y)
     assert_same(in_parts(model, loss, x, y, micro_batch, "lanes"), want)
+
+
+def test_a_gradient_that_forward_takes_of_what_it_draws_says_what_to_write() -> None:
+    """Laws are learnt without gradients: that it fails there is no matter of how many rows come."""
+
+    def slope(x: Tensor) -> Tensor:
+        inner = (x * torch.rand(len(x), 1, dtype=x.dtype)).detach().requires_grad_()
+        (found,) = torch.autograd.grad(inner.sin().sum(), inner)
+        return x * found
+
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), Fn(slope)).double()
+    x = torch.randn(9, WIDE, dtype=torch.float64)
+    with pytest.raises(NotExactError, match=r"write `with torch.enable_grad\(\):`"):
+        Engine(model, F.mse_loss, micro_batch=4, rng="batch").backward(x, x)

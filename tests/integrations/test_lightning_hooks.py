@@ -384,3 +384,30 @@ def test_the_square_of_a_weight_is_a_part_of_the_loss(micro_batch: int) -> None:
     bare.marked = False
     with pytest.raises(LossError, match=r"coupled\(lambda value: 0.1 \* value\)"):
         fit(bare, WholeBatch(micro_batch=micro_batch))
+
+
+class Centres(Net):
+    """Centres its outputs by the rows of a batch from the second epoch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        out = out - out.mean(0) if self.current_epoch > 0 else out
+        return F.cross_entropy(out, y)
+
+
+class CentresTargets(Centres):
+    """The same of what it is compared with, which leaves no trace in the graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        wanted = F.one_hot(y, 5).to(x.dtype)
+        return F.mse_loss(self(x), wanted - (wanted.mean(0) if self.current_epoch > 0 else 0))
+
+
+@pytest.mark.parametrize("kind", [Centres, CentresTargets])
+def test_what_changes_with_the_epoch_is_looked_at(kind: Any) -> None:
+    module = made(kind)
+    with pytest.raises(NotExactError, match="samples must not meet"):
+        fit(module, WholeBatch(micro_batch=3), max_epochs=2)
+    assert module.current_epoch == 1

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anybatch import tree
+from anybatch import graph, tree
 from anybatch.batch import MicroBatch, made_up
 from anybatch.dice.kernels import fault_of
 from anybatch.dice.law import Law, Rows, candidates, fitted
@@ -37,7 +37,7 @@ from anybatch.kept import Kept
 from anybatch.look import apart_rows, layout_of, quietly, rough_layout, turned, two_sizes
 from anybatch.memory_errors import out_of_memory
 from anybatch.rng import Dice
-from anybatch.step import Layout, Step, call_model, copied
+from anybatch.step import NO_GRAPH, Layout, Step, call_model, copied
 
 FEW = 8
 """Rows from which laws are learnt, or as few as there are; more where the model wants them."""
@@ -194,6 +194,8 @@ class Lesson:
         except AnybatchError:
             raise
         except Exception as error:
+            if isinstance(error, RuntimeError) and graph.NONE in str(error):
+                raise NotExactError(NO_GRAPH) from error
             taken = mark is not None or isinstance(error, RuntimeError | ValueError | IndexError)
             if not taken or out_of_memory(error, outside=outside):
                 raise

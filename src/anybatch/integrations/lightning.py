@@ -52,6 +52,7 @@ from anybatch.integrations.lightning_step import (  # noqa: E402
     Seen,
     SkippedError,
     Step,
+    reads_epoch,
     skips,
 )
 
@@ -70,8 +71,10 @@ class Part:
         self.engine = Engine(self.subject, OfModel(self.subject, WAY_OUT), **options)
 
     def as_now(self, module: Any) -> None:
-        """Let the engine see in which mode the module is."""
+        """Let the engine see in which mode the module is, and in which epoch if it asks for it."""
         self.subject.training = self.subject.model.training = module.training
+        if reads_epoch(type(module)):  # type: ignore[arg-type]  # another number is looked at
+            vars(self.subject.model)["epoch"] = int(module.current_epoch)
 
 
 class WholeBatch(Callback):  # type: ignore[misc]

@@ -13,8 +13,10 @@ Source: Lightning 2.6, ``LightningModule.log`` and ``_AutomaticOptimization``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from numbers import Number
 from threading import local
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -65,6 +67,19 @@ def skips(step: Callable[..., Any], *given: Any) -> bool:
             return step(*given) is None
     except SkippedError:
         return False
+
+
+@lru_cache(maxsize=100)
+def reads_epoch(cls: type) -> bool:
+    """Say whether a method of a person's class names the number of the epoch."""
+    own = [base for base in cls.__mro__ if not base.__module__.startswith(("lightning.", "torch."))]
+    methods = [one for base in own for one in vars(base).values() if isinstance(one, FunctionType)]
+    return any(_names(one.__code__, "current_epoch") for one in methods)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return name in code.co_names or any(_names(one, name) for one in inner)
 
 
 class Log:
@@ -164,6 +179,7 @@ class Rows(nn.Module):
         super().__init__()
         self.module = module
         self.training = module.training
+        self.epoch = 0  # a step may compute by the number of the epoch, which is the Trainer's
         self._step, self._present = step, present
 
     def forward(self, rows: Any) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -93,7 +94,8 @@ class LossCalls:
             return
         restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
         kept = self._state.large_kept, restore
-        with self._state.uncounted(self._start):
+        with self._state.uncounted(self._start), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a micro-batch, which the step takes otherwise
             refuse_hidden(whole, outputs, micro, kept, trains=trains)
 
     def watched(self, call: Callable[[], T]) -> T | None:

@@ -12,7 +12,9 @@ can be compared.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -236,7 +238,7 @@ class Watched(Loss):
             if asked is not None:
                 outputs, targets = unread(outputs, asked.outputs), unread(targets, asked.targets)
             try:
-                with watch:
+                with watch, silent():
                     result = call_loss(self._fn, outputs, targets)
                 found = watch.combination(result)
             except Exception:  # whatever it did with data that is not there: not known
@@ -266,6 +268,14 @@ class Rehearsed(Watched):
                 raise
         floats = [t for _, t in tree.tensors(outputs) if t.is_floating_point() or t.is_complex()]
         return torch.stack([t.sum().abs() for t in floats]).sum()
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """No warnings: they are of rows that no step computes with so, or come again where it does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _without_data(values: Any) -> Any:

@@ -362,7 +362,8 @@ def doubts_of(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
     """
     notes = run.notes
     for path, kind in notes.read[:1]:
-        yield f"Python reads a {kind} of the samples in {path}"
+        script = ", or torch.jit.script computes with it" if kind == "tensor" else ""
+        yield f"Python reads a {kind} of the samples in {path}{script}"
     for path, kernel, _ in notes.unfollowed[:1]:
         yield f"{kernel} in {path} could not be followed"
     for words, places in (
