@@ -36,6 +36,9 @@ STEPS = frozenset(
 )
 """Functions by which places of rows (``arange(n) // 8``) differ only where there are many rows."""
 
+FILLS = frozenset(("full", "new_full"))
+"""Functions that are given a size and a number."""
+
 CUTS = frozenset("slice select narrow split split_with_sizes tensor_split unbind chunk".split())
 """Kernels that give a part of what they are given."""
 
@@ -52,6 +55,7 @@ class Called(NamedTuple):
         made: how many of `shapes` are results.
         trains: which results carry gradients.
         free: it computes with tensors in which no sample has a part.
+        places: and these may number the rows.
     """
 
     path: str
@@ -62,6 +66,7 @@ class Called(NamedTuple):
     made: int
     trains: list[bool]
     free: bool
+    places: bool = False
 
 
 def called(
@@ -72,6 +77,7 @@ def called(
     known: Mapping[int, str],
     *,
     free: bool = False,
+    places: bool = False,
 ) -> Called:
     """Return what is compared of a call.
 
@@ -82,9 +88,10 @@ def called(
         result: what it returned.
         known: names of parameters and buffers, by id.
         free: no sample has a part in the tensors that are given. Default False.
+        places: these may number the rows. Default False.
     """
     numbers, words, shapes = [], [], []
-    for one in _leaves(given):
+    for one in _leaves(_without_size(given) if name in FILLS else given):
         if isinstance(one, Tensor):
             words += [known[id(one)]] if id(one) in known else []
             shapes.append(tuple(one.shape))
@@ -95,7 +102,16 @@ def called(
     results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
     made = [tuple(one.shape) for one in results]
     trains = [one.requires_grad for one in results]
-    return Called(path, name, numbers, words, made + shapes, len(made), trains, free)
+    return Called(path, name, numbers, words, made + shapes, len(made), trains, free, places)
+
+
+def _without_size(given: Any) -> Any:
+    """Return the arguments of a function that fills, without the size: its result has that."""
+    args, kwargs = given
+    if "fill_value" in kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name != "size"}
+        return [one for one in args if isinstance(one, Tensor)], kwargs
+    return [one for one in args if isinstance(one, Tensor)], args[-1], kwargs
 
 
 def _leaves(given: Any) -> Iterator[Any]:
@@ -176,6 +192,8 @@ def _steps(whole: Called, part: Called, n: int) -> bool:
         return False
     if whole.name in ("sum", "count_nonzero"):
         return whole.shapes[: whole.made] == part.shapes[: part.made]
+    if not (whole.places and part.places):
+        return False
     return not (whole.numbers and all(k and each[0] % k == 0 for k in whole.numbers))
 
 
