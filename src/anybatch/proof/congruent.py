@@ -94,16 +94,20 @@ class _Functions(TorchFunctionMode):
         path = self._path() if compares else ""
         if compares:
             self._seen.functions.append((path, name))
-        free = not self.backward and self._free.takes(name, given)
+        free = self._free.takes(name, given)
         places = free and self._free.numbers(given)
         result = func(*args, **(kwargs or {}))
-        if not self.backward:
-            self._free.gave(name, given, result, free=free)
+        self._free.gave(name, given, result, free=free)
         if compares:
             known = self._known
             one = called(path, name, given, result, known, free=free, places=places)
             self._seen.calls.append(one)
         return result
+
+    def follows(self, tensors: Iterable[Tensor]) -> None:
+        """Take these for tensors that samples have a part in."""
+        for one in tensors:
+            self._free.forget(one)
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -293,6 +297,7 @@ def trace(
             numbers.backward = functions.backward = True
             ends = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
             starts = [torch.ones_like(end) for end in ends]
+            functions.follows(starts)
             if ends:  # inside of autograd.backward() no mode would hear what is called
                 _engine_run_backward(
                     tuple(ends), tuple(starts), False, False, (),

@@ -46,6 +46,7 @@ from anybatch.proof.places import (
     Made,
     Shapes,
     bases,
+    firsts,
     marks,
     plain,
     scalars,
@@ -139,6 +140,7 @@ class Notes:
         collisions: where samples choose what they write to, and two may choose the same.
         positions: where some rows are read or written by their place in the batch.
         fixed: where rows are read or written at places that are the same for any number of rows.
+        counted: where numbers that are alike for all rows are others for more rows.
         regroups: (module, shape, dimensions along which samples lie) of what was given other
             dimensions, in order.
         saving: where what autograd saves is changed.
@@ -167,6 +169,7 @@ class Notes:
     collisions: list[str] = field(default_factory=list)
     positions: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
     regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
     saving: list[str] = field(default_factory=list)
     counters: list[str] = field(default_factory=list)
@@ -399,8 +402,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in CONSTANT and not views:
             return result
         took = shapes([*operands, *bases(views)])
-        reduced = () if name in CONSTANT else _reduced(made, operands)
-        self.notes.made[self._calls] = Made(name, shapes(made), took, reduced)
+        now = Made(name, shapes(made), took)
+        if name not in CONSTANT and operands:
+            with _disable_current_modes():
+                now = now._replace(made=_reduced(made, operands), first=firsts(func, made))
+        self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
         if fewer is not None:
             call = FreeCall(func, (args, kwargs), operands, views, fewer, self._trained)
@@ -424,6 +430,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = marks(func, one, shape, self.samples, self._fewer, outside=outside, tells=tells)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
+            elif call.counts(one, at, fewer):
+                self.notes.counted.append(f"{self.path}, in {name}")
 
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
         """Note a kernel without samples that treats rows by their place."""

@@ -95,6 +95,11 @@ class FreeTensors:
                 _note(self._free, other, holds=free)
                 _note(self._plain, other, holds=plain)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Take in that samples have a part in a tensor."""
+        _note(self._free, tensor, holds=False)
+        _note(self._plain, tensor, holds=False)
+
     def _is_plain(self, name: str, given: Any, made: Tensor) -> bool:
         """Say whether what a function has made tells no row from another."""
         if name in MAKERS or not self._has_rows(made):

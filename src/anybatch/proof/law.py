@@ -36,6 +36,9 @@ STEPS = frozenset(
 )
 """Functions by which places of rows (``arange(n) // 8``) differ only where there are many rows."""
 
+DIAGONALS = frozenset(("tril", "triu", "tril_", "triu_"))
+"""Functions that keep what lies on one side of a diagonal."""
+
 FILLS = frozenset(("full", "new_full"))
 """Functions that are given a size and a number."""
 
@@ -146,7 +149,7 @@ def breaks(whole: Called, part: Called, n: int, m: int) -> bool:
     pairs = zip(whole.numbers, part.numbers, strict=True)
     if single != (whole.name in VALUES):  # options of a loss, or what all samples are scaled by
         return not all(_same(a, b) for a, b in pairs)
-    if whole.name == "roll" and _rolls(whole, part):
+    if (whole.name == "roll" and _rolls(whole, part)) or _by_diagonal(whole, part):
         return True
     return not all(_scales(a, b, n, m, inverse=single) for a, b in pairs)
 
@@ -203,3 +206,9 @@ def _rolls(whole: Called, part: Called) -> bool:
     half = len(whole.numbers) // 2
     dims = [int(d) for d in whole.numbers[half:]] if half else range(len(shape))
     return any(shape[d] != other[d] for d in dims)
+
+
+def _by_diagonal(whole: Called, part: Called) -> bool:
+    """Say whether rows lie along a diagonal by which a function cuts."""
+    shape, other = whole.shapes[whole.made :][:1], part.shapes[part.made :][:1]
+    return whole.name in DIAGONALS and [s[-2:] for s in shape] != [s[-2:] for s in other]

@@ -46,12 +46,14 @@ class Made(NamedTuple):
         gave: shapes of its results.
         took: shapes of its operands, and of what those it writes to are a part of.
         made: the results of a reduction, which may be counts. Default: of other kernels none.
+        first: the first number of each result that is no view, and computes with several.
     """
 
     name: str
     gave: Shapes
     took: Shapes
     made: tuple[Tensor, ...] = ()
+    first: tuple[Tensor, ...] = ()
 
 
 Lengths = Mapping[int, Made]
@@ -270,6 +272,13 @@ class FreeCall:
         other = self._of_others()
         return lambda at, dim: at < len(other) and _tells(other[at], dim, n)
 
+    def counts(self, made: Tensor, at: int, fewer: Made) -> bool:
+        """Say whether result `at`, which is alike for all rows, is another where there are more."""
+        if self._random or at >= len(fewer.first) or not any(self._longer.values()):
+            return False
+        first = firsts(self._func, [made])
+        return bool(first) and not self.outside() and not torch.equal(first[0], fewer.first[at])
+
     _made: Sequence[Tensor] = ()
 
     def gave(self, made: Sequence[Tensor]) -> None:
@@ -307,6 +316,14 @@ class FreeCall:
         found = [one for one in made if isinstance(one, Tensor)]
         finite = all(bool(one.isfinite().all()) for one in found if one.is_floating_point())
         return found if finite else []
+
+
+def firsts(func: Any, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the first number of each result of a kernel that brings numbers together."""
+    views = any(one.alias_info is not None for one in func._schema.returns)
+    if views or torch.Tag.pointwise in func.tags or not all(map(plain, made)):
+        return ()
+    return tuple(one.detach().reshape(-1)[:1].clone() for one in made)
 
 
 def bases(written: Iterable[Tensor]) -> list[Tensor]:

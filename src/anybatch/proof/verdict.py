@@ -131,6 +131,8 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
         ] = None
     for place in whole.notes.fixed[:1]:
         doubts[f"rows are read or written by their place in the batch in {place}"] = None
+    for place in whole.notes.counted[:1]:
+        doubts[f"numbers are others for more rows than for fewer in {place}"] = None
     for place in _regrouped(whole, part)[:1]:
         doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))

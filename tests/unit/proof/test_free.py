@@ -131,10 +131,24 @@ NUMBERED: dict[str, Given] = {
 }
 
 
+def weighted(fn: Callable[[Tensor], Tensor]) -> Given:
+    """Return a body whose gradient is multiplied by what a kernel makes of ones."""
+    return lambda _, h: h + fn(torch.ones_like(h)) * (h - h.detach())
+
+
+COUNTED: dict[str, Given] = {
+    "softmax": weighted(lambda one: one.softmax(0)),
+    "a product": weighted(lambda one: one @ one.T @ one),
+    "normalised": weighted(lambda one: F.normalize(one, dim=0)),
+    "a sum": weighted(lambda one: one.sum(0)),
+}
+OTHER = CUT | PARTS | NUMBERED | COUNTED
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
-@pytest.mark.parametrize("name", [*CUT, *PARTS, *NUMBERED])
+@pytest.mark.parametrize("name", OTHER)
 def test_what_the_place_of_a_row_decides_is_never_shown(name: str, micro_batch: int) -> None:
-    net, (x, y) = Tabled((CUT | PARTS | NUMBERED)[name]).double(), batch()
+    net, (x, y) = Tabled(OTHER[name]).double(), batch()
     engine = Engine(net, F.mse_loss, micro_batch=micro_batch)
     try:
         engine.backward(x, y)
@@ -168,6 +182,8 @@ HONEST: dict[str, Given] = {
     "a table of features": lambda s, h: h + s.table[: h.shape[1], 0],
     "a constant": lambda s, h: h * s.ones[: len(h), None],
     "tokens": lambda s, h: (h[:, None] + s.table[:5]).mean(1),
+    "softmax of features": weighted(lambda one: one.softmax(1)),
+    "noise": lambda _, h: h + torch.randn(h.shape, dtype=h.dtype).softmax(1) * 0,
     "a square": lambda _, h: h * (1 + torch.ones(len(h), 6, 6).double().tril()[:, 2]),
 }
 

@@ -90,6 +90,9 @@ BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "a branch": lambda g: g if len(g) <= 8 else g / 2,
     "rows after 8": lambda g: torch.cat([g[:8], g[8:] * 0]),
     "rolled by 12": lambda g: g.roll(12, 0),
+    "a count of ones": lambda g: g * (1 + (torch.ones_like(g).sum(0) > 8).to(g.dtype)),
+    "a count of all": lambda g: g * (1 + (torch.ones_like(g).sum() > 64).to(g.dtype)),
+    "a diagonal": lambda g: g * torch.ones_like(g).tril(-8).add(1),
 }
 
 
@@ -123,6 +126,16 @@ def test_so_is_a_backward(name: str, hooked: bool, micro_batch: int) -> None:
         return h
 
     assert not claimed(body, micro_batch)
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4])
+def test_a_backward_that_is_given_ones_counts_nothing(micro_batch: int) -> None:
+    def body(h: Tensor) -> Tensor:
+        h = h * 1
+        h.register_hook(lambda g: g * (1 + (torch.ones_like(g) > 2).to(g.dtype)))
+        return h
+
+    assert claimed(body, micro_batch)
 
 
 def shifted(h: Tensor) -> Tensor:
