@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -226,6 +227,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
+        self._alike: dict[int, StorageWeakRef] = {}
         trained = model.parameters() if lengths else ()
         self._parameters = {
             one.untyped_storage()._cdata for one in trained if one.requires_grad and plain(one)
@@ -432,6 +434,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 note(one, found, lambda: f"{self.path}, in {name}")
             elif call.counts(one, at, fewer):
                 self.notes.counted.append(f"{self.path}, in {name}")
+            elif plain(one) and not outside:
+                storage = one.untyped_storage()
+                self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
         """Note a kernel without samples that treats rows by their place."""
@@ -439,6 +444,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         none = rows.name in CHOICES | WRITES | PUTS and not _places(rows)
         if (not none and at_fixed_places(rows, square=True)) or call.writes_some():
             self.notes.fixed.append(f"{self.path}, in {rows.name}")
+
+    def alike(self, tensor: Tensor) -> bool:
+        """Say whether a tensor was made without samples, and tells no row from another."""
+        known = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
+        if known is None or known.expired():  # type: ignore[no-untyped-call]
+            return False
+        return self.masks.of(tensor) is None
 
     def _trained(self, tensor: Tensor) -> bool:
         """Say whether the numbers of a tensor may be others later, whatever they are now."""

@@ -203,3 +203,40 @@ def test_numbers_that_are_alike_for_all_rows_are_shown(name: str, micro_batch: i
     assert_exact(state_after(net, run), undivided(net, F.mse_loss, x, y))
     assert plans[0] is not None
     assert plans[0].exact, str(plans[0].exact)
+
+
+DETERMINANTS: dict[str, Given] = {
+    "expanded": lambda s, h: s.gate.exp().sum().expand(len(h)),
+    "beside ones": lambda s, h: s.gate.exp().sum() * h.new_ones(len(h)),
+    "repeated": lambda s, h: s.gate.exp()[:1].repeat(len(h)),
+}
+
+
+def with_rows(out: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+    return F.mse_loss(out[0], y) + out[1].mean()
+
+
+class Determined(Tabled):
+    """Outputs, and a number for each row that parameters alone have made."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """[n, 4] -> [n, 3] and [n]."""
+        h = self.first(x)
+        return self.last(h), self.body(self, h)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 5])
+@pytest.mark.parametrize("name", DETERMINANTS)
+def test_rows_that_parameters_alone_have_made_are_shown(name: str, micro_batch: int) -> None:
+    net, (x, y) = Determined(DETERMINANTS[name]).double(), batch()
+    plans: list[Plan | None] = []
+
+    def run(model: nn.Module) -> Tensor:
+        engine = Engine(model, with_rows, micro_batch=micro_batch)
+        loss = engine.backward(x, y)
+        plans.append(engine.plan)
+        return loss
+
+    assert_exact(state_after(net, run), undivided(net, with_rows, x, y))
+    assert plans[0] is not None
+    assert plans[0].exact, str(plans[0].exact)
