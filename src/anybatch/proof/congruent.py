@@ -30,6 +30,7 @@ from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.sites import Site
+from anybatch.proof.free import FreeTensors
 from anybatch.proof.law import CUTS, Called, breaks, called
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import scalars
@@ -82,10 +83,12 @@ def _of_all() -> bool:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, seen: Seen, path: Callable[[], str], known: Mapping[int, str]) -> None:
+    def __init__(
+        self, seen: Seen, path: Callable[[], str], known: Mapping[int, str], rows: int
+    ) -> None:
         super().__init__()
         self._seen, self._path, self._known = seen, path, known
-        self._free: dict[int, weakref.ref[Tensor]] = {}
+        self._free = FreeTensors(known, rows)
         self.backward = False
 
     def __torch_function__(
@@ -105,26 +108,22 @@ class _Functions(TorchFunctionMode):
             self._seen.lists.append((self._path(), repr(lists)))
         if compares:
             self._seen.functions.append((path, name))
-        free = not self.backward and self._is_free(name, given)
+        free = self._free.takes(name, given)
+        places = free and self._free.numbers(given)
         result = func(*args, **(kwargs or {}))
         if heard and name in CASTS and _casts(args[0], result):
             self._seen.functions.append((self._path(), f"{name}() of another type"))
-        if free:
-            made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-            self._free.update((id(one), weakref.ref(one)) for one in made)
+        self._free.gave(name, given, result, free=free)
         if compares:
-            self._seen.calls.append(called(path, name, given, result, self._known, free=free))
+            known = self._known
+            one = called(path, name, given, result, known, free=free, places=places)
+            self._seen.calls.append(one)
         return result
 
-    def _is_free(self, name: str, given: Any) -> bool:
-        """Say whether no sample has a part in what a function computes."""
-        if name.startswith("new_") or name.endswith("_like"):
-            return True
-        return all(
-            id(one) in self._known or (id(one) in self._free and self._free[id(one)]() is one)
-            for one in tree_leaves(given)
-            if isinstance(one, Tensor)
-        )
+    def follows(self, tensors: Iterable[Tensor]) -> None:
+        """Take these for tensors that samples have a part in."""
+        for one in tensors:
+            self._free.forget(one)
 
 
 INDEXING = frozenset(("__getitem__", "__setitem__"))
@@ -318,7 +317,7 @@ def trace(
     heard = _Norms(seen, paths.now)
     norms = AloneNorms(counters(walk(model)), heard, rows=whole)
     named = [*model.named_parameters(), *model.named_buffers()]
-    functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named})
+    functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named}, size)
     numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
     model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
     with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
@@ -327,6 +326,7 @@ def trace(
             numbers.backward = functions.backward = True
             ends = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
             starts = [torch.ones_like(end) for end in ends]
+            functions.follows(starts)
             if ends:  # inside of autograd.backward() no mode would hear what is called
                 _engine_run_backward(
                     tuple(ends), tuple(starts), False, False, (),

@@ -39,6 +39,7 @@ from anybatch.proof.verdict import (
     doubts_of,
     first_difference,
     strange_row,
+    unfollowed,
 )
 from anybatch.rng import Dice
 
@@ -349,7 +350,8 @@ def _doubts(whole: Forward, part: Forward) -> Iterator[str]:
     for place in whole.notes.fixed[:1]:
         yield f"rows are read or written by their place in the batch in {place}"
     for run in (whole, part):
-        yield from doubts_of(run, [0] * len(run.outputs))
+        yield from doubts_of(run)
+        yield from unfollowed([run], [0] * len(run.outputs))
         for place in run.notes.backward[:1]:
             yield f"samples may meet in {place}"
     other = first_difference(whole.notes.numbers, part.notes.numbers)

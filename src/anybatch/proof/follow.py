@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -38,7 +39,20 @@ from anybatch.proof.masks import (
     union,
 )
 from anybatch.proof.paths import Paths
-from anybatch.proof.places import CONSTANT, Lengths, Made, Shapes, marks, plain, scalars, shapes
+from anybatch.proof.places import (
+    CONSTANT,
+    CUTS,
+    FreeCall,
+    Lengths,
+    Made,
+    Shapes,
+    bases,
+    firsts,
+    marks,
+    plain,
+    scalars,
+    shapes,
+)
 from anybatch.proof.rules import (
     CHOICES,
     PUTS,
@@ -66,11 +80,6 @@ NORMS = {
 
 TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
 """Kernels that read rows of a table."""
-
-CUTS = frozenset(
-    "slice select narrow split split_with_sizes chunk tensor_split unbind unfold".split()
-)
-"""Views of a part, or of parts, of a dimension."""
 
 REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unflatten"))
 """Kernels that give a tensor other dimensions."""
@@ -132,6 +141,7 @@ class Notes:
         collisions: where samples choose what they write to, and two may choose the same.
         positions: where some rows are read or written by their place in the batch.
         fixed: where rows are read or written at places that are the same for any number of rows.
+        counted: where numbers that are alike for all rows are others for more rows.
         regroups: (module, shape, dimensions along which samples lie) of what was given other
             dimensions, in order.
         saving: where what autograd saves is changed.
@@ -160,6 +170,7 @@ class Notes:
     collisions: list[str] = field(default_factory=list)
     positions: list[str] = field(default_factory=list)
     fixed: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
     regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
     saving: list[str] = field(default_factory=list)
     counters: list[str] = field(default_factory=list)
@@ -216,6 +227,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
+        self._alike: dict[int, StorageWeakRef] = {}
+        trained = model.parameters() if lengths else ()
+        self._parameters = {
+            one.untyped_storage()._cdata for one in trained if one.requires_grad and plain(one)
+        }
         self._dice = torch_state()
         norms = [
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
@@ -384,20 +400,61 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note_single(name, func, made)
         if name == "select":  # an entry of a table
             self.notes.numbers.append((self.path, name, args[1:]))
-        if name in CONSTANT:
+        views = [one for one in written if plain(one)]
+        if name in CONSTANT and not views:
             return result
-        note = self.masks.write if written else self.masks.put
-        took = shapes(operands)
-        self.notes.made[self._calls] = Made(name, shapes(made), took, _reduced(made, operands))
-        fewer = self._lengths.get(self._calls)
-        for one, shape in zip(made, fewer.gave if fewer else (), strict=False):
-            own = fewer is not None and fewer.took == took and all(map(plain, operands))
-            self.notes.given |= name == "lift_fresh"
+        took = shapes([*operands, *bases(views)])
+        now = Made(name, shapes(made), took)
+        if name not in CONSTANT and operands:
             with _disable_current_modes():
-                found = marks(func, one, shape, self.samples, self._fewer, own=own)
+                now = now._replace(made=_reduced(made, operands), first=firsts(func, made))
+        self.notes.made[self._calls] = now
+        fewer = self._lengths.get(self._calls)
+        if fewer is not None:
+            call = FreeCall(func, (args, kwargs), operands, views, fewer, self._trained)
+            call.gave(made)
+            with _disable_current_modes():
+                self._note_places_of_free(call, Call(name, func, args, kwargs, made, call.rows()))
+                if name not in CONSTANT:
+                    self._mark(call, func, made, fewer, written)
+        return result
+
+    def _mark(
+        self, call: FreeCall, func: Any, made: list[Tensor], fewer: Made, written: list[Tensor]
+    ) -> None:
+        """Note the masks of what is as long as there are rows."""
+        name, n = func._schema.name.split("::")[1], len(self.samples)
+        note = self.masks.write if written else self.masks.put
+        self.notes.given |= name == "lift_fresh" and made[0].shape != torch.Size(fewer.gave[0])
+        outside, asked = call.outside(), call.asked(n)
+        for at, (one, shape) in enumerate(zip(made, fewer.gave, strict=False)):
+            tells = partial(asked, at)
+            found = marks(func, one, shape, self.samples, self._fewer, outside=outside, tells=tells)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
-        return result
+            elif call.counts(one, at, fewer):
+                self.notes.counted.append(f"{self.path}, in {name}")
+            elif plain(one) and not outside:
+                storage = one.untyped_storage()
+                self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
+        """Note a kernel without samples that treats rows by their place."""
+        self.notes.sizes |= call.cuts
+        none = rows.name in CHOICES | WRITES | PUTS and not _places(rows)
+        if (not none and at_fixed_places(rows, square=True)) or call.writes_some():
+            self.notes.fixed.append(f"{self.path}, in {rows.name}")
+
+    def alike(self, tensor: Tensor) -> bool:
+        """Say whether a tensor was made without samples, and tells no row from another."""
+        known = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
+        if known is None or known.expired():  # type: ignore[no-untyped-call]
+            return False
+        return self.masks.of(tensor) is None
+
+    def _trained(self, tensor: Tensor) -> bool:
+        """Say whether the numbers of a tensor may be others later, whatever they are now."""
+        return tensor.requires_grad or tensor.untyped_storage()._cdata in self._parameters
 
     def _note_single(self, name: str, func: Any, made: list[Tensor]) -> None:
         """Note the value of a single number that was made of no sample: it may be their count."""

@@ -36,6 +36,12 @@ STEPS = frozenset(
 )
 """Functions by which places of rows (``arange(n) // 8``) differ only where there are many rows."""
 
+DIAGONALS = frozenset(("tril", "triu", "tril_", "triu_"))
+"""Functions that keep what lies on one side of a diagonal."""
+
+FILLS = frozenset(("full", "new_full"))
+"""Functions that are given a size and a number."""
+
 CUTS = frozenset("slice select narrow split split_with_sizes tensor_split unbind chunk".split())
 """Kernels that give a part of what they are given."""
 
@@ -52,6 +58,7 @@ class Called(NamedTuple):
         made: how many of `shapes` are results.
         trains: which results carry gradients.
         free: it computes with tensors in which no sample has a part.
+        places: and these may number the rows.
     """
 
     path: str
@@ -62,6 +69,7 @@ class Called(NamedTuple):
     made: int
     trains: list[bool]
     free: bool
+    places: bool = False
 
 
 def called(
@@ -72,6 +80,7 @@ def called(
     known: Mapping[int, str],
     *,
     free: bool = False,
+    places: bool = False,
 ) -> Called:
     """Return what is compared of a call.
 
@@ -82,9 +91,10 @@ def called(
         result: what it returned.
         known: names of parameters and buffers, by id.
         free: no sample has a part in the tensors that are given. Default False.
+        places: these may number the rows. Default False.
     """
     numbers, words, shapes = [], [], []
-    for one in _leaves(given):
+    for one in _leaves(_without_size(given) if name in FILLS else given):
         if isinstance(one, Tensor):
             words += [known[id(one)]] if id(one) in known else []
             shapes.append(tuple(one.shape))
@@ -95,7 +105,16 @@ def called(
     results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
     made = [tuple(one.shape) for one in results]
     trains = [one.requires_grad for one in results]
-    return Called(path, name, numbers, words, made + shapes, len(made), trains, free)
+    return Called(path, name, numbers, words, made + shapes, len(made), trains, free, places)
+
+
+def _without_size(given: Any) -> Any:
+    """Return the arguments of a function that fills, without the size: its result has that."""
+    args, kwargs = given
+    if "fill_value" in kwargs:
+        kwargs = {name: value for name, value in kwargs.items() if name != "size"}
+        return [one for one in args if isinstance(one, Tensor)], kwargs
+    return [one for one in args if isinstance(one, Tensor)], args[-1], kwargs
 
 
 def _leaves(given: Any) -> Iterator[Any]:
@@ -130,7 +149,7 @@ def breaks(whole: Called, part: Called, n: int, m: int) -> bool:
     pairs = zip(whole.numbers, part.numbers, strict=True)
     if single != (whole.name in VALUES):  # options of a loss, or what all samples are scaled by
         return not all(_same(a, b) for a, b in pairs)
-    if whole.name == "roll" and _rolls(whole, part):
+    if (whole.name == "roll" and _rolls(whole, part)) or _by_diagonal(whole, part):
         return True
     return not all(_scales(a, b, n, m, inverse=single) for a, b in pairs)
 
@@ -176,6 +195,8 @@ def _steps(whole: Called, part: Called, n: int) -> bool:
         return False
     if whole.name in ("sum", "count_nonzero"):
         return whole.shapes[: whole.made] == part.shapes[: part.made]
+    if not (whole.places and part.places):
+        return False
     return not (whole.numbers and all(k and each[0] % k == 0 for k in whole.numbers))
 
 
@@ -185,3 +206,9 @@ def _rolls(whole: Called, part: Called) -> bool:
     half = len(whole.numbers) // 2
     dims = [int(d) for d in whole.numbers[half:]] if half else range(len(shape))
     return any(shape[d] != other[d] for d in dims)
+
+
+def _by_diagonal(whole: Called, part: Called) -> bool:
+    """Say whether rows lie along a diagonal by which a function cuts."""
+    shape, other = whole.shapes[whole.made :][:1], part.shapes[part.made :][:1]
+    return whole.name in DIAGONALS and [s[-2:] for s in shape] != [s[-2:] for s in other]

@@ -492,6 +492,42 @@ def _leads_back(index: Tensor) -> bool:
     return bool(((index & PLACE) != 0).all()) and bool(((index & SAMPLES) != 0).all())
 
 
+def _written_at(call: Call, places: Tensor, *, leads: bool) -> Tensor:
+    """Return what indices add to the mask of what is written there.
+
+    Args:
+        call: of a kernel that writes.
+        places: the indices.
+        leads: what is written, or written to, is the samples' own. Else a place that no sample has
+            chosen is itself a value, but where each row is written to alike.
+    """
+    mask = call.full(places)
+    plain = mask & ~PLACE & 0xFF
+    chosen = bool((mask & SAMPLES).any())
+    if leads or chosen or call.backward or places.dtype not in INTEGERS:
+        return plain
+    return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
+
+
+def _takes_turns(places: Tensor, size: int) -> bool:
+    """Say whether indices name each row of a dimension, or the same entry of each row."""
+    every = torch.unique(places)
+    if not len(every) or size % len(every):
+        return False
+    each = size // len(every)
+    rows = torch.arange(len(every), device=every.device)
+    return bool((every // each == rows).all() and (every % each == every[0] % each).all())
+
+
+def _moves_rows(call: Call, dim: int, *others: Any) -> bool:
+    """Say whether samples lie along a dimension of one of these operands."""
+    for one in others:
+        mask = call.mask(one)
+        if mask is not None and mask.dim() and varies(mask, dim % mask.dim()):
+            return True
+    return False
+
+
 def _piled(base: Tensor, add: Callable[[Tensor, Tensor], Tensor], source: Tensor) -> Tensor:
     """Return the mask of a sum of `source` into `base`, a bit at a time."""
     out = base.clone()
@@ -570,19 +606,67 @@ def _added(call: Call) -> Found:
     x, dim, places, source = call.args[:4]
     dim %= max(x.dim(), 1)
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
-    found = call.full(source) | (call.full(places) & ~PLACE & 0xFF).reshape(shape)
-    found = _kept(found, source)
+    leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
+    leads |= _moves_rows(call, dim, x, source)
+    found = call.full(source) | _written_at(call, places, leads=leads).reshape(shape)
+    found = _kept(found)
     return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
+
+
+@_rule("index_fill index_fill_")
+def _filled_at(call: Call) -> Found:
+    x, dim, places, value = call.args[:4]
+    dim %= max(x.dim(), 1)
+    shape = [-1 if d == dim else 1 for d in range(x.dim())]
+    leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
+    leads |= _moves_rows(call, dim, x)
+    found = _written_at(call, places, leads=leads).reshape(shape)
+    if (mask := call.mask(value)) is not None:
+        found = found | mask.reshape([1] * x.dim())
+    size = [places.numel() if d == dim else n for d, n in enumerate(x.shape)]
+    found = _kept(found).expand(size).contiguous()
+    return [call.full(x).index_copy(dim, places.reshape(-1), found)]
+
+
+@_rule("take")
+def _taken(call: Call) -> Found:
+    x, places = call.args[:2]
+    return [call.full(x).reshape(-1)[places] | _placed(call, places, x)]
+
+
+@_rule("put put_")
+def _put(call: Call) -> Found:
+    x, places, source = call.args[:3]
+    leads = _takes_turns(places, x.numel())
+    leads |= any(mask is not None and _apart(mask) for mask in map(call.mask, (x, source)))
+    found = _written_at(call, places, leads=leads) | call.full(source).reshape(places.shape)
+    flat, found = call.full(x).reshape(-1), _kept(found).reshape(-1)
+    put = torch.ops.aten.index_put.default
+    add = bool(call.argument("accumulate", default=False))
+    if add:
+        got = _piled(flat, lambda base, one: put(base, [places.reshape(-1)], one, True), found)
+    else:
+        got = put(flat.contiguous(), [places.reshape(-1)], found)
+    return [got.reshape(x.shape)]
+
+
+def _apart(mask: Tensor) -> bool:
+    return any(varies(mask, d) for d in range(mask.dim()))
 
 
 @_rule("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ _scatter_reduce")
 def _scattered(call: Call) -> Found:
     x, dim, places = call.args[:3]
     dim %= max(x.dim(), 1)
-    found, source = call.full(places) & ~PLACE & 0xFF, call.argument("src", "value")
+    source = call.argument("src", "value")
+    lines = places.movedim(dim, -1).flatten(0, -2) if places.dim() > 1 else places.reshape(1, -1)
+    leads = bool(x.dim()) and bool((lines == lines[:1]).all())
+    leads = leads and _takes_turns(lines[:1], x.shape[dim])
+    leads |= _moves_rows(call, dim, x, source)
+    found = _written_at(call, places, leads=leads)
     if isinstance(source, Tensor) and source.dim():
         found = found | call.full(source)[tuple(slice(0, n) for n in places.shape)]
-    found = _kept(found, source)
+    found = _kept(found)
     piled = _piled(call.full(x), lambda base, one: base.scatter_add_(dim, places, one), found)
     return [_lines(piled, dim, call.mask(places))]
 
@@ -659,10 +743,14 @@ def by_position(call: Call, rows: int) -> bool:
     return any(n % rows for n in places)
 
 
-def at_fixed_places(call: Call) -> bool:
+def at_fixed_places(call: Call, *, square: bool = False) -> bool:
     """Say whether rows are read or written at places that no sample has chosen.
 
     So are all rows by an `arange` of them, until its length has told that it is one.
+
+    Args:
+        call: of a kernel.
+        square: a diagonal of rows against rows counts, too. Default False: samples lie along both.
     """
     x = call.args[0] if call.args else None
     mask = call.mask(x)
@@ -671,7 +759,7 @@ def at_fixed_places(call: Call) -> bool:
     if call.name in DIAGONALS:
         dims = (0, 1) if call.name == "diagonal_scatter" else (-2, -1)
         lies = [mask.shape[d] > 1 and varies(mask, d % x.dim()) for d in dims if x.dim() > 1]
-        return any(lies) and not all(lies)
+        return any(lies) and (square or not all(lies))
     if call.name in PUTS or call.name in ("index", "_unsafe_index"):
         return _indexes_rows(call, mask)
     if call.name not in WRITES | CHOICES | PLACES or call.name in ("take", "put"):
@@ -707,14 +795,12 @@ WRITES = frozenset(
 PUTS = frozenset("index_put index_put_ _index_put_impl_ _unsafe_index_put".split())
 
 
-def _kept(found: Tensor, value: Any) -> Tensor:
+def _kept(found: Tensor) -> Tensor:
     """Return the mask of what is written to chosen places: these are in no order any more.
 
     A place that is written as a number is one still, and whose it is its index tells.
     """
-    if isinstance(value, Tensor) and value.dtype in INTEGERS:
-        return found & ~LOOSE & 0xFF
-    return found & ~(LOOSE | PLACE) & 0xFF
+    return found & ~LOOSE & 0xFF
 
 
 @_rule("index _unsafe_index index_put index_put_ _unsafe_index_put _index_put_impl_")
@@ -739,8 +825,8 @@ def _indexed(call: Call) -> Found:
             dims.append(len(indices))
             indices.append(one)
             if call.mask(one) is not None:
-                plain = call.full(one) & ~PLACE & 0xFF
-                marks.append(plain if writes else _placed(call, one, x))
+                own = not writes or _puts_rows(call, one, len(indices) - 1)
+                marks.append(_written_at(call, one, leads=own) if writes else _placed(call, one, x))
     got = torch.ops.aten.index.Tensor(call.full(x), indices)
     found = _of_places(got, indices, marks, dims)
     if not writes:
@@ -748,13 +834,27 @@ def _indexed(call: Call) -> Found:
             got = _read(got, call.mask(one))
         got = got | found
         return [got | (LOOSE if chosen and _among_samples(call) else 0)]
-    source = _kept(call.full(call.args[2]).expand(got.shape) | found, call.args[2])
+    source = _kept(call.full(call.args[2]).expand(got.shape) | found)
     if call.argument("accumulate", default=False):
         put = torch.ops.aten.index_put_.default
         got = _piled(call.full(x), lambda base, one: put(base, indices, one, True), source)
     else:
         got = torch.ops.aten.index_put.default(call.full(x).contiguous(), indices, source)
     return [_left_out(call, got)]
+
+
+def _puts_rows(call: Call, places: Tensor, dim: int) -> bool:
+    """Say whether indices of a dimension lead to the rows of samples, or name each row alike."""
+    x, every, source = call.args[:3]
+    mask, value = call.mask(x), call.mask(source)
+    if (value is not None and _apart(value)) or (mask is not None and varies(mask, dim)):
+        return True
+    pure = [
+        one
+        for one in every
+        if (m := call.mask(one)) is not None and bool((m & PLACE).any()) and not total(m) & SAMPLES
+    ]
+    return len(pure) < 2 and _takes_turns(places, x.shape[dim])
 
 
 def _among_samples(call: Call) -> bool:

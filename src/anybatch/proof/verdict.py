@@ -71,12 +71,14 @@ class Output(NamedTuple):
         mask: which samples have had a part in it; None where none has.
         origin: where these met; "" where they have not.
         trains: it has a gradient.
+        alike: it was made without samples, and tells no row from another. Default False.
     """
 
     path: str
     mask: Tensor | None
     origin: str
     trains: bool
+    alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
     """
     masks = follow.masks
     found = [
-        Output(path, masks.of(one), masks.origin(one), one.requires_grad)
+        Output(path, masks.of(one), masks.origin(one), one.requires_grad, follow.alike(one))
         for path, one in tree.tensors(outputs, "outputs")
     ]
     return Forward(follow.notes, samples, found)
@@ -124,7 +126,8 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
         meets = meets or in_outputs(run, axes) or _in_backward(run)
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
-    doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run, axes))
+    doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run))
+    doubts.update(dict.fromkeys(unfollowed(runs, axes)))
     for place in whole.notes.few[:1]:  # of fewer rows fewer are chosen
         doubts[
             f"rows that are chosen by their values are brought together in {place}, and of the "
@@ -133,6 +136,8 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     doubts |= dict.fromkeys(_in_order(whole, axes))  # without an arange, places are none in `part`
     for place in whole.notes.fixed[:1]:
         doubts[f"rows are read or written by their place in the batch in {place}"] = None
+    for place in whole.notes.counted[:1]:
+        doubts[f"numbers are others for more rows than for fewer in {place}"] = None
     for place in _regrouped(whole, part)[:1]:
         doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))
@@ -145,7 +150,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
         run: the forward.
         axes: where each output holds the samples; None where it holds none.
     """
-    for (path, mask, place, trains), axis in zip(run.outputs, axes, strict=False):
+    for (path, mask, place, trains, _), axis in zip(run.outputs, axes, strict=False):
         if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
             return (
                 "the class weights of a loss inside the model must be the same for every part of "
@@ -353,13 +358,8 @@ def _all(rows: dict[int, int]) -> int:
     return found
 
 
-def doubts_of(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
-    """Yield why a forward does not show that samples stay apart.
-
-    Args:
-        run: the forward.
-        axes: where each output holds the samples; None where it holds none.
-    """
+def doubts_of(run: Forward) -> Iterable[str]:
+    """Yield why a forward does not show that samples stay apart."""
     notes = run.notes
     for path, kind in notes.read[:1]:
         script = ", or torch.jit.script computes with it" if kind == "tensor" else ""
@@ -378,21 +378,28 @@ def doubts_of(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
             yield f"{words} {place}"
     if notes.given:
         yield "Python makes numbers that are as many as the samples, and they cannot be followed"
-    marked = (mask for _, mask, _, _ in run.outputs if mask is not None)
+    marked = (one.mask for one in run.outputs if one.mask is not None)
     if notes.cuts and any(bool((mask & CUT).any()) for mask in marked):
         yield "rows are sliced along the samples, and parts of the batch may be computed otherwise"
-    yield from _unfollowed(run, axes)
 
 
-def _unfollowed(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
-    for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):
-        if axis is not None and trains and mask is None:
+def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[str]:
+    """Yield which outputs have lost their samples: those of parameters alone have none to lose.
+
+    Args:
+        runs: the forwards.
+        axes: where each output holds the samples; None where it holds none.
+    """
+    honest = {one.path for run in runs for one in run.outputs if one.alike}
+    pairs = [pair for run in runs for pair in zip(run.outputs, axes, strict=False)]
+    for (path, mask, _, trains, _), axis in pairs:
+        if axis is not None and trains and mask is None and path not in honest:
             yield f"no sample could be followed to {path}"
 
 
 def _in_order(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
     """Yield an output whose rows are where samples have put them: of few rows one may move none."""
-    for (path, mask, _, trains), axis in zip(run.outputs, axes, strict=False):
+    for (path, mask, _, trains, _), axis in zip(run.outputs, axes, strict=False):
         if axis is not None and trains and mask is not None and bool((mask & LOOSE).any()):
             yield (
                 f"the rows of {path} are in an order, or a choice, that the samples make (sort, "

@@ -31,6 +31,12 @@ def grouped(h: Tensor) -> Tensor:
     return h + table[torch.arange(len(h)) // 8]
 
 
+def numbered(n: int) -> Tensor:
+    found = torch.zeros(n, dtype=torch.int64)
+    found[:] = torch.arange(n)
+    return found
+
+
 def attending(h: Tensor) -> Tensor:
     late = torch.arange(len(h)) >= 8
     return torch.where((late[:, None] & late[None]), 0.1, 0.0).to(h.dtype) @ h + h
@@ -50,6 +56,13 @@ PLACES: dict[str, Body] = {
     "written at 8": written,
     "an eighth written": emptied,
     "groups of 8 places": grouped,
+    "groups of 8 rows": lambda h: h[torch.arange(len(h)) % 8],
+    "groups of a sum": lambda h: h[(torch.ones(len(h)).cumsum(0).long() - 1) % 8],
+    "places that are copied": lambda h: h[
+        torch.zeros(len(h)).copy_(torch.arange(len(h))).clamp(max=7).long()
+    ],
+    "places that are written": lambda h: h[numbered(len(h)).clamp(max=7)],
+    "filled by size": lambda h: h * torch.full((len(h), 1), float(len(h)), dtype=h.dtype),
     "places after 8": attending,
     "rolled by 12": lambda h: h.roll(12, 0),
     "rolled by a fifth": lambda h: h.roll(len(h) // 5, 0),
@@ -77,6 +90,9 @@ BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {
     "a branch": lambda g: g if len(g) <= 8 else g / 2,
     "rows after 8": lambda g: torch.cat([g[:8], g[8:] * 0]),
     "rolled by 12": lambda g: g.roll(12, 0),
+    "a count of ones": lambda g: g * (1 + (torch.ones_like(g).sum(0) > 8).to(g.dtype)),
+    "a count of all": lambda g: g * (1 + (torch.ones_like(g).sum() > 64).to(g.dtype)),
+    "a diagonal": lambda g: g * torch.ones_like(g).tril(-8).add(1),
 }
 
 
@@ -112,12 +128,44 @@ def test_so_is_a_backward(name: str, hooked: bool, micro_batch: int) -> None:
     assert not claimed(body, micro_batch)
 
 
+@pytest.mark.parametrize("micro_batch", [3, 4])
+def test_a_backward_that_is_given_ones_counts_nothing(micro_batch: int) -> None:
+    def body(h: Tensor) -> Tensor:
+        h = h * 1
+        h.register_hook(lambda g: g * (1 + (torch.ones_like(g) > 2).to(g.dtype)))
+        return h
+
+    assert claimed(body, micro_batch)
+
+
+def shifted(h: Tensor) -> Tensor:
+    """[n, 8] -> [n, 8], as encoders and decoders shift their tokens."""
+    found = h.new_zeros(h.shape)
+    found[:, 1:] = h[:, :-1].clone()
+    found[:, 0] = 2
+    return found.masked_fill(found == -100, 0)
+
+
 HONEST: dict[str, Body] = {
     "two views": lambda h: sum(torch.cat([h, h.tanh()]).chunk(2)) / 2,  # type: ignore[return-value]
     "features": lambda h: torch.cat([h[:, :4] * 2, h[:, 4:].roll(1, 1)], 1),
     "its own entry": lambda h: h * h[torch.arange(len(h)), h.argmax(1)][:, None],
     "windows": lambda h: h.view(-1, 2, 4).roll((1, 2), (1, 2)).flatten(1),
     "by heads": lambda h: h.view(len(h) * 2, 4).softmax(1).view(len(h), 8),
+    "filled": lambda h: h * torch.full((len(h), 1), 0.5, dtype=h.dtype),
+    "filled by name": lambda h: h * torch.full(size=(len(h), 1), fill_value=0.5, dtype=h.dtype),
+    "new_full": lambda h: h * h.new_full((len(h), 1), 0.5),
+    "a mask of ones": lambda h: h.masked_fill(torch.ones(len(h), 8) == 0, -9.0),
+    "new zeros": lambda h: h.masked_fill(h.new_zeros(h.shape) == -100, -9.0),
+    "a half": lambda h: h * (torch.ones(len(h), 1) / 2),
+    "a coin for each row": lambda h: torch.where(torch.rand(len(h), 1) < 0.3, 0.0, h),
+    "a time for each row": lambda h: h * torch.randint(1000, (len(h), 1)).div(1000),
+    "half a time": lambda h: h * (torch.randint(9, (len(h), 1)) // 2),
+    "places of tokens": lambda h: h * (torch.ones(len(h), 8).cumsum(1) / (8 + 1e-6)),
+    "a share of tokens": lambda h: h * (torch.arange(8).expand(len(h), -1) // 2),
+    "a mean of tokens": lambda h: h / torch.ones(len(h), 3).sum(1, keepdim=True).clamp(min=1),
+    "broadcast": lambda h: h * torch.broadcast_tensors(torch.ones(len(h), 1), h)[0].eq(1),
+    "shifted": shifted,
 }
 
 
