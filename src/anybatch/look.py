@@ -14,10 +14,13 @@ is refused before anything has been computed with it.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -43,7 +46,7 @@ from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
-from anybatch.proof.left import Left, grown, left_behind
+from anybatch.proof.left import Left, grown, increases, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.places import Lengths, counted_in, sized
 from anybatch.proof.sizes import ComparedSizes
@@ -71,6 +74,8 @@ ENOUGH = 4
 ODD = 3
 """Rows of the second forward: what lines of 4 and of 2 hold of 4 or 8 tokens is one sample's."""
 
+
+SOMEWHERE = "what no attribute of the model names"
 
 OWN = "a backward that is not torch's own"
 OTHER_IN_HALVES = (
@@ -250,6 +255,8 @@ class _Look:
         self._runs: list[Forward] = []
         self._repeated: Forward | None = None
         self._left: list[Left] = []
+        self._kept: list[int] = []
+        self._ours: list[weakref.ref[Tensor]] = []
         self._outline = 0
         self._strange, self._most = False, ENOUGH
         self._samples: Sequence[int] = ()
@@ -302,7 +309,21 @@ class _Look:
             outputs, _ = self._follow(micro, samples, saved=False)
         except proof_rows.NeededError:
             outputs, _ = self._follow(micro, samples, saved=True)
-        return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
+        outputs, _ = tree.map_tensors(Tensor.detach, outputs), None  # and what functions keep goes
+        self._count_kept(micro, outputs)
+        return outputs
+
+    def _count_kept(self, micro: MicroBatch, outputs: Any) -> None:
+        """Count the tensors of samples that something holds after a call, which nobody can name."""
+        self._ours += map(weakref.ref, (*tree.flat(micro.inputs), *tree.flat(outputs)))
+        ours = [tensor for one in self._ours if (tensor := one()) is not None]
+        model = self._step.model
+        count = partial(self._masks.kept, ours, [*model.parameters(), *model.buffers()])
+        kept = count()
+        if kept and not self._left[-1]:
+            gc.collect()  # or what has gone would count, where it holds itself
+            kept = count()
+        self._kept.append(kept)
 
     def repeated(self, last: MicroBatch) -> None:
         """Run forward once more on the rows of the last call, where the model has kept samples.
@@ -310,9 +331,9 @@ class _Look:
         What it only keeps changes nothing. What it computes with is refused, whatever the size at
         which it does.
         """
-        if not self._left[-1]:
+        if not (self._left[-1] or self._kept[-1]):
             return
-        name = next(iter(self._left[-1].values()))[0]
+        name = next((name for name, _ in self._left[-1].values()), SOMEWHERE)
         if self._step.budgeted:
             self.doubt(f"no room to see whether a call computes with what is left in {name}")
             return
@@ -331,7 +352,7 @@ class _Look:
             self._moved = moved_state(differs)
         elif outline != self._outline:
             self.doubt(f"a second call on the same rows builds another graph: it may read {name}")
-        elif more := grown(self._left):
+        elif more := grown(self._left) or (increases(self._kept) and SOMEWHERE):
             self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
@@ -402,6 +423,7 @@ class _Look:
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True
     ) -> tuple[Any, Follow]:
         self._masks.age()
+        self._step.forget_casts()  # or this forward would make fewer than the one before
         lengths = self._lengths if reads else {}  # calls before a backward have other numbers
         follow = Follow(
             self._step.model, self._masks, lengths, samples, self._fewer, guard=self.guard
@@ -423,9 +445,8 @@ class _Look:
             self._runs.append(ended(follow, samples, outputs))
             self._plain.append(every_number(self._step.model.named_modules()))
             self._left.append(left_behind(self._step.model, self._masks))
-            if self._left[-1]:
-                roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
-                self._outline = graph.outline(roots)
+            roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+            self._outline = graph.outline(roots)
         return outputs, follow
 
     def backward(self) -> None:
