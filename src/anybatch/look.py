@@ -37,6 +37,7 @@ from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.full_size import compare_sizes
 from anybatch.guard import Guard
+from anybatch.loss.heard import Heard
 from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
@@ -310,6 +311,8 @@ class _Look:
         except proof_rows.NeededError:
             outputs, _ = self._follow(micro, samples, saved=True)
         outputs, _ = tree.map_tensors(Tensor.detach, outputs), None  # and what functions keep goes
+        if isinstance(outputs, Heard):  # its terms hold their graph
+            outputs.terms = None
         self._count_kept(micro, outputs)
         return outputs
 
