@@ -127,6 +127,9 @@ def look(step: Step, norms: Norms | None = None) -> None:
         one.repeated(whole if fewer is None else part)
         before.put_back()
         step.buffers.restart()
+        one.warmed(whole)
+        before.put_back()
+        step.buffers.restart()
         one.again(whole, part)
         before.put_back()
         one.backward()
@@ -357,6 +360,24 @@ class _Look:
             self.doubt(f"a second call on the same rows builds another graph: it may read {name}")
         elif more := grown(self._left) or (increases(self._kept) and SOMEWHERE):
             self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
+
+    def warmed(self, whole: MicroBatch) -> None:
+        """Follow all rows again where the first forward has built what later ones find.
+
+        A mask or a table that is made once is no number of the larger forward. It takes the place
+        of the first one where its outputs are the same.
+        """
+        if len(self._runs) < 2 or self._step.budgeted:
+            return
+        first, fewer = (run.notes.made for run in self._runs)
+        if sized(first, fewer) is not None:
+            return
+        outputs = self._forward(whole)
+        later = self._runs.pop()
+        self._plain.pop()
+        pairs = zip(tree.flat(self.outputs), tree.flat(outputs), strict=True)
+        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+            self._runs[0] = later
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
         """Follow all rows again, where forward may tell samples apart by other means than rows.

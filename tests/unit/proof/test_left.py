@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_after, undivided
+from tests.oracle import assert_exact, state_after, state_of, undivided
 from tests.unit.proof.nets import batch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -277,3 +277,74 @@ def test_what_is_only_kept_is_shown(body: Body, norm: Callable[[], nn.Module]) -
     assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
     assert engines[0].plan is not None
     assert engines[0].plan.exact
+
+
+GRIDS: dict[int, Tensor] = {}
+
+
+def a_mask_made_once(net: Keeps, h: Tensor) -> Tensor:
+    if net.state is None:
+        net.state = torch.ones(8, 8, dtype=h.dtype).tril()
+    return h @ net.state
+
+
+def a_grid(h: Tensor) -> Tensor:
+    return torch.arange(8, dtype=h.dtype)[None].repeat(len(h), 1)
+
+
+def a_grid_of_the_last_size(net: Keeps, h: Tensor) -> Tensor:
+    if net.state is None or net.state.shape != h.shape:
+        net.state = a_grid(h)
+    return h * net.state
+
+
+def grids_by_size(_: Keeps, h: Tensor) -> Tensor:
+    if len(h) not in GRIDS:
+        GRIDS[len(h)] = a_grid(h)
+    return h * GRIDS[len(h)]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5])
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [(a_mask_made_once, True), (a_grid_of_the_last_size, True), (grids_by_size, False)],
+)
+def test_what_is_built_once_is_exact(body: Body, shown: bool, micro_batch: int) -> None:
+    GRIDS.clear()
+    net = Keeps(body, nn.Identity()).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x, y = torch.randn(14, 6, dtype=torch.double), torch.randint(3, (14,))
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+        assert engine.plan is not None
+        assert bool(engine.plan.exact) is shown, str(engine.plan.exact)
+    assert all(type(grid) is Tensor for grid in GRIDS.values())
+
+
+class KeepsOnItsClass(nn.Module):
+    """Keeps samples where a copy of it keeps them, too."""
+
+    kept: Any = None
+    several: list[Any] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, held: Any = {}) -> Tensor:  # noqa: B006
+        rows: Tensor = self.layer(x)[: len(x)]
+        cls: Any = type(self)
+        cls.kept = cls.new = held["x"] = rows.detach()
+        cls.several[:] = [rows.detach()]
+        return rows
+
+
+def test_tensors_without_data_stay_nowhere() -> None:
+    net, (x, y) = KeepsOnItsClass().double(), batch(12)
+    Engine(net, F.cross_entropy, micro_batch=5).backward(x, y)
+    cls: Any = KeepsOnItsClass
+    held = cls.forward.__defaults__[0]["x"]
+    assert {type(one) for one in (cls.kept, cls.new, held, *cls.several)} == {Tensor}
