@@ -63,10 +63,10 @@ def _compared(*given: Any, **options: Any) -> Verdict:
     if not found.meets:
         return found
     anew = congruent.compare(*given, **options, earlier=options["sizes"][0] + 1)
-    if not anew.meets:  # each size has built its own
+    if not (anew.meets or anew.doubts):  # each size has built its own
         return anew
     later = congruent.compare(*given, **options, earlier=0)
-    return found if later.meets else Verdict("", (KEEPS, *later.doubts))
+    return found if later.meets or later.doubts else Verdict("", (KEEPS,))
 
 
 def compare_new_sizes(step: Step) -> None:
