@@ -471,3 +471,32 @@ def test_a_first_look_at_rows_larger_than_the_network_holds_what_was_foreseen(
     with Meter(torch.device("cpu"), there) as meter:
         engine.backward(*batch)
     assert meter.peak <= tight.memory.predicted <= least
+
+
+class LossInside(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x), y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+@pytest.mark.parametrize("kind", ["plain", "lanes", "inside"])
+def test_casts_that_autocast_keeps_are_no_numbers_of_the_model(kind: str, micro_batch: int) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(10, 6), torch.randint(3, (10,))
+    norm = nn.BatchNorm1d(8) if kind == "lanes" else nn.Identity()
+    net: nn.Module = nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        if kind == "inside":
+            engine = Engine(LossInside(), micro_batch=micro_batch)
+            engine.backward((x, y))
+        else:
+            engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+            engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, str(engine.plan.exact)

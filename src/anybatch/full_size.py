@@ -18,6 +18,7 @@ from anybatch.proof.verdict import Verdict
 from anybatch.rng import Dice
 from anybatch.step import Step, call_model
 
+KEEPS = "forward builds anew what it keeps where the number of samples is another"
 BEYOND = "a batch or a micro-batch is larger than those that were compared"
 CHANGES = "the declared loss changes state of its own"
 
@@ -41,7 +42,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
             return call_model(model, inputs)
 
     compare = partial(
-        congruent.compare,
+        _compared,
         *(step.model, walk(step.model), (some.inputs, some.size)),
         run=run,
         trains=step.gradients is not None,
@@ -55,6 +56,21 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     _, _, why = single.meets.partition(" split, and ")
     others = (f"one sample may be computed otherwise: {why.split('. ')[0]}",) if why else ()
     return Verdict("", tuple(dict.fromkeys((*found.doubts, *single.doubts, *others))))
+
+
+def _compared(*given: Any, **options: Any) -> Verdict:
+    """Compare forwards; where they differ, compare calls that find what an earlier one has kept.
+
+    A grid that is kept for the last number of rows is built for some sizes and found for others.
+    """
+    found = congruent.compare(*given, **options)
+    if not found.meets:
+        return found
+    anew = congruent.compare(*given, **options, earlier=options["sizes"][0] + 1)
+    if not (anew.meets or anew.doubts):  # each size has built its own
+        return anew
+    later = congruent.compare(*given, **options, earlier=0)
+    return found if later.meets or later.doubts else Verdict("", (KEEPS,))
 
 
 def compare_new_sizes(step: Step) -> None:

@@ -61,6 +61,10 @@ class Kept:
                 self.container(vars(module))
             if not isinstance(module, ScriptModule):  # whose class has no function
                 self.function(type(module).forward)
+                self._class(type(module))
+                for value in list(vars(module).values()):
+                    if isinstance(value, FunctionType | MethodType | partial):
+                        self.function(value)
             for kind in HOOKS:
                 for hook in list(getattr(module, kind, {}).values()):
                     self.function(hook)
@@ -101,7 +105,23 @@ class Kept:
         for undo in self._undo:
             undo()
 
+    def _class(self, cls: type) -> None:
+        """Note the plain attributes of a person's class."""
+        for base in cls.__mro__:
+            own = not base.__module__.startswith(("torch.", "builtins", "anybatch."))
+            if own and id(base) not in self._seen:
+                self._seen.add(id(base))
+                was = dict(vars(base))
+                self._undo.append(partial(_fill_class, base, was))
+                for value in was.values():
+                    if type(value) in CONTAINERS:
+                        self.container(value)
+                    elif isinstance(value, FunctionType):
+                        self.function(value)
+
     def _closure(self, fn: FunctionType) -> None:
+        for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
+            self._value(value)
         for cell in fn.__closure__ or ():
             try:
                 value = cell.cell_contents
@@ -166,6 +186,15 @@ def fill(held: Any, was: Any) -> None:
     elif not (same and all(a is b for a, b in zip(held, was, strict=True))):
         held.clear()
         held.extend(was)
+
+
+def _fill_class(cls: type, was: dict[str, Any]) -> None:
+    """Make a class have the plain attributes that it had."""
+    for name in [name for name in vars(cls) if name not in was and not name.startswith("_")]:
+        delattr(cls, name)
+    for name, value in was.items():
+        if type(value) in PLAIN and vars(cls).get(name) is not value and not name.startswith("__"):
+            setattr(cls, name, value)
 
 
 def _names(code: CodeType) -> set[str]:

@@ -14,10 +14,13 @@ is refused before anything has been computed with it.
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -32,6 +35,7 @@ from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.hooks import refuse_registered
 from anybatch.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.guard import Guard
+from anybatch.loss.heard import Heard
 from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
@@ -41,7 +45,7 @@ from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
-from anybatch.proof.left import Left, grown, left_behind
+from anybatch.proof.left import Left, grown, increases, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.mixed import mixed_outputs, refuse_declared_use
 from anybatch.proof.places import Lengths, counted_in, sized
@@ -70,6 +74,8 @@ ENOUGH = 4
 ODD = 3
 """Rows of the second forward: what lines of 4 and of 2 hold of 4 or 8 tokens is one sample's."""
 
+
+SOMEWHERE = "what no attribute of the model names"
 
 OWN = "a backward that is not torch's own"
 OTHER_IN_HALVES = (
@@ -118,6 +124,9 @@ def look(step: Step, norms: Norms | None = None) -> None:
         before.put_back()
         step.buffers.restart()
         one.repeated(whole if fewer is None else part)
+        before.put_back()
+        step.buffers.restart()
+        one.warmed(whole)
         before.put_back()
         step.buffers.restart()
         one.again(whole, part)
@@ -241,6 +250,8 @@ class _Look:
         self._runs: list[Forward] = []
         self._repeated: Forward | None = None
         self._left: list[Left] = []
+        self._kept: list[int] = []
+        self._ours: list[weakref.ref[Tensor]] = []
         self._outline = 0
         self._strange, self._most = False, ENOUGH
         self._samples: Sequence[int] = ()
@@ -293,7 +304,23 @@ class _Look:
             outputs, _ = self._follow(micro, samples, saved=False)
         except proof_rows.NeededError:
             outputs, _ = self._follow(micro, samples, saved=True)
-        return tree.map_tensors(Tensor.detach, outputs)  # what functions keep goes with the graph
+        outputs, _ = tree.map_tensors(Tensor.detach, outputs), None  # and what functions keep goes
+        if isinstance(outputs, Heard):  # its terms hold their graph
+            outputs.terms = None
+        self._count_kept(micro, outputs)
+        return outputs
+
+    def _count_kept(self, micro: MicroBatch, outputs: Any) -> None:
+        """Count the tensors of samples that something holds after a call, which nobody can name."""
+        self._ours += map(weakref.ref, (*tree.flat(micro.inputs), *tree.flat(outputs)))
+        ours = [tensor for one in self._ours if (tensor := one()) is not None]
+        model = self._step.model
+        count = partial(self._masks.kept, ours, [*model.parameters(), *model.buffers()])
+        kept = count()
+        if kept and not self._left[-1]:
+            gc.collect()  # or what has gone would count, where it holds itself
+            kept = count()
+        self._kept.append(kept)
 
     def repeated(self, last: MicroBatch) -> None:
         """Run forward once more on the rows of the last call, where the model has kept samples.
@@ -301,9 +328,9 @@ class _Look:
         What it only keeps changes nothing. What it computes with is refused, whatever the size at
         which it does.
         """
-        if not self._left[-1]:
+        if not (self._left[-1] or self._kept[-1]):
             return
-        name = next(iter(self._left[-1].values()))[0]
+        name = next((name for name, _ in self._left[-1].values()), SOMEWHERE)
         if self._step.budgeted:
             self.doubt(f"no room to see whether a call computes with what is left in {name}")
             return
@@ -322,8 +349,26 @@ class _Look:
             self._moved = moved_state(differs)
         elif outline != self._outline:
             self.doubt(f"a second call on the same rows builds another graph: it may read {name}")
-        elif more := grown(self._left):
+        elif more := grown(self._left) or (increases(self._kept) and SOMEWHERE):
             self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
+
+    def warmed(self, whole: MicroBatch) -> None:
+        """Follow all rows again where the first forward has built what later ones find.
+
+        A mask or a table that is made once is no number of the larger forward. It takes the place
+        of the first one where its outputs are the same.
+        """
+        if len(self._runs) < 2 or self._step.budgeted:
+            return
+        first, fewer = (run.notes.made for run in self._runs)
+        if sized(first, fewer) is not None:
+            return
+        outputs = self._forward(whole)
+        later = self._runs.pop()
+        self._plain.pop()
+        pairs = zip(tree.flat(self.outputs), tree.flat(outputs), strict=True)
+        if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+            self._runs[0] = later
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
         """Follow all rows again, where forward may tell samples apart by other means than rows.
@@ -393,6 +438,7 @@ class _Look:
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True
     ) -> tuple[Any, Follow]:
         self._masks.age()
+        self._step.forget_casts()  # or this forward would make fewer than the one before
         lengths = self._lengths if reads else {}  # calls before a backward have other numbers
         follow = Follow(
             self._step.model, self._masks, lengths, samples, self._fewer, guard=self.guard
@@ -414,9 +460,8 @@ class _Look:
             self._runs.append(ended(follow, samples, outputs))
             self._plain.append(every_number(self._step.model.named_modules()))
             self._left.append(left_behind(self._step.model, self._masks))
-            if self._left[-1]:
-                roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
-                self._outline = graph.outline(roots)
+            roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+            self._outline = graph.outline(roots)
         return outputs, follow
 
     def backward(self) -> None:

@@ -167,6 +167,12 @@ class Outside:
         for module in modules:
             for kind in HOOKS:
                 self._ahead += getattr(module, kind, {}).values()
+            if _origin(type(module)) is TORCH:  # type: ignore[arg-type]
+                self._foreign(module)
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.__dict__:
+                    held = parameter.__dict__
+                    self._place(held, "a parameter", "attributes", partial(_same, held))
             if not _of_library(type(module)):
                 self._ahead += [one for one in vars(module).values() if _function(one)]
                 self._class(type(module))
@@ -186,6 +192,12 @@ class Outside:
             for named, one in held.items()
             if isinstance(one, Tensor) and one.numel() == 1 and simple(one)
         }
+
+    def _foreign(self, module: nn.Module) -> None:
+        """Note what a person has given to a module of torch's own."""
+        held, cls = vars(module), type(module)
+        for name in held.keys() - Attributes.OWN - _named_in(cls):  # type: ignore[arg-type]
+            self._place(held, cls.__name__, name, partial(held.get, name))
 
     def _class(self, cls: type) -> None:
         if id(cls) in self._seen:
@@ -358,6 +370,15 @@ def _origin(cls: type) -> int:
     if cls.__module__.startswith("torch.nn."):
         return TORCH
     return INSTALLED if _of_library(cls) else OWN
+
+
+@lru_cache(maxsize=1000)
+def _named_in(cls: type) -> frozenset[str]:
+    """Return the names that a class of modules uses for itself."""
+    functions = [one for base in cls.__mro__ for one in vars(base).values()]
+    return frozenset().union(
+        *(_names(f.__code__) for f in functions if isinstance(f, FunctionType))
+    )
 
 
 @lru_cache(maxsize=1000)

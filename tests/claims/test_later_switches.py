@@ -61,6 +61,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        first: Any = self.first
+        first.begun, first.weight.begun, first.held = False, False, {"begun": False}
         self.number, self.nothing, self.pair, self.kind = 0, None, (0,), Kind.BEFORE
         self.options, self.slots, self.space, self.object = Options(), Slots(), Of().inner, Of()
         self.held: Any = {"begun": False, "inner": [[0]]}
@@ -108,6 +110,18 @@ SWITCHES: dict[str, Switch] = {
     "an attribute of a layer": (
         lambda net: hasattr(net.last, "begun"),
         lambda net: setattr(net.last, "begun", True),
+    ),
+    "an attribute that a layer has": (
+        lambda net: net.first.begun,
+        lambda net: setattr(net.first, "begun", True),
+    ),
+    "a dict that a layer has": (
+        lambda net: net.first.held["begun"],
+        lambda net: setting(net.first.held, "begun", True),
+    ),
+    "an attribute of a parameter": (
+        lambda net: getattr(net.first.weight, "begun", False),  # a copy has none
+        lambda net: setattr(net.first.weight, "begun", True),
     ),
     "a dict": (
         lambda net: net.held["begun"],

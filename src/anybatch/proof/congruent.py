@@ -210,6 +210,7 @@ def compare(
     values: Sequence[Any] = (),
     singles: bool = False,
     backward: bool = False,
+    earlier: int | None = None,
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the whole batch.
 
@@ -223,6 +224,8 @@ def compare(
         values: what Python reads of tensors in a forward, in order. Default: nothing is known.
         singles: compare numbers that are computed with a number by itself, too. Default False.
         backward: compare what hooks and functions of one's own call in backward. Default False.
+        earlier: a call of so many samples comes before each, and may keep something; 0 is as many.
+            Default None: no call does.
     """
     seen = [Seen() for _ in sizes]
     with _disable_current_modes():  # or a meter would count what has no data
@@ -231,6 +234,7 @@ def compare(
             trains=trains,
             singles=singles,
             backward=backward,
+            earlier=earlier,
         )
     if any(one() is not None for each in seen for one in each.made):
         forget_fakes()  # a walk over all objects, so only where something has kept one
@@ -259,28 +263,32 @@ def _traced(
     trains: bool,
     singles: bool,
     backward: bool,
+    earlier: int | None,
 ) -> str:
     """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
-    dice = Dice.now()
+    dice, kept = Dice.now(), Kept()
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
-        kept = Kept()
         kept.modules(twin.modules(), attributes=True)
         for size, each in zip(sizes, seen, strict=True):
-            dice.put_back()  # or numbers that Python draws would differ
-            kept.put_back()  # or those that it counts
-            inputs = fakes.rows(*rows, size)
-            trace(
-                *(fakes, twin, inputs, size, run, each),
-                whole=sizes[0],
-                trains=trains,
-                values=values,
-                singles=singles,
-                backward=backward,
-            )
+            kept.put_back()  # or numbers that it counts would differ
+            calls = [] if earlier is None else [(earlier or size, Seen())]
+            for count, noted in (*calls, (size, each)):
+                dice.put_back()  # or those that Python draws
+                inputs = fakes.rows(*rows, count)
+                trace(
+                    *(fakes, twin, inputs, count, run, noted),
+                    whole=sizes[0],
+                    trains=trains,
+                    values=values,
+                    singles=singles,
+                    backward=backward,
+                )
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
+    finally:
+        kept.put_back()  # or a fake would stay in what the model shares with its copy
     return ""
 
 

@@ -11,7 +11,7 @@ holds samples after a call is found here, and where there is any, the call is ma
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from types import FunctionType, MethodType
 from typing import Any
@@ -49,10 +49,14 @@ def grown(calls: Iterable[Left]) -> str:
     """Return what a container is called that holds more samples after each call; "" for none."""
     first, *others = calls
     for at, (name, count) in first.items():
-        counts = [count, *(each.get(at, ("", 0))[1] for each in others)]
-        if others and all(a < b for a, b in pairwise(counts)):
+        if increases([count, *(each.get(at, ("", 0))[1] for each in others)]):
             return name
     return ""
+
+
+def increases(counts: Sequence[int]) -> bool:
+    """Say whether each of several counts is larger than the one before."""
+    return len(counts) > 1 and all(a < b for a, b in pairwise(counts))
 
 
 def _held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:

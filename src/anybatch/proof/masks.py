@@ -15,6 +15,7 @@ samples stay apart. Masks are kept by storage, so that views and writes in place
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import gcd
@@ -259,6 +260,25 @@ class Masks:
             record.views = {place: _aged(mask) for place, mask in record.views.items()}
             record.flat = None if record.flat is None else _aged(record.flat)
             record.origin = ""
+
+    def kept(self, ours: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+        """Return how many storages of samples are held by something else than some tensors.
+
+        Args:
+            ours: tensors that may hold a storage: one that has more holders than these is kept.
+            besides: tensors whose storages do not count. Default: there are none.
+        """
+        self._give_up()
+        known = {id(tensor): id(self._record(tensor)) for tensor in ours}
+        holders = Counter(known.values())
+        aside = {id(self._record(tensor)) for tensor in besides}
+        one = torch.zeros(())  # whose storage Python has seen, as those of the records
+        extra = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1
+        return sum(
+            torch._C._storage_Use_Count(at) - extra > holders[id(record)]
+            for at, record in self._records.items()
+            if id(record) not in aside and any(bool(mask.any()) for mask in record.views.values())
+        )
 
     def _record(self, tensor: Tensor) -> _Record | None:
         if tensor.layout != torch.strided:
