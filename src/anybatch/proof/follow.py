@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.batchnorm import counters
 from anybatch.graph import name_of
+from anybatch.meeting import samples_here
 from anybatch.proof.ask import ask
 from anybatch.proof.few import CHOOSING, Few
 from anybatch.proof.masks import (
@@ -732,8 +733,12 @@ def _places(call: Call) -> int:
 
 
 def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return copies of what has fewer numbers than it was made of."""
-    if sum(one.numel() for one in made) >= sum(one.numel() for one in operands):
+    """Return copies of what has fewer numbers than one of those it was made of.
+
+    Functions that have the rows of the whole batch may count them; a metric may count what it has.
+    """
+    largest = max(one.numel() for one in operands)
+    if any(one.numel() >= largest for one in made) or samples_here() == -1 or ours():
         return ()
     with _disable_current_modes():
         return tuple(one.detach().clone() for one in made if plain(one))
