@@ -64,6 +64,7 @@ from anybatch.proof.verdict import (
 )
 from anybatch.rng import Dice
 from anybatch.step import Layout, Step, copied
+from anybatch.unseen import Unseen
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are followed again: what a model does may change."""
@@ -316,10 +317,11 @@ class _Look:
         ours = [tensor for one in self._ours if (tensor := one()) is not None]
         model = self._step.model
         count = partial(self._masks.kept, ours, [*model.parameters(), *model.buffers()])
-        kept = count()
-        if kept and not self._left[-1]:
-            gc.collect()  # or what has gone would count, where it holds itself
+        with Unseen():  # a mode that hears of a storage brings it in for good
             kept = count()
+            if kept and not self._left[-1]:
+                gc.collect()  # or what has gone would count, where it holds itself
+                kept = count()
         self._kept.append(kept)
 
     def repeated(self, last: MicroBatch) -> None:
