@@ -89,13 +89,15 @@ def _ask_floats(
             for mark in marks:
                 mark.bitwise_or_(1 << bit)
         return
-    for mark, result in zip(marks, found, strict=True):
+    while found:  # what one result takes is free for the next ones: a budget counts them
+        mark, result = marks[len(found) - 1], found.pop()
         if result.shape != mark.shape:
             mark.bitwise_or_(1 << bit)
         elif _real(result):
             mark.bitwise_or_(_isnan(result).to(torch.uint8) << bit)
         else:
             _into_integers(chosen, leaves, mark, bit)
+        del result
     if again.steady() and not again.other_values(marks, bit):
         unfollowed("it takes no other values")
 
@@ -165,20 +167,29 @@ class _Again:
     def steady(self) -> bool:
         """Say whether it makes the same of the same: sums of atomic additions vary."""
         with suppress(*ERRORS):
-            self._plain = self(_same)
-            return not any(map(_any_differ, self._plain, self(_same)))
+            self._plain = self(self._same)
+            return not any(map(_any_differ, self._plain, self(self._same)))
         return False
+
+    def _same(self, leaf: Tensor, _: Tensor) -> Tensor:
+        found: Tensor = _own(self._call, leaf)
+        return found
 
     def other_values(self, marks: list[Tensor], bit: int) -> bool:
         """Mark what other values change; return whether there were any that the kernel takes."""
         told = False
         for change in FLOATS:
             with suppress(*ERRORS):
-                found = self(partial(_changed, change))
+                self._mark_changed(change, marks, bit)
                 told = True
-                for mark, one, other in zip(marks, self._plain, found, strict=True):
-                    mark.bitwise_or_(_differ(one, other).to(torch.uint8) << bit)
         return told
+
+    def _mark_changed(
+        self, change: Callable[[Tensor], Tensor], marks: list[Tensor], bit: int
+    ) -> None:
+        found = self(partial(_changed, change))  # these go with this call: a budget counts them
+        for mark, one, other in zip(marks, self._plain, found, strict=True):
+            mark.bitwise_or_(_differ(one, other).to(torch.uint8) << bit)
 
     def moves_others(self, marks: list[Tensor], bit: int) -> bool:
         """Say whether whole numbers of a sample change what is not marked as its own.
@@ -215,10 +226,6 @@ class _Again:
             assert one is not None
             changed[at] = torch.where(one, leaf.roll(by, 0), leaf)
         return self._run(changed)
-
-
-def _same(leaf: Tensor, _: Tensor) -> Tensor:
-    return leaf.clone()
 
 
 def _changed(change: Callable[[Tensor], Tensor], leaf: Tensor, one: Tensor) -> Tensor:

@@ -277,13 +277,13 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run a kernel, and note the masks of its results."""
         kwargs = kwargs or {}
-        self._calls += 1
         schema = getattr(func, "_schema", None)
         if schema is None:  # control flow: its kernels come one by one, or not at all
             self.notes.operators.append(f"{self.path} ({func})")
             return self._run(func, args, kwargs)
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
+        self._calls += name != "detach"  # autograd calls it for what it saves
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         if self.singles or not operands or any(one.dim() for one in operands):
             self._note_numbers(name, func, args, kwargs)
@@ -411,7 +411,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 now = now._replace(made=_reduced(made, operands), first=firsts(func, made))
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
-        if fewer is not None:
+        if fewer is not None and (fewer.name != name or len(fewer.took) != len(took)):
+            self.notes.counted.append(f"{self.path}, in {name}")  # nobody knows which it was
+        elif fewer is not None:
             call = FreeCall(func, (args, kwargs), operands, views, fewer, self._trained)
             call.gave(made)
             with _disable_current_modes():
