@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -78,14 +79,27 @@ class Fuse(torch.autograd.Function):
         return gradient, None
 
 
+FAULTS: WeakKeyDictionary[nn.Module, dict[str, Fault]] = WeakKeyDictionary()
+
+
+def kept_aside(name: str) -> Any:
+    """Return a property that holds a fault where a change of it is no change of the model."""
+
+    def find(net: nn.Module) -> Fault:
+        return FAULTS.setdefault(net, {}).setdefault(name, Fault())
+
+    return property(find, lambda net, fault: FAULTS.setdefault(net, {}).update({name: fault}))
+
+
 class Net(nn.Module):
     """Two layers; forward fails after the first, backward between them."""
+
+    forward_fault, backward_fault = kept_aside("forward"), kept_aside("backward")
 
     def __init__(self, middle: nn.Module | None = None) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
         self.middle = middle or nn.Tanh()
-        self.forward_fault, self.backward_fault = Fault(), Fault()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.middle(self.first(x))

@@ -21,13 +21,13 @@ from anybatch.engine import Engine
 from anybatch.errors import AnybatchError, BudgetError
 from anybatch.integrations.transformers_padding import Trimmed
 from anybatch.look import layout_of
-from anybatch.loss.heard import OfModel
+from anybatch.loss.heard import WEIGHTS, OfModel
 from anybatch.ranks.everyone import Layout
 
 Outcome = tuple[Any, Any, Any]
 """Loss, outputs and labels, as ``Trainer.prediction_step`` returns them."""
 
-OWN = ("loss", "losses of")
+OWN = ("loss", "losses of", WEIGHTS)
 """What is heard beside the outputs of a model."""
 
 
