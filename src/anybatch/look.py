@@ -39,7 +39,7 @@ from anybatch.loss.heard import Heard
 from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
-from anybatch.outside import every_number
+from anybatch.outside import Named, every_number, first_moved
 from anybatch.proof import halves
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
@@ -259,7 +259,7 @@ class _Look:
         self._doubts: tuple[str, ...] = ()
         self._masks = Masks()
         self._lengths: Lengths = {}
-        self._plain: list[dict[tuple[str, str], Any]] = []
+        self._plain: list[dict[Named, Any]] = []
         self._fewer, self._moved = 0, ""
 
     def whole(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
@@ -386,7 +386,7 @@ class _Look:
             self.doubt("forward makes other numbers of its own for more rows than for fewer")
         self._lengths = lengths or {}
         counted = first_difference(first.numbers, fewer.numbers)
-        moves = self._norms is None and (counted or self._plain[0] != self._plain[1])
+        moves = self._norms is None and (counted or first_moved(self._plain[0], self._plain[1]))
         if not (moves and counted) and (reduced := counted_in(first.made, fewer.made)):
             self.doubt(f"{reduced} makes other numbers for {whole.size} rows than for {part.size}")
         if not (self._lengths or moves):
@@ -433,7 +433,7 @@ class _Look:
     def _doubt_counters(self) -> None:
         """Doubt a model that keeps a number which each call moves: a hook may compute with it."""
         before, _, after = self._plain
-        if moved := _first_moved(before, after):
+        if moved := first_moved(before, after):
             self.doubt(f"each call of forward moves {moved}")
 
     def _follow(
@@ -518,7 +518,7 @@ class _Look:
         elif same is None:
             self.doubt(f"{OWN} cannot be compared where no output holds the samples")
         elif not same:
-            moved = _first_moved(numbers, every_number(step.model.named_modules()))
+            moved = first_moved(numbers, every_number(step.model.named_modules()))
             other = moved_number(moved) if moved else OTHER_IN_HALVES
             self._moved = self._moved or other
 
@@ -555,13 +555,6 @@ class _Look:
         found = judge(whole, others[0] if others else None, layout)
         left = "" if self._repeated is None else in_outputs(self._repeated, layout)
         return Verdict(found.meets or left or self._moved, self._doubts + found.doubts)
-
-
-def _first_moved(before: dict[tuple[str, str], Any], after: dict[tuple[str, str], Any]) -> str:
-    """Return the path of a number that calls have moved; "" where none has."""
-    moved = (at for at, value in after.items() if before.get(at, value) != value)
-    path, name = next(moved, ("", ""))
-    return f"{path}.{name}" if path else name
 
 
 def _lists(inputs: Any) -> bool:

@@ -49,7 +49,10 @@ DEPTH = 3
 EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
 """Hooks that torch calls for every module."""
 
-Named = tuple[str, str]
+Named = tuple[str, ...]
+
+HELD = "held"
+"""Last word of the name of what is not a number itself, and holds some."""
 
 
 def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
@@ -72,17 +75,21 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
+def plain_numbers(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> tuple[dict[Named, Any], list[tuple[Named, dict[str, Any]]]]:
     """Return the numbers, strings and functions in the plain attributes of a person's modules.
 
     Args:
         modules: paths and modules.
 
     Returns:
-        (path, name of the attribute) -> what can be compared. Of the modules of a package that is
-        installed, what lists and objects hold is left out.
+        (path, name of the attribute) -> the number, or the code of the function. And the places
+        (path, name, HELD) of lists, dicts and objects that may hold some, each with the attributes
+        of its module: not those of the modules of a package that is installed.
     """
     found: dict[Named, Any] = {}
+    held: list[tuple[Named, dict[str, Any]]] = []
     of_all_modules, itself = Attributes.OWN, ITSELF  # read often
     for path, module in modules:
         origin = _origin(type(module))  # type: ignore[arg-type]
@@ -94,9 +101,16 @@ def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
             kind: type = type(value)
             if kind in itself:
                 found[path, name] = value
-            elif (origin is OWN or kind is FunctionType) and (told := plain(value)) is not None:
-                found[path, name] = told
-    return found
+            elif kind is FunctionType:
+                found[path, name] = value.__code__
+            elif origin is OWN:
+                held.append(((path, name, HELD), module.__dict__))
+    return found, held
+
+
+def read_held(places: Iterable[tuple[Named, dict[str, Any]]]) -> dict[Named, Any]:
+    """Return what can be compared of lists, dicts and objects in the attributes of modules."""
+    return {at: plain(attributes.get(at[1])) for at, attributes in places}
 
 
 def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, float]:
@@ -128,7 +142,27 @@ def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
         (path, name) -> value.
     """
     every = list(modules)
-    return plain_numbers(every) | Outside(module for _, module in every).numbers()
+    numbers, held = plain_numbers(every)
+    return numbers | read_held(held) | Outside(module for _, module in every).numbers()
+
+
+def first_moved(before: dict[Named, Any], after: dict[Named, Any]) -> str:
+    """Return the path of a number that calls have moved; "" where none has.
+
+    What a list, a dict or an object of a module holds may grow: a log, or what is kept for later.
+    """
+    for at, value in after.items():
+        was = before.get(at, value)
+        if was != value and not (at[-1] == HELD and _grew(was, value)):
+            return ".".join(one for one in at[:2] if one)
+    return ""
+
+
+def _grew(before: Any, after: Any) -> bool:
+    """Say whether a value holds all that it did, in the same order."""
+    if not (isinstance(before, tuple) and isinstance(after, tuple)):
+        return bool(before == after)
+    return len(after) >= len(before) and all(map(_grew, before, after))
 
 
 def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:

@@ -4,8 +4,9 @@ A model may compute something else in a later step: a warm-up ends, a switch is 
 replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
 person's own modules, in their hooks and functions, in what these name, and in what a batch holds
 beside its rows. Both are compared in every step; where Python reads numbers of tensors, so are the
-tensors of one number. A declared loss is looked at with the model, and so is compared with it. What
-changes none of these is found in the steps that look at samples again anyway.
+tensors of one number. What forward itself has put into a list or an object is no change of it. A
+declared loss is looked at with the model, and so is compared with it. What changes none of these is
+found in the steps that look at samples again anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch import graph
-from anybatch.outside import Outside, beside_rows, parts, plain_numbers, single_numbers
+from anybatch.outside import (
+    Named,
+    Outside,
+    beside_rows,
+    parts,
+    plain_numbers,
+    read_held,
+    single_numbers,
+)
 
 MOST = 16
 """Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
@@ -29,10 +38,13 @@ class Familiar:
         self._now: Any = None
         self._parts: Any = None
         self._outside = Outside(())
+        self._held: list[tuple[Named, dict[str, Any]]] = []
+        self._told: dict[Named, Any] = {}
+        self._left: dict[Named, Any] = {}
         self._reads = True
         self._graphs: set[int] = set()
         self._models: set[Any] = set()
-        self._varying: set[tuple[str, str]] = set()
+        self._varying: set[Named] = set()
 
     @property
     def full(self) -> bool:
@@ -65,7 +77,12 @@ class Familiar:
 
     def _model(self, modules: Sequence[tuple[str, nn.Module]], given: Any) -> Any:
         """Return what a model is compared by."""
-        numbers = plain_numbers(modules) | self._outside.numbers()
+        numbers, self._held = plain_numbers(modules)
+        self._told = {
+            at: self._told[at] if at in self._left and self._left[at] == value else value
+            for at, value in read_held(self._held).items()
+        }
+        numbers |= self._told | self._outside.numbers()
         numbers |= beside_rows(given, singles=self._reads)
         if self._reads:
             singles = single_numbers(modules) | self._outside.singles()
@@ -83,6 +100,7 @@ class Familiar:
             now, numbers = self._now
             self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
         self._reads = reads
+        self._left = read_held(self._held)
         if len(self._models) < MOST:
             self._models.add(self._now)
             if len(self._models) == MOST:
@@ -90,7 +108,7 @@ class Familiar:
 
     def _leave_out(self) -> None:
         """Leave out numbers that are new in most steps: they use up the looks at all others."""
-        values: dict[tuple[str, str], set[Any]] = {}
+        values: dict[Named, set[Any]] = {}
         for _, numbers in self._models:
             for at, value in numbers:
                 values.setdefault(at, set()).add(value)
