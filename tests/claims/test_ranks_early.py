@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -191,14 +192,20 @@ def test_gradients_sent_early_are_those_sent_late_bit_for_bit(
 
 
 class Fails:
-    """Raises when a gradient of a weight has been computed for the n-th time."""
+    """Raises when a gradient of a weight has been computed for the n-th time since it was armed.
 
-    def __init__(self, at: int, error: BaseException) -> None:
-        self.calls, self.at, self.error = 0, at, error
+    It counts in an array: a number of a hook that moves is looked at again.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.calls_and_at, self.error = array("q", (0, 0)), error
+
+    def arm(self, at: int) -> None:
+        self.calls_and_at[:] = array("q", (0, at))
 
     def __call__(self, *_: Any) -> None:
-        self.calls += 1
-        if self.calls == self.at:
+        self.calls_and_at[0] += 1
+        if self.calls_and_at[0] == self.calls_and_at[1]:
             raise self.error
 
 
@@ -217,6 +224,8 @@ def failing(rank: int, _size: int, place: str, error: str, apart: bool) -> Any:
     x, y = sliced(rank, x), sliced(rank, y)
     memory = "1GiB" if apart else None
     engine = Engine(model, loss_of("plain"), micro_batch=MICRO, memory=memory)
+    hook = Fails(ERRORS.get(error, ValueError()))
+    handles = [in_backward(model.first, hook)] if rank == SIZE - 1 else []
     engine.backward(x, y)
     model.zero_grad()
     if apart and len(x):
@@ -224,10 +233,8 @@ def failing(rank: int, _size: int, place: str, error: str, apart: bool) -> Any:
         assert engine.plan.memory is not None
         largest = 8 * max(p.numel() for p in model.parameters())
         assert dict(engine.plan.memory.owners)["transfer buffers"] == largest + COLLECTIVES
-    before, said, handles = snapshot(model), "", []
-    if rank == SIZE - 1:
-        hook = Fails(PLACES[place] if error in ERRORS else 0, ERRORS.get(error, ValueError()))
-        handles = [in_backward(model.first, hook)]
+    before, said = snapshot(model), ""
+    hook.arm(PLACES[place] if error in ERRORS else 0)
     try:
         engine.backward(x, y)
     except BaseException as caught:

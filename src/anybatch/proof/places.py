@@ -216,9 +216,9 @@ class FreeCall:
     def outside(self) -> bool:
         """Say whether it is given numbers, one for each row, that no kernel has made."""
         given = [one for one in self._operands if not any(one is other for other in self._written)]
-        return any(
-            not plain(one) or _differs(one, d) for one in given for d in self._longer[id(one)]
-        )
+        if not all(map(plain, given)):  # sparse rows: nobody knows how many they are
+            return True
+        return any(_differs(one, d) for one in given for d in self._longer[id(one)])
 
     def rows(self) -> dict[int, Tensor]:
         """Return a mask for each tensor that is longer for more rows: it varies along these."""
