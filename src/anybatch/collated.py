@@ -30,6 +30,8 @@ from anybatch.batch import LazyBatch, bytes_of_leaf, collated
 from anybatch.errors import NotExactError
 from anybatch.kinds import bytes_of
 from anybatch.outside import every_number, parts, plain
+from anybatch.proof.familiar import MOST
+from anybatch.proof.sizes import ComparedSizes
 from anybatch.rng import Dice
 from anybatch.step import Step
 
@@ -46,6 +48,7 @@ MET = (
     "same items when others come with them: normalise by fixed numbers, and compute what compares "
     "or counts samples in the model or the loss, or give micro_batch >= the batch size"
 )
+ANOTHER = "collate_fn was another one in too many steps to compare each"
 LARGER = "the batch is larger than what collate_fn was given at once to compare it"
 DOUBTS = {
     FINE: (),
@@ -75,7 +78,7 @@ class Collates:
     """The functions that the steps of an engine collate with, and what was found of them."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Any, dict[Any, tuple[str, ...]]]] = []
+        self._known: list[tuple[Any, ComparedSizes, dict[str, None]]] = []
 
     def ask(self, step: Step) -> None:
         """Add to the doubts of a step why it is not shown that samples stay apart as they load.
@@ -89,15 +92,23 @@ class Collates:
         batch = step.batch
         if not isinstance(batch, LazyBatch) or _apart(batch.collate_fn):
             return
-        told = told_of(batch.collate_fn)
-        known = next((found for one, found in self._known if one == told), None)
-        sizes = batch.size, step.micro_batch, step.everyone.size, batch.paired
-        if known is None or sizes not in known:
-            doubts = doubts_of_collate(batch, step.micro_batch, step.everyone.size)
-            if known is None:
-                self._known.append((told, known := {}))
-            known[sizes] = doubts
-        step.doubts += tuple(why for why in known[sizes] if why not in step.doubts)
+        told = batch.paired, told_of(batch.collate_fn)
+        known = next((one for one in self._known if one[0] == told), None)
+        if known is None and len(self._known) >= MOST:
+            step.doubts += (ANOTHER,)
+            return
+        if known is None:
+            known = told, ComparedSizes(counts=True), {}
+        _, compared, doubts = known
+        samples, micro_batch = max(step.everyone.size, batch.size), step.micro_batch
+        if compared.new(samples, micro_batch):  # else each new size would be loaded twice
+            doubts |= dict.fromkeys(doubts_of_collate(batch, micro_batch, samples))
+            compared.add(samples, micro_batch, step.steps)
+        elif compared.beyond(samples, micro_batch):
+            doubts[LARGER] = None
+        if known not in self._known:
+            self._known.append(known)
+        step.doubts += tuple(why for why in doubts if why not in step.doubts)
 
 
 def told_of(collate_fn: Any) -> tuple[Any, ...]:

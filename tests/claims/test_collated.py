@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 import anybatch.collated
 from anybatch import Engine, LazyBatch, NotExactError
 from anybatch.collated import FEW, doubts_of_collate
+from anybatch.proof.familiar import MOST
+from anybatch.proof.sizes import FREE
 from anybatch.rng import Dice
 
 N, LONG = 7, 6
@@ -313,6 +315,21 @@ def test_functions_of_one_code_are_asked_once() -> None:
     asked = loads[2] - 2 * N
     assert [n > 2 * N for n in loads] == [True, False, True, False]
     assert asked == FEW + N
+
+
+def test_sizes_and_functions_without_end_are_not_all_asked() -> None:
+    """A size that is new in each step had each item loaded twice; a function was kept for ever."""
+    engine, rows = Engine(model(), F.mse_loss, micro_batch=2), Rows()
+    for size in range(4 + FREE, 4, -1):
+        engine.backward(LazyBatch(rows, [at % N for at in range(size)], collate_fn=stacked))
+    rows.loads = 0
+    engine.backward(LazyBatch(rows, range(3), collate_fn=stacked))
+    assert rows.loads == 3
+    for by in range(MOST):
+        engine.backward(LazyBatch(rows, collate_fn=Scaling(by)))
+    assert engine.plan is not None
+    assert engine.plan.exact.state == "not shown"
+    assert "collate_fn was another one" in engine.plan.exact.by
 
 
 def test_entries_of_samples_are_compared_one_by_one() -> None:
