@@ -94,7 +94,7 @@ class TensorBatch:
 
     @property
     def hanging(self) -> set[Hung]:
-        """What hangs on its tensors, and not on their rows."""
+        """Attributes of its tensors that their rows lack."""
         if not hangs((self.inputs, self.targets)):
             return set()
         return hanging(self.inputs, "inputs") | hanging(self.targets, "targets")
@@ -246,7 +246,7 @@ class LazyBatch:
 
     @property
     def hanging(self) -> set[Hung]:
-        """What hangs on tensors that were loaded, and not on their rows."""
+        """Attributes of loaded tensors that their rows lack."""
         return self._hanging
 
     @property

@@ -63,7 +63,7 @@ Cuts = tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """What a comparison has found.
+    """Finding of a comparison.
 
     Attributes:
         what: one of FINE, DRAWS, MEETS, COUNTS, MOVES and UNKNOWN.
@@ -75,13 +75,13 @@ class Found(NamedTuple):
 
 
 class Collates:
-    """The functions that the steps of an engine collate with, and what was found of them."""
+    """Collate functions of the steps of an engine, with the sizes and doubts of each."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Any, ComparedSizes, dict[str, None]]] = []
 
     def ask(self, step: Step) -> None:
-        """Add to the doubts of a step why it is not shown that samples stay apart as they load.
+        """Add the doubts of its collate function to a step.
 
         Args:
             step: a divided step that has been looked at.
@@ -112,7 +112,7 @@ class Collates:
 
 
 def told_of(collate_fn: Any) -> tuple[Any, ...]:
-    """Return what can be compared of a function that collates: its code, and numbers it names."""
+    """Return the code of a collate function and the numbers it names, for comparison."""
     holder = nn.Module()
     holder.register_forward_hook(collate_fn)
     named = [("collate_fn", holder)]
@@ -156,7 +156,7 @@ def _apart(collate_fn: Any) -> bool:
 
 
 def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
-    """Load the first items of a batch, and compare what is made of them at once and in parts.
+    """Load the first items of a batch, and compare them collated at once and in parts.
 
     Raises:
         NotExactError: samples meet in it.
@@ -181,7 +181,7 @@ def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
 
 
 class Compared:
-    """What stands in for ``collate_fn``, and says what that does; another process may call it.
+    """Stand-in for ``collate_fn`` that compares its results; another process may call it.
 
     Args:
         collate_fn: of the batch.
@@ -193,7 +193,7 @@ class Compared:
         self._collate, self._cuts, self._paired = collate_fn, cuts, paired
 
     def __call__(self, items: list[Any]) -> Found:
-        """Return what is found."""
+        """Return the finding."""
         dice, attributes = Dice.now(), _Attributes(self._collate)
         size = 0
         try:
@@ -220,7 +220,7 @@ class Compared:
         return Found(next((one for one in order if one in found), FINE), size)
 
     def _made(self, items: Sequence[Any], at: range) -> Any:
-        """Return what is made of some items; the function may take its list and them apart."""
+        """Collate copies of some items; the function may take its list and them apart."""
         given = [copy.deepcopy(items[index % len(items)]) for index in at]
         return collated(self._collate(given), len(at), {}, paired=self._paired)
 

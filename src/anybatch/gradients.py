@@ -121,7 +121,7 @@ class Gradients:
         self._set_aside(more.values())
 
     def marks(self) -> list[tuple[Tensor | None, int]]:
-        """Return what is in ``.grad`` of each parameter, and how often it was written to."""
+        """Return ``.grad`` of each parameter, and its version."""
         there = [parameter.grad for parameter in self.parameters]
         return [(one, 0 if one is None else one._version) for one in there]
 

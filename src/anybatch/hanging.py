@@ -1,4 +1,4 @@
-"""What hangs on a tensor and is not in it: rows of a tensor do not have its attributes or class.
+"""Attributes and classes of tensors that their rows lack: a doubt, or an error by name.
 
 A person may write ``outputs.aux = ...`` in forward, or ``targets.scale = 2.0``, and ask for it in
 the loss. Rows that are cut, joined, sent to a device or stood in for are other tensors, and
@@ -26,11 +26,11 @@ OWN = ("torch", "anybatch")
 
 
 Hung = tuple[str, str]
-"""The path of a tensor or a container, and the name of what hangs on it."""
+"""The path of a tensor or a container, and the name of an attribute that rows lack."""
 
 
 def hangs(values: Any) -> bool:
-    """Say whether something may hang on what a tree holds; asked at every micro-batch."""
+    """Say whether a tree may hold such attributes; asked at every micro-batch."""
     kind = type(values)
     if kind in PLAIN:
         return bool(values.__dict__)
@@ -42,7 +42,7 @@ def hangs(values: Any) -> bool:
 
 
 def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
-    """Return what hangs on the tensors and containers of a tree, and which rows would not have.
+    """Return the attributes of the tensors and containers of a tree that rows lack.
 
     Args:
         values: a tree.
@@ -59,7 +59,7 @@ def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
 
 
 def doubts_of(found: set[Hung]) -> tuple[str, ...]:
-    """Return why a step is not shown, whose trees have what was found."""
+    """Return the doubts of a step whose tensors have such attributes."""
     return tuple(
         f"{at} has {name}, which hangs on the tensor or its container and is no part of its rows: "
         "pass it beside it, in a tuple or a mapping"
@@ -68,7 +68,7 @@ def doubts_of(found: set[Hung]) -> tuple[str, ...]:
 
 
 def refuse_missing(error: AttributeError, found: set[Hung]) -> None:
-    """Say what to write, where an attribute is missing that hung on the whole.
+    """Refuse to read an attribute that the whole tensor had and its rows lack.
 
     Raises:
         LossError: it names the attribute.

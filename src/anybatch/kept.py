@@ -129,7 +129,7 @@ class Kept:
                 continue
             self._undo.append(partial(setattr, cell, "cell_contents", value))
             self._value(value)
-        for name in _names(fn.__code__):
+        for name in names_of(fn.__code__):
             value = fn.__globals__.get(name, fn)
             if type(value) in PLAIN:
                 self._undo.append(partial(fn.__globals__.__setitem__, name, value))
@@ -197,7 +197,7 @@ def _fill_class(cls: type, was: dict[str, Any]) -> None:
             setattr(cls, name, value)
 
 
-def _names(code: CodeType) -> set[str]:
+def names_of(code: CodeType) -> set[str]:
     """Return the names that a function uses, and those inside it."""
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    inner = [names_of(one) for one in code.co_consts if isinstance(one, CodeType)]
     return {*code.co_names}.union(*inner)

@@ -312,7 +312,7 @@ class _Look:
         return outputs
 
     def _count_kept(self, micro: MicroBatch, outputs: Any) -> None:
-        """Count the tensors of samples that something holds after a call, which nobody can name."""
+        """Count the storages of samples that something without a name holds after a call."""
         self._ours += map(weakref.ref, (*tree.flat(micro.inputs), *tree.flat(outputs)))
         ours = [tensor for one in self._ours if (tensor := one()) is not None]
         model = self._step.model
@@ -355,7 +355,7 @@ class _Look:
             self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
 
     def warmed(self, whole: MicroBatch) -> None:
-        """Follow all rows again where the first forward has built what later ones find.
+        """Follow all rows again after a forward that has filled caches.
 
         A mask or a table that is made once is no number of the larger forward. It takes the place
         of the first one where its outputs are the same.

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import count
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from anybatch import tree
-from anybatch.kept import HOOKS, Attributes
+from anybatch.kept import HOOKS, Attributes, names_of
 from anybatch.proof.places import plain as simple
 
 NUMBERS = (int, float, bool, str)
@@ -52,11 +52,11 @@ EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
 Named = tuple[str, ...]
 
 HELD = "held"
-"""Last word of the name of what is not a number itself, and holds some."""
+"""Last word of the name of a list, a dict or an object."""
 
 
 def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
-    """Return what runs where the modules of a model are called: their forwards, and their hooks.
+    """Return the forwards and hooks of modules, for comparison.
 
     Args:
         modules: paths and modules.
@@ -109,7 +109,7 @@ def plain_numbers(
 
 
 def read_held(places: Iterable[tuple[Named, dict[str, Any]]]) -> dict[Named, Any]:
-    """Return what can be compared of lists, dicts and objects in the attributes of modules."""
+    """Return the contents of lists, dicts and objects in module attributes, for comparison."""
     return {at: plain(attributes.get(at[1])) for at, attributes in places}
 
 
@@ -159,7 +159,7 @@ def first_moved(before: dict[Named, Any], after: dict[Named, Any]) -> str:
 
 
 def _grew(before: Any, after: Any) -> bool:
-    """Say whether a value holds all that it did, in the same order."""
+    """Say whether a container only grew at its end."""
     if not (isinstance(before, tuple) and isinstance(after, tuple)):
         return bool(before == after)
     return len(after) >= len(before) and all(map(_grew, before, after))
@@ -228,7 +228,7 @@ class Outside:
         }
 
     def _foreign(self, module: nn.Module) -> None:
-        """Note what a person has given to a module of torch's own."""
+        """Note attributes that a person has given to a module of torch's own."""
         held, cls = vars(module), type(module)
         for name in held.keys() - Attributes.OWN - _named_in(cls):  # type: ignore[arg-type]
             self._place(held, cls.__name__, name, partial(held.get, name))
@@ -269,7 +269,7 @@ class Outside:
         path, of_file = given.__name__, given.__globals__
         for name, cell in zip(given.__code__.co_freevars, given.__closure__ or (), strict=True):
             self._place(cell, path, name, partial(_content, cell))
-        names = _names(given.__code__)
+        names = names_of(given.__code__)
         for name in names & of_file.keys():
             value = of_file[name]
             self._place(of_file, given.__module__, name, partial(of_file.get, name))
@@ -306,7 +306,7 @@ class Outside:
 
 
 def plain(value: Any, depth: int = DEPTH) -> Any:
-    """Return what can be compared of a value: the numbers and functions that it is or holds.
+    """Return the numbers and functions that a value is or holds, for comparison.
 
     Args:
         value: any.
@@ -338,7 +338,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _of_code(value: Any, depth: int) -> Any:
-    """Return what can be compared of a function, a method or a partial."""
+    """Return the code of a function or method, or the parts of a partial, for comparison."""
     if isinstance(value, partial):
         return _few((value.func, *value.args, *value.keywords.values()), depth)
     if isinstance(value, MethodType):
@@ -347,14 +347,14 @@ def _of_code(value: Any, depth: int) -> Any:
 
 
 def _few(values: Any, depth: int) -> tuple[Any, ...]:
-    """Return what can be compared of a few values; what has more entries is data."""
+    """Return the contents of a container with few entries; others are data."""
     if len(values) > FEW:
         return ()
     return tuple([one if type(one) in ITSELF else plain(one, depth - 1) for one in values])
 
 
 def _of_hook(hook: Any) -> Any:
-    """Return what can be compared of a hook that is not this library's."""
+    """Return the code of a hook that is not this library's, for comparison."""
     own = (getattr(hook, "__module__", None) or "").startswith("anybatch.")
     return None if own else plain(hook)
 
@@ -386,12 +386,6 @@ def _called(value: Any) -> bool:
     return own and not isinstance(value, nn.Module)
 
 
-def _names(code: CodeType) -> set[str]:
-    """Return the names that a function uses, and those inside it."""
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return {*code.co_names}.union(*inner)
-
-
 def _of_library(code: type | FunctionType | ModuleType) -> bool:
     """Say whether a class, a function or a file is torch's, Python's or an installed package's."""
     if isinstance(code, FunctionType):
@@ -411,7 +405,7 @@ def _named_in(cls: type) -> frozenset[str]:
     """Return the names that a class of modules uses for itself."""
     functions = [one for base in cls.__mro__ for one in vars(base).values()]
     return frozenset().union(
-        *(_names(f.__code__) for f in functions if isinstance(f, FunctionType))
+        *(names_of(f.__code__) for f in functions if isinstance(f, FunctionType))
     )
 
 

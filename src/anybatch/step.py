@@ -371,7 +371,7 @@ class Step(Repeatable):
 
     @property
     def hung(self) -> set[Hung]:
-        """What hangs on its batch and its outputs, as far as it is seen, and not on their rows."""
+        """Attributes of its batch and outputs that their rows lack, as far as they are seen."""
         if isinstance(self.batch, TensorBatch | LazyBatch):
             return self.hanging | self.batch.hanging
         return self.hanging

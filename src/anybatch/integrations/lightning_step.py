@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from numbers import Number
 from threading import local
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from torchmetrics import Metric
 from anybatch import tree
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
+from anybatch.kept import names_of
 from anybatch.loss.heard import Heard, Overheard
 from anybatch.loss.hearing import rows_of
 
@@ -74,12 +75,7 @@ def reads_epoch(cls: type) -> bool:
     """Say whether a method of a person's class names the number of the epoch."""
     own = [base for base in cls.__mro__ if not base.__module__.startswith(("lightning.", "torch."))]
     methods = [one for base in own for one in vars(base).values() if isinstance(one, FunctionType)]
-    return any(_names(one.__code__, "current_epoch") for one in methods)
-
-
-def _names(code: CodeType, name: str) -> bool:
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return name in code.co_names or any(_names(one, name) for one in inner)
+    return any("current_epoch" in names_of(one.__code__) for one in methods)
 
 
 class Log:

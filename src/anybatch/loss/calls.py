@@ -175,7 +175,7 @@ GRAD: Any = vars(torch._C.TensorBase)["grad"]
 
 
 def _without_gradients(call: Callable[[], T], parameters: set[int]) -> T:
-    """Return what a call returns that must read no gradient of these parameters."""
+    """Call a loss that must read no gradient of these parameters."""
     with _Gradients(parameters):
         return call()
 

@@ -76,7 +76,7 @@ class Familiar:
         return self._now in self._models
 
     def _model(self, modules: Sequence[tuple[str, nn.Module]], given: Any) -> Any:
-        """Return what a model is compared by."""
+        """Return the parts and the numbers of a model, for comparison."""
         numbers, self._held = plain_numbers(modules)
         self._told = {
             at: self._told[at] if at in self._left and self._left[at] == value else value

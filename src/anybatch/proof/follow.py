@@ -425,7 +425,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _mark(
         self, call: FreeCall, func: Any, made: list[Tensor], fewer: Made, written: list[Tensor]
     ) -> None:
-        """Note the masks of what is as long as there are rows."""
+        """Note the masks of results as long as the rows."""
         name, n = func._schema.name.split("::")[1], len(self.samples)
         note = self.masks.write if written else self.masks.put
         self.notes.given |= name == "lift_fresh" and made[0].shape != torch.Size(fewer.gave[0])
@@ -735,7 +735,7 @@ def _places(call: Call) -> int:
 
 
 def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return copies of what has fewer numbers than one of those it was made of.
+    """Return copies of results with fewer numbers than an operand.
 
     Functions that have the rows of the whole batch may count them; a metric may count what it has.
     """
