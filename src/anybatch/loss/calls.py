@@ -11,7 +11,6 @@ from __future__ import annotations
 import dis
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from anybatch.fakes import is_fake
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState
+from anybatch.loss.watched import silent
 
 T = TypeVar("T")
 
@@ -94,8 +94,7 @@ class LossCalls:
             return
         restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
         kept = self._state.large_kept, restore
-        with self._state.uncounted(self._start), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a micro-batch, which the step takes otherwise
+        with self._state.uncounted(self._start), silent():
             refuse_hidden(whole, outputs, micro, kept, trains=trains)
 
     def watched(self, call: Callable[[], T]) -> T | None:

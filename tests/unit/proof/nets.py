@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from anybatch import Engine, NotExactError
 
 Body = Callable[[Tensor], Tensor]
 
@@ -29,6 +32,17 @@ class Net(nn.Module):
 
 def batch(n: int = 11) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 6, dtype=torch.float64), torch.randint(0, 3, (n,))
+
+
+def is_shown(net: nn.Module, loss: Any, x: Tensor, y: Tensor, micro_batch: int) -> bool:
+    """Say whether a step is not refused, and says that it is exact."""
+    engine = Engine(net, loss, micro_batch=micro_batch)
+    try:
+        engine.backward(x, y)
+    except NotExactError:
+        return False
+    assert engine.plan is not None
+    return bool(engine.plan.exact)
 
 
 def hooked(hook: Body) -> Body:
