@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import count
 from types import CellType, FunctionType, MethodType, ModuleType, NoneType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.nn.modules import module as of_all
 
 from anybatch import tree
 from anybatch.kept import HOOKS, Attributes, names_of
-from anybatch.proof.places import plain as simple
+from anybatch.proof.places import in_rows
 
 NUMBERS = (int, float, bool, str)
 ITSELF: frozenset[type] = frozenset(
@@ -127,9 +127,9 @@ def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, floa
         for path, module in modules
         for held in (module._parameters, module._buffers, module.__dict__)
         for name, tensor in held.items()
-        if isinstance(tensor, Tensor) and tensor.numel() == 1 and name != "num_batches_tracked"
+        if name != "num_batches_tracked"
     )
-    return {named: float(tensor.item()) for named, tensor in every if simple(tensor)}
+    return {named: float(tensor.item()) for named, tensor in every if _single(tensor)}
 
 
 def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
@@ -175,7 +175,7 @@ def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:
     found: dict[Named, Any] = {}
     for path, leaf in tree.leaves(given):
         if isinstance(leaf, Tensor):
-            if singles and not leaf.dim() and simple(leaf):
+            if singles and not leaf.dim() and _single(leaf):
                 found["a tensor", path] = leaf.item()
         elif type(leaf) is str and len(leaf) > FEW:
             found[path, "text"] = hash(leaf)  # not the text: it would be kept
@@ -221,11 +221,7 @@ class Outside:
     def singles(self) -> dict[Named, float]:
         """Return the tensors of one number that the places hold, which a device is waited for."""
         held = {named: read() for named, read in self._tensors.items()}
-        return {
-            named: float(one.item())
-            for named, one in held.items()
-            if isinstance(one, Tensor) and one.numel() == 1 and simple(one)
-        }
+        return {named: float(one.item()) for named, one in held.items() if _single(one)}
 
     def _foreign(self, module: nn.Module) -> None:
         """Note attributes that a person has given to a module of torch's own."""
@@ -357,6 +353,11 @@ def _of_hook(hook: Any) -> Any:
     """Return the code of a hook that is not this library's, for comparison."""
     own = (getattr(hook, "__module__", None) or "").startswith("anybatch.")
     return None if own else plain(hook)
+
+
+def _single(value: Any) -> TypeGuard[Tensor]:
+    """Say whether a value is a tensor of one number that can be read."""
+    return isinstance(value, Tensor) and in_rows(value) and value.numel() == 1
 
 
 def _plain_of(read: Callable[[], Any]) -> Any:

@@ -111,7 +111,7 @@ def test_skipped_files_are_counted(command: Command, tmp_path: Path, classes: Ma
         (("--task", "segmentation"), "the digits have no masks"),
         (
             ("--model", "tests.apps.runs:drawing", "--micro-batch", "64"),
-            'and these do: calls. Call eval() on the modules that own them, use batchnorm="local"',
+            "and these do, in forward or in the loss: calls. Call eval()",
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,14 +153,16 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def failing(rank: int, _size: int, where: str, error: str) -> Any:
     """Fail on one rank in a step that the others expect; then make it, and the next."""
-    model, shards, faults = net("streamed"), (4, 4, 4), []
+    model, shards = net("streamed"), (4, 4, 4)
+    faults = array("b", [0])  # a list that changes is a change of the model
     engine = Engine(model, loss_of("streamed"), micro_batch=MICRO)
     raised = {"fault": ValueError("a fault"), "interrupt": KeyboardInterrupt("stop")}
     raised |= {"memory": RuntimeError("can't allocate memory")}
 
     def fail(*_: Any) -> None:
-        if faults:
-            raise faults.pop()
+        if faults[0]:
+            faults[0] = 0
+            raise raised[error]
 
     layer = model[0] if where == "forward" else model[2]
     if where == "forward":
@@ -172,7 +175,7 @@ def failing(rank: int, _size: int, where: str, error: str) -> Any:
         engine.backward(x, y)
     before, said = gradients(model), ""
     if rank == 1:
-        faults.append(raised[error])
+        faults[0] = 1
     model.zero_grad()
     try:
         engine.backward(x, y)

@@ -49,6 +49,7 @@ from anybatch.proof.places import (
     Shapes,
     bases,
     firsts,
+    in_rows,
     marks,
     plain,
     scalars,
@@ -230,9 +231,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paths, self._few = Paths(model), Few()
         self._alike: dict[int, StorageWeakRef] = {}
         trained = model.parameters() if lengths else ()
-        self._parameters = {
-            one.untyped_storage()._cdata for one in trained if one.requires_grad and plain(one)
-        }
+        with torch._C.DisableTorchFunction():  # nobody asks for its address here
+            self._parameters = {
+                one.untyped_storage()._cdata
+                for one in trained
+                if one.requires_grad and in_rows(one)
+            }
         self._dice = torch_state()
         norms = [
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)

@@ -104,14 +104,21 @@ def scalars(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
 
 def plain(tensor: Tensor) -> bool:
     """Say whether a tensor has numbers that can be compared, in rows."""
+    return in_rows(tensor) and (not tensor.numel() or tensor.data_ptr() != 0)
+
+
+def in_rows(tensor: Tensor) -> bool:
+    """Say whether a tensor is one in rows, and no stand-in; its memory may be elsewhere.
+
+    Its address is not asked for: a weight that is away would be brought back, and stay.
+    """
     return (
-        tensor.layout == torch.strided
+        type(tensor) in (Tensor, Parameter)  # none that waits for its first input
+        and tensor.layout == torch.strided
         and tensor.device.type != "meta"
         and not (tensor.is_quantized or tensor.is_nested)
-        and type(tensor) in (Tensor, Parameter)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor._is_zerotensor()  # which has no memory: to read it kills the process
-        and (not tensor.numel() or tensor.data_ptr() != 0)
     )
 
 
