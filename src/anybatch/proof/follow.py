@@ -43,6 +43,7 @@ from anybatch.proof.paths import Paths
 from anybatch.proof.places import (
     CONSTANT,
     CUTS,
+    FILLS,
     FreeCall,
     Lengths,
     Made,
@@ -230,6 +231,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
         self._alike: dict[int, StorageWeakRef] = {}
+        self._filled: dict[int, StorageWeakRef] = {}
         trained = model.parameters() if lengths else ()
         with torch._C.DisableTorchFunction():  # nobody asks for its address here
             self._parameters = {
@@ -302,12 +304,16 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
-        call = Call(name, func, args, kwargs, [], masks, self.backward)
+        filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
+        call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled)
         written = _written(schema, args, kwargs)
         if masks or name == "_local_scalar_dense":
             result = self._followed(call, operands, written)
         else:
             result = self._without(name, func, args, kwargs, operands, written)
+        if name in FILLS and in_rows(result):
+            storage = result.untyped_storage()
+            self._filled[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         if self._few.sizes or name in CHOOSING:
             self._chosen(call, operands, written, result)
         return result
@@ -397,8 +403,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run a kernel in which no sample has a part: what it writes to has none any more."""
         result = self._run(func, args, kwargs)
+        given = [one.numel() for one in operands if all(one is not w for w in written)]
         for one in written if name != "set_" else ():
             self.masks.write(one, None)
+            if any(given) or not given:  # an expert without rows writes none
+                self._filled.pop(one.untyped_storage()._cdata, None)
         if self.backward:
             return result
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
@@ -458,6 +467,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is None or known.expired():  # type: ignore[no-untyped-call]
             return False
         return self.masks.of(tensor) is None
+
+    def _is_filled(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is of one number that forward gave, wherever it is read."""
+        known = self._filled.get(tensor.untyped_storage()._cdata) if in_rows(tensor) else None
+        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
 
     def _trained(self, tensor: Tensor) -> bool:
         """Say whether the numbers of a tensor may be others later, whatever they are now."""

@@ -27,6 +27,11 @@ CONSTANT = frozenset(
 )
 """Kernels whose numbers are all alike, or that have none yet."""
 
+FILLS = frozenset(
+    "zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like".split()
+)
+"""Kernels that make a tensor of one number."""
+
 CUTS = frozenset(
     "slice select narrow split split_with_sizes chunk tensor_split unbind unfold as_strided".split()
 )

@@ -12,7 +12,7 @@ Kernels fall into a few families; a kernel of none of them is asked itself (`any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -51,6 +51,7 @@ class Call:
         masks: id of an operand -> its mask.
         backward: the call belongs to a backward pass.
         written: the tensors that it has written to and does not return.
+        filled: ids of operands that forward has made of one number, and nobody has written to.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Call:
     masks: dict[int, Tensor]
     backward: bool = False
     written: list[Tensor] = field(default_factory=list)
+    filled: Container[int] = ()
 
     def mask(self, value: Any) -> Tensor | None:
         """Return the mask of an operand; None where it has none."""
@@ -471,15 +473,20 @@ def _bucketed(call: Call) -> Found:
 def _placed(call: Call, places: Tensor, table: Tensor) -> Tensor:
     """Return what indices add to the mask of what they read.
 
-    A place among samples that leads to a sample's own number adds nothing to it. Read out of a
-    table that belongs to no sample, the place is itself a value.
+    A place among samples that leads to a sample's own number adds nothing to it, nor does one in a
+    tensor of one number. Read out of a table of no sample's, the place is itself a value.
     """
     mask = call.full(places)
-    if call.mask(table) is not None:
+    if call.mask(table) is not None or _of_one_number(call, table):
         return mask & ~PLACE & 0xFF
     if table.dtype in INTEGERS or call.backward:
         return mask
     return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
+
+
+def _of_one_number(call: Call, tensor: Tensor) -> bool:
+    """Say whether forward has made a tensor of one number, and it still is."""
+    return id(tensor) in call.filled and bool((tensor == tensor.flatten()[:1]).all())
 
 
 def _read(got: Tensor, index: Tensor | None) -> Tensor:

@@ -105,6 +105,14 @@ def by_experts(h: Tensor, chosen: Tensor) -> Tensor:
     return out
 
 
+def adding_experts(h: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    for at, kept in enumerate((chosen, ~chosen)):
+        (places,) = torch.where(kept)
+        out[places] += h[places].tanh() * (at + 1)
+    return out
+
+
 HONEST: dict[str, Chosen] = {
     "multiplied": put(lambda z: z * 2),
     "normalised by themselves": put(lambda z: F.layer_norm(z, (8,))),
@@ -113,6 +121,7 @@ HONEST: dict[str, Chosen] = {
     "either": lambda h, chosen: torch.where(chosen[:, None], h.tanh(), h),
     "features": lambda h, _: h + h[:, torch.arange(8) == 1].sum(1, keepdim=True),
     "experts": by_experts,
+    "experts that add to their rows": adding_experts,
 }
 
 

@@ -23,7 +23,7 @@ def counted(h: Tensor) -> Tensor:
 
 
 def of_a_table(h: Tensor) -> Tensor:
-    return h + F.embedding(torch.arange(len(h)), torch.ones(64, 8, dtype=h.dtype))
+    return h + F.embedding(torch.arange(len(h)), torch.eye(64, 8, dtype=h.dtype))
 
 
 def normalised_noise(h: Tensor) -> Tensor:
@@ -66,6 +66,43 @@ def test_a_rank_is_a_place_whichever_kernel_writes_it(name: str, gate: float | N
     net, (x, y) = Net(ranked(RANKS[name]), gate).double(), batch()
     with pytest.raises(NotExactError, match="computes with the place of a row"):
         Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
+
+
+def written(write: Callable[[Tensor], object]) -> Body:
+    """Return a body that reads, at each row's rank, what was zeros before it was written to."""
+
+    def body(h: Tensor) -> Tensor:
+        table = torch.zeros(64, 8, dtype=h.dtype)
+        write(table)
+        return h + table[h[:, 0].argsort().argsort()]
+
+    return body
+
+
+NUMBERED = torch.arange(64.0)[:, None] / 8
+WRITTEN: dict[str, Callable[[Tensor], object]] = {
+    "added to": lambda t: t.add_(NUMBERED),
+    "set": lambda t: t.__setitem__(slice(None), NUMBERED),
+    "a view": lambda t: t.T[3].copy_(NUMBERED[:, 0]),
+    "one row": lambda t: t[2].fill_(1),
+    "out": lambda t: torch.add(NUMBERED, torch.zeros(8), out=t),
+    "in numpy": lambda t: t.numpy().__setitem__(slice(None), NUMBERED.numpy()),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_table_that_was_of_one_number_tells_places(name: str) -> None:
+    net, (x, y) = Net(written(WRITTEN[name])).double(), batch()
+    with pytest.raises(NotExactError, match="place of a row"):
+        Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
+
+
+def test_a_table_of_one_number_tells_none() -> None:
+    net, (x, y) = Net(written(lambda t: None)).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, str(engine.plan.exact)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
