@@ -1083,6 +1083,9 @@ def _by_systems(call: Call) -> Found:
 
     LAPACK is not asked: it takes no NaN, or prints errors.
     """
+    columns = _by_columns(call) if call.name in SOLVES else None
+    if columns is not None:
+        return [columns, *[None] * (len(call.results) - 1)]
     operands = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)]
     rank = max(one.dim() for one in operands)
     matrix = call.args[0].shape
@@ -1100,6 +1103,29 @@ def _by_systems(call: Call) -> Found:
     assert systems is not None
     marks = [systems.reshape([*systems.shape, *[1] * (r.dim() - rank + 2)]) for r in call.results]
     return [mark if r.numel() else None for mark, r in zip(marks, call.results, strict=True)]
+
+
+SOLVES = {
+    "_linalg_solve_ex": 1,
+    "linalg_solve_triangular": 1,
+    "cholesky_solve": 0,
+    "linalg_lu_solve": 2,
+}
+"""Kernels of systems of equations: where their right sides are among the operands."""
+
+
+def _by_columns(call: Call) -> Tensor | None:
+    """Return the mask of the solutions, each of its own right side; None where that is not all."""
+    at, x = SOLVES[call.name], call.results[0]
+    right, mask = call.args[at], call.mask(call.args[at])
+    systems = [one for k, one in enumerate(call.args[:3]) if k != at]
+    if mask is None or any(call.mask(one) is not None for one in systems):
+        return None
+    if right.dim() < max(x.dim(), 2):
+        return None
+    if call.name == "_linalg_solve_ex" and right.shape == call.args[0].shape[:-1]:
+        return None  # vectors, a system each
+    return fold(mask, [right.dim() - (2 if call.argument("left", default=True) else 1)])
 
 
 TAUS = frozenset(("linalg_householder_product", "ormqr"))

@@ -56,6 +56,22 @@ def energy(h: Tensor, *, mean: bool) -> Tensor:
     return h + made
 
 
+def solved(solve: Callable[[Tensor, Tensor], Tensor]) -> Twin:
+    """Return a solver of systems whose right sides are tokens; in one form tokens make the system.
+
+    Args:
+        solve: it takes a positive definite matrix [d, d] and right sides [d, k].
+    """
+
+    def run(m: Tools, h: Tensor, *, all_rows: bool) -> Tensor:
+        flat = h.flatten(0, 1)
+        weights = m.experts[0] @ m.experts[0].T + 2 * torch.eye(h.shape[2], dtype=h.dtype)
+        matrix = weights + flat.T @ flat / 9 if all_rows else weights
+        return solve(matrix, flat.T).T.reshape(h.shape)
+
+    return Twin(lambda m, h, _: run(m, h, all_rows=False), lambda m, h, _: run(m, h, all_rows=True))
+
+
 def regrouped(h: Tensor) -> Tensor:
     """Return tokens first without moving them: what `transpose` would have done."""
     return h.reshape(h.shape[1], h.shape[0], h.shape[2])
@@ -218,6 +234,15 @@ TWINS: dict[str, Twin] = {
         lambda m, h, ids: h.where((ids > 3)[:, None, None], h.tanh()),
         lambda m, h, ids: h.where((ids > ids.double().mean())[:, None, None], h.tanh()),
     ),
+    "a system": solved(torch.linalg.solve),
+    "a system from the right": solved(lambda a, b: torch.linalg.solve(a, b.T, left=False).T),
+    "a triangular system": solved(
+        lambda a, b: torch.linalg.solve_triangular(a.tril(), b, upper=False)
+    ),
+    "a system in factors": solved(
+        lambda a, b: torch.linalg.lu_solve(*torch.linalg.lu_factor(a), b)
+    ),
+    "a system by Cholesky": solved(lambda a, b: torch.cholesky_solve(b, torch.linalg.cholesky(a))),
     "dropout at rest": Twin(lambda m, h, _: F.dropout(h, 0.5, training=False), None),
     "a triangle of rows": Twin(
         lambda m, h, _: h.tril(), lambda m, h, _: h.transpose(0, 1).tril().transpose(0, 1)
