@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import logging
+import signal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.fakes import Fakes, is_fake
+from anybatch.fakes import Fakes, interrupted_between_functions, is_fake
 
 
 class Holds(nn.Module):
@@ -122,3 +126,31 @@ def test_torch_reports_no_kernel_that_needs_data() -> None:
         assert kept.lines
     finally:
         logger.removeHandler(kept)
+
+
+class Interrupts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sends a signal while a kernel asks a fake for its device: what is raised there is fatal."""
+
+    def __torch_dispatch__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.prim.device.default:
+            signal.raise_signal(signal.SIGINT)
+        return func(*args, **(kwargs or {}))
+
+
+def relu_and_sin(x: Tensor, called: list[Any]) -> None:
+    with interrupted_between_functions(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(x)
+        for function in (torch.relu, torch.sin):
+            with Interrupts():  # type: ignore[no-untyped-call]
+                function(fake)
+                called.append(function)
+
+
+def test_ctrl_c_is_heard_between_functions_of_fakes() -> None:
+    called, before = list[Any](), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        relu_and_sin(torch.randn(3, 4, requires_grad=True), called)
+    assert called == [torch.relu]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -15,7 +15,7 @@ import gc
 import logging
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from typing import Any, TypeVar
@@ -24,11 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch import tree
 from anybatch.modules import local
 from anybatch.paged import paged
+from anybatch.undo import HeldBack, uninterrupted
 
 T = TypeVar("T")
 REPORTS = logging.getLogger("torch._subclasses.fake_tensor")
@@ -56,7 +58,7 @@ class Fakes:
             self._caches = caches()
         misses = [cached.cache_info().misses for cached in self._caches]
         try:
-            with unreported(), self.mode:
+            with interrupted_between_functions(), unreported(), self.mode:
                 yield self.mode
         finally:
             for cached, before in zip(self._caches, misses, strict=True):
@@ -165,6 +167,34 @@ def uncached() -> Iterator[None]:
     finally:
         for mode, enabled in zip(modes, before, strict=True):
             mode.cache_enabled = enabled
+
+
+class _Listens(TorchFunctionMode):
+    """While it is on, what has been held back is heard before each function of torch."""
+
+    def __init__(self, held: HeldBack) -> None:
+        super().__init__()
+        self._held = held
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._held.let_through()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def interrupted_between_functions() -> Iterator[None]:
+    """Hear Ctrl-C only between functions of torch while the body computes with fakes.
+
+    Kernels ask a fake for its device, which is Python code. An error in there ends the process.
+    """
+    with uninterrupted() as held, _Listens(held):
+        yield
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from anybatch.fakes import interrupted_between_functions
 from anybatch.meter import tensors_in
 from anybatch.outofcore.trace import Function, Trace, Variable
 
@@ -145,7 +146,10 @@ def trace_step(
     Raises:
         Exception: whatever the model raises on tensors without data, such as for ``.item()``.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with (
+        interrupted_between_functions(),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+    ):
         fakes = {
             name: mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import tree
-from anybatch.fakes import Fakes
+from anybatch.fakes import Fakes, interrupted_between_functions
 from anybatch.look import quietly
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import local, tensors_of
@@ -54,7 +54,7 @@ def update(
         pages = paged()
         real = [*(p for group in optimizer.param_groups for p in group["params"]), *stay]
         away = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
-        with fakes.mode:
+        with interrupted_between_functions(), fakes.mode:
             beside = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -70,7 +70,13 @@ def update(
             "gradients": [gradient for _, gradient in made],
         }
         room = room_of(optimizer)
-        with quietly(), torch.no_grad(), fakes.mode, Meter(device, known) as meter:
+        with (
+            interrupted_between_functions(),
+            quietly(),
+            torch.no_grad(),
+            fakes.mode,
+            Meter(device, known) as meter,
+        ):
             if room is None:
                 type(twin).step(twin)
             else:

@@ -28,6 +28,7 @@ from torch.library import Library, get_kernel
 
 from anybatch.conv.calls import BACKWARD, FORWARD, Place, problem_of, takes
 from anybatch.conv.problem import Kernel, Problem
+from anybatch.fakes import interrupted_between_functions
 from anybatch.meter import within_kernel
 
 NAMES = (FORWARD, BACKWARD)
@@ -157,7 +158,7 @@ def _strides(problem: Problem, x: Tensor, w: Tensor) -> tuple[int, ...]:
     place = (problem.stride, problem.padding, problem.dilation, False)
     last = [0] * len(problem.image), problem.groups
     aten = torch.ops.aten
-    with FakeTensorMode():
+    with interrupted_between_functions(), FakeTensorMode():
         images, filters = (
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in (x, w)
         )

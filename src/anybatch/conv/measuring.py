@@ -29,6 +29,7 @@ from anybatch.conv.execute import run
 from anybatch.conv.fourier import HALVES
 from anybatch.conv.plans import NoPlanError
 from anybatch.conv.problem import Problem
+from anybatch.fakes import interrupted_between_functions
 from anybatch.meter import Meter
 
 RUNS = 3
@@ -50,7 +51,7 @@ def held(problem: Problem, size: int, name: str) -> int:
 
     It is asked again for every limit. On CUDA libraries allocate more, which only a real run shows.
     """
-    with FakeTensorMode():
+    with interrupted_between_functions(), FakeTensorMode():
         return _run(problem, size, name)[2]
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
-from anybatch.fakes import Fakes, forget_fakes, unreported
+from anybatch.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
 from anybatch.kept import Kept
 from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
@@ -228,7 +228,10 @@ def compare(
             Default None: no call does.
     """
     seen = [Seen() for _ in sizes]
-    with _disable_current_modes():  # or a meter would count what has no data
+    with (
+        _disable_current_modes(),  # or a meter would count what has no data
+        interrupted_between_functions(),
+    ):
         said = _traced(
             *(model, modules, rows, sizes, run, seen, values),
             trains=trains,
