@@ -63,6 +63,7 @@ class Seen:
         lists: (module, lists of places that rows or features are read or written at), in order.
         numbers: (module, kernel, numbers) of pointwise kernels, in order.
         norms: (module, values of a channel) of calls of batch normalisation, in order.
+        alone: of each call of batch normalisation: it normalises rows by themselves, or a weight.
         calls: of functions that compute something, in order.
         cuts: of kernels that cut something off, in order.
         made: tensors without data that were made.
@@ -72,6 +73,7 @@ class Seen:
     lists: list[tuple[str, str]] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     norms: list[tuple[str, int]] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     cuts: list[Called] = field(default_factory=list)
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -176,7 +178,25 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Norms:
+class _Norms(AloneNorms):
+    """Tells one row by itself of a single sample by the same call of the whole batch."""
+
+    def __init__(
+        self, counters: Iterable[Tensor], watch: _Heard, whole: Seen, seen: Seen, rows: int
+    ) -> None:
+        super().__init__(counters, watch, rows=rows)
+        self._whole, self._seen = whole, seen
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say so, and note it."""
+        found, at = super().by_itself(x), len(self._seen.alone)
+        if x.shape[0] == 1 and self._seen is not self._whole:
+            found = found or self._whole.alone[at : at + 1] == [True]
+        self._seen.alone.append(found)
+        return found
+
+
+class _Heard:
     """Hears calls of batch normalisation."""
 
     def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
@@ -282,7 +302,7 @@ def _traced(
                 inputs = fakes.rows(*rows, count)
                 trace(
                     *(fakes, twin, inputs, count, run, noted),
-                    whole=sizes[0],
+                    whole=(seen[0], sizes[0]),
                     trains=trains,
                     values=values,
                     singles=singles,
@@ -303,7 +323,7 @@ def trace(
     run: Callable[[nn.Module, Any, int], Any],
     seen: Seen,
     *,
-    whole: int,
+    whole: tuple[Seen, int],
     trains: bool,
     values: Sequence[Any] = (),
     singles: bool = False,
@@ -318,15 +338,14 @@ def trace(
         size: how many.
         run: calls the model.
         seen: takes what was called.
-        whole: samples of the whole batch.
+        whole: what the whole batch has called, and its samples.
         trains: build a graph.
         values: what Python reads of tensors, in order.
         singles: note what is computed with a number by itself, too. Default False.
         backward: run that, too. Default False.
     """
     paths = Paths(model)
-    heard = _Norms(seen, paths.now)
-    norms = AloneNorms(counters(walk(model)), heard, rows=whole)
+    norms = _Norms(counters(walk(model)), _Heard(seen, paths.now), whole[0], seen, whole[1])
     named = [*model.named_parameters(), *model.named_buffers()]
     functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named}, size)
     numbers = _Numbers(seen, paths.now, iter(values), singles=singles)

@@ -115,3 +115,37 @@ def test_a_micro_batch_of_one_sample_that_is_computed_otherwise_leaves_a_doubt(
     alone = micro_batch == 1 or n % micro_batch == 1
     assert bool(engine.plan.exact) is not alone
     assert ("one sample may be computed otherwise" in str(engine.plan.exact)) is alone
+
+
+class Standardised(nn.Module):
+    """Normalise the rows of a weight by batch_norm, as one row of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, h: Tensor) -> Tensor:
+        weight = F.batch_norm(self.weight[None], None, None, training=True)[0]
+        return h.reshape(len(h), -1) @ weight
+
+
+def each(h: Tensor) -> Tensor:
+    """Normalise halves of each sample, all of them in one row of channels."""
+    n = len(h)
+    return F.batch_norm(h.reshape(1, n * 2, 4), None, None, training=True).reshape(n, 8)
+
+
+ROWS: dict[str, Callable[[], Body]] = {"a weight": Standardised, "each sample": lambda: each}
+
+
+@pytest.mark.parametrize(("n", "micro_batch"), [(6, 1), (7, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize("name", ROWS)
+def test_one_row_of_channels_is_by_itself_for_one_sample_too(
+    name: str, n: int, micro_batch: int
+) -> None:
+    net, (x, y) = Net(ROWS[name]()).double(), batch(n)
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    want = undivided(net, F.cross_entropy, x, y)
+    assert_exact(state_of(net, engine.backward(x, y)), want)
+    assert engine.plan is not None
+    assert engine.plan.exact, str(engine.plan.exact)
