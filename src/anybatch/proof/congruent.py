@@ -247,23 +247,44 @@ def compare(
         earlier: a call of so many samples comes before each, and may keep something; 0 is as many.
             Default None: no call does.
     """
-    seen = [Seen() for _ in sizes]
-    with (
-        _disable_current_modes(),  # or a meter would count what has no data
-        interrupted_between_functions(),
-    ):
-        said = _traced(
-            *(model, modules, rows, sizes, run, seen, values),
-            trains=trains,
-            singles=singles,
-            backward=backward,
-            earlier=earlier,
-        )
-    if any(one() is not None for each in seen for one in each.made):
-        forget_fakes()  # a walk over all objects, so only where something has kept one
+
+    def traced(sizes: Sequence[int]) -> tuple[list[Seen], str]:
+        seen = [Seen() for _ in sizes]
+        with (
+            _disable_current_modes(),  # or a meter would count what has no data
+            interrupted_between_functions(),
+        ):
+            said = _traced(
+                *(model, modules, rows, sizes, run, seen, values),
+                trains=trains,
+                singles=singles,
+                backward=backward,
+                earlier=earlier,
+            )
+        if any(one() is not None for each in seen for one in each.made):
+            forget_fakes()  # a walk over all objects, so only where something has kept one
+        return seen, said
+
+    seen, said = traced(sizes)
     if said:
         why = f"forward of {sizes[0]} samples could not be traced without data ({said[:80]})"
         return Verdict("", (why,))
+    found = _differs(seen, sizes)
+    if found.doubts and any(call.free and call.places for call in seen[0].calls):
+        (other,), said = traced([UNLIKE])
+        if not said and other.functions == seen[0].functions:
+            pairs = zip(seen[0].calls, other.calls, strict=False)
+            seen[0].calls = [a._replace(places=a.places and b.places) for a, b in pairs]
+            found = _differs(seen, sizes)
+    return found
+
+
+UNLIKE = 61
+"""Samples by which few sizes of images can be divided, which might be taken for rows."""
+
+
+def _differs(seen: Sequence[Seen], sizes: Sequence[int]) -> Verdict:
+    """Return what is said of the first micro-batch that differs, or the doubts of all."""
     whole, *others = seen
     doubts: tuple[str, ...] = ()
     for size, part in zip(sizes[1:], others, strict=True):

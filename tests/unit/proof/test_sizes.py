@@ -149,3 +149,39 @@ def test_one_row_of_channels_is_by_itself_for_one_sample_too(
     assert_exact(state_of(net, engine.backward(x, y)), want)
     assert engine.plan is not None
     assert engine.plan.exact, str(engine.plan.exact)
+
+
+class Positions(nn.Module):
+    """Add where each pixel is, along one dimension of images [n, 4, H, W]."""
+
+    def __init__(self, dim: int, step: float) -> None:
+        super().__init__()
+        self.first, self.last, self.dim, self.step = nn.Conv2d(2, 4, 1), nn.Linear(4, 3), dim, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        n, _, height, width = h.shape
+        mask = ~torch.zeros(n, height, width, dtype=torch.bool)
+        places = torch.div(mask.cumsum(self.dim), self.step, rounding_mode="floor")
+        return self.last((h * (1 + places[:, None])).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("n", [7, 8, 16])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_an_image_as_high_as_the_batch_is_long_is_no_row(
+    dim: int, n: int, micro_batch: int
+) -> None:
+    net = Positions(dim, 8.0 if dim == 0 else 3.0).double()
+    x, y = torch.randn(n, 2, n, 8, dtype=torch.float64), torch.randint(0, 3, (n,))
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    want = undivided(net, F.cross_entropy, x, y)
+    try:
+        loss = engine.backward(x, y)
+    except NotExactError:
+        assert dim == 0
+        return
+    assert engine.plan is not None
+    assert bool(engine.plan.exact) is (dim > 0), str(engine.plan.exact)
+    if dim > 0:
+        assert_exact(state_of(net, loss), want)
