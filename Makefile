@@ -26,7 +26,8 @@ $(PEERS): $(READY)
 	$(INSTALL) -e '.[peers]'
 	touch $@
 
-HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+# A test process that has died is not replaced: its test would run again, and end the next one too.
+HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart=0
 
 demo: $(READY)  ## train digits at batch 1024 in micro-batches of 64 and show the table
 	$(BIN)/python -m benchmarks.mbs.demo.run
