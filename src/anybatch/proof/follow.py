@@ -42,6 +42,7 @@ from anybatch.proof.masks import (
 from anybatch.proof.paths import Paths
 from anybatch.proof.places import (
     CONSTANT,
+    COPIES,
     CUTS,
     FILLS,
     FreeCall,
@@ -311,7 +312,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self._followed(call, operands, written)
         else:
             result = self._without(name, func, args, kwargs, operands, written)
-        if name in FILLS and in_rows(result):
+        if (name in FILLS or (filled and name in COPIES)) and in_rows(result):
             storage = result.untyped_storage()
             self._filled[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         if self._few.sizes or name in CHOOSING:
@@ -448,7 +449,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = marks(func, one, shape, self.samples, self._fewer, outside=outside, tells=tells)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
-            elif call.counts(one, at, fewer):
+            elif call.counts(one, at, fewer) and not ours():
                 self.notes.counted.append(f"{self.path}, in {name}")
             elif plain(one) and not outside:
                 storage = one.untyped_storage()

@@ -24,6 +24,11 @@ MAKERS = frozenset(
 )
 """Functions that make numbers which are drawn, or all alike."""
 
+FILLED = frozenset(
+    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full".split()
+)
+"""Functions that make a tensor of one number, which every part of it is of, too."""
+
 ELEMENTWISE = frozenset(
     "add sub mul div true_divide floor_divide remainder fmod pow rsub clamp clamp_min clamp_max "
     "where maximum minimum lerp masked_fill eq ne lt le gt ge neg abs exp log log1p log2 sqrt "
@@ -59,6 +64,7 @@ class FreeTensors:
         self._known, self._rows = known, rows
         self._free: dict[int, weakref.ref[Tensor]] = {}
         self._plain: dict[int, weakref.ref[Tensor]] = {}
+        self._filled: dict[int, weakref.ref[Tensor]] = {}
 
     def takes(self, name: str, given: Any) -> bool:
         """Say whether no sample has a part in what a function computes."""
@@ -88,17 +94,31 @@ class FreeTensors:
             made = [given[0][0]]
         name = name.split(".", maxsplit=1)[0]
         for one in made:
-            plain = free and self._is_plain(name, given, one)
+            filled = free and self._is_filled(name, given)
+            plain = filled or (free and self._is_plain(name, given, one))
             writes = name == "__setitem__" or (name.endswith("_") and name[:2] != "__")
             base = one._base if writes else None
             for other in (one, base) if base is not None else (one,):
                 _note(self._free, other, holds=free)
                 _note(self._plain, other, holds=plain)
+                _note(self._filled, other, holds=filled)
 
     def forget(self, tensor: Tensor) -> None:
         """Take in that samples have a part in a tensor."""
         _note(self._free, tensor, holds=False)
         _note(self._plain, tensor, holds=False)
+        _note(self._filled, tensor, holds=False)
+
+    def _is_filled(self, name: str, given: Any) -> bool:
+        """Say whether what a function has made is of one number, wherever it is read."""
+        if name in FILLED:
+            return True
+        operands = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+        if name == "__getitem__":  # places that lead there tell nothing
+            operands = operands[:1]
+        bare = name.strip("_")
+        alike = bare in ELEMENTWISE or bare in SPREADS
+        return alike and name != "__setitem__" and all(_holds(self._filled, o) for o in operands)
 
     def _is_plain(self, name: str, given: Any, made: Tensor) -> bool:
         """Say whether what a function has made tells no row from another."""

@@ -32,6 +32,9 @@ FILLS = frozenset(
 )
 """Kernels that make a tensor of one number."""
 
+COPIES = frozenset(("_to_copy", "clone"))
+"""Kernels that give the numbers they are given."""
+
 CUTS = frozenset(
     "slice select narrow split split_with_sizes chunk tensor_split unbind unfold as_strided".split()
 )

@@ -137,7 +137,41 @@ def weighted(fn: Callable[[Tensor], Tensor]) -> Given:
     return lambda _, h: h + fn(torch.ones_like(h)) * (h - h.detach())
 
 
+def ones_of(h: Tensor, *, after: int | None = None) -> Tensor:
+    """Return ones [n, 5], as a mask of padding that is made where none is given."""
+    mask = torch.ones(len(h), 5)
+    if after is not None:
+        mask[after:] = 0
+    return mask
+
+
+def at_places(h: Tensor, mask: Tensor) -> Tensor:
+    """Return h times how many of its row a mask keeps, read by the numbers of rows."""
+    rows, columns = torch.arange(len(h)), torch.arange(5)
+    seen = mask.bool()[rows[:, None], columns] & (columns < 3)
+    return h * seen.sum(1)[:, None]
+
+
+def divided_by_a_count(_: Tabled, h: Tensor) -> Tensor:
+    count = ones_of(h).sum()
+    return h / count if count == len(h) * 5 else h
+
+
+def compared_later(_: Tabled, h: Tensor) -> Tensor:
+    count = ones_of(h).sum()
+    scaled = h / count
+    return scaled if count == len(h) * 5 else h
+
+
 COUNTED: dict[str, Given] = {
+    "compared with a number": lambda _, h: h * (2.0 if ones_of(h).sum() > 40 else 1.0),
+    "equal to a number": lambda _, h: h * (2.0 if ones_of(h).sum() == 20 else 1.0),
+    "divided by what was compared": divided_by_a_count,
+    "compared after it was used": compared_later,
+    "all of it, where a part is zero": lambda _, h: (
+        h * (2.0 if ones_of(h, after=8).sum() == len(h) * 5 else 1.0)
+    ),
+    "read where a part is zero": lambda _, h: at_places(h, ones_of(h, after=8)),
     "softmax": weighted(lambda one: one.softmax(0)),
     "a product": weighted(lambda one: one @ one.T @ one),
     "normalised": weighted(lambda one: F.normalize(one, dim=0)),
@@ -179,6 +213,7 @@ HONEST: dict[str, Given] = {
     "tokens": lambda s, h: (h[:, None] + s.table[:5]).mean(1),
     "softmax of features": weighted(lambda one: one.softmax(1)),
     "noise": lambda _, h: h + torch.randn(h.shape, dtype=h.dtype).softmax(1) * 0,
+    "a mask that is read by places": lambda _, h: at_places(h, ones_of(h)),
     "a square": lambda _, h: h * (1 + torch.ones(len(h), 6, 6).double().tril()[:, 2]),
 }
 
