@@ -238,7 +238,9 @@ FAMILIES: dict[str, Callable[[], Problem]] = {
     "Marian": both("MarianMTModel", "MarianConfig", **BART),
     "ViT": pixels("ViTForImageClassification", "ViTConfig", **PATCHES),
     "DeiT": pixels("DeiTForImageClassification", "DeiTConfig", **PATCHES),
-    "BEiT": pixels("BeitForImageClassification", "BeitConfig", **PATCHES),
+    "BEiT": pixels(
+        *("BeitForImageClassification", "BeitConfig"), **{**PATCHES, "drop_path_rate": 0.0}
+    ),
     "DINOv2": pixels("Dinov2ForImageClassification", "Dinov2Config", **PATCHES),
     "Swin": pixels(
         *("SwinForImageClassification", "SwinConfig"),
