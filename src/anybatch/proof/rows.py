@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -145,20 +145,41 @@ def forward(
         if tensor.dim() and tensor.shape[0] == micro.size:
             follow.seed(tensor, list(samples))
 
-    @contextmanager
-    def within() -> Iterator[None]:
-        saves = nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
-        reads = Reads(follow)
-        with torch.set_grad_enabled(graph), saves, _saving(follow), _hooks(hooked), reads, follow:
-            yield
+    def contexts() -> Iterator[AbstractContextManager[Any]]:
+        yield torch.set_grad_enabled(graph)
+        yield nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
+        yield from (_saving(follow), _hooks(hooked), Reads(follow), follow)
 
     try:
-        outputs = run(micro, within=within())
+        outputs = run(micro, within=_Within(contexts))
     except RuntimeError as error:
         if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
             raise NeededError from error
         raise
     return outputs, bool(hooked)
+
+
+class _Within:
+    """Contexts that are entered one after the other.
+
+    This is no generator: one that an interrupt has left behind ends when it is forgotten, and would
+    then pop modes that are not its own. What a step has left entered is put back by the step.
+
+    Args:
+        contexts: makes each when it is its turn.
+    """
+
+    def __init__(self, contexts: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
+        self._contexts, self._entered = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for one in self._contexts():
+                entered.enter_context(one)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 @contextmanager
