@@ -179,6 +179,7 @@ class Before:
         self.dice = Dice.now()
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()
+        self.heard = torch._C._is_torch_function_enabled()
         self.dispatch_modes = _len_torch_dispatch_stack()
         self._where = where()
         self.open = True
@@ -237,6 +238,9 @@ class Before:
 
     def _leave_modes(self) -> None:
         torch.set_grad_enabled(self.grad_mode)
+        if self.heard and not torch._C._is_torch_function_enabled():
+            # an interrupt on the last line of its body leaves it entered; a new one was never
+            torch._C.DisableTorchFunction().__exit__(None, None, None)
         while _len_torch_function_stack() > self.modes:
             _pop_mode()  # type: ignore[no-untyped-call]
         while _len_torch_dispatch_stack() > self.dispatch_modes:

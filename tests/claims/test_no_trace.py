@@ -232,3 +232,15 @@ def test_after_a_good_step_only_gradients_buffers_and_dice_have_moved() -> None:
     moved = {name for name in before if not same(before[name], after[name])}
     assert moved <= {"gradients", "gradient ids", "buffers", "buffer ids", "rng"}
     assert before["gradient ids"][1:] == after["gradient ids"][1:], "the same tensors"
+
+
+def test_a_step_that_fails_leaves_functions_of_torch_heard() -> None:
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        torch._C.DisableTorchFunction().__enter__()  # as an interrupt before __exit__ leaves it
+        raise ValueError
+
+    model = nn.Linear(3, 2)
+    engine = Engine(model, loss, micro_batch=2)
+    with pytest.raises(ValueError):  # noqa: PT011
+        engine.backward(torch.randn(6, 3), torch.randint(2, (6,)))
+    assert torch._C._is_torch_function_enabled()

@@ -234,12 +234,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alike: dict[int, StorageWeakRef] = {}
         self._filled: dict[int, StorageWeakRef] = {}
         trained = model.parameters() if lengths else ()
-        with torch._C.DisableTorchFunction():  # nobody asks for its address here
-            self._parameters = {
-                one.untyped_storage()._cdata
-                for one in trained
-                if one.requires_grad and in_rows(one)
-            }
+        self._weights = [one for one in trained if one.requires_grad and in_rows(one)]
+        self._parameters: set[int] | None = None
         self._dice = torch_state()
         norms = [
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
@@ -476,6 +472,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _trained(self, tensor: Tensor) -> bool:
         """Say whether the numbers of a tensor may be others later, whatever they are now."""
+        if self._parameters is None:  # not before: in a kernel nobody hears that it is asked for
+            self._parameters = {one.untyped_storage()._cdata for one in self._weights}
         return tensor.requires_grad or tensor.untyped_storage()._cdata in self._parameters
 
     def _note_single(self, name: str, func: Any, made: list[Tensor]) -> None:

@@ -147,7 +147,7 @@ def forward(
 
     def contexts() -> Iterator[AbstractContextManager[Any]]:
         yield torch.set_grad_enabled(graph)
-        yield nullcontext() if saved or not graph else saved_tensors_hooks(_nothing, _needed)
+        yield nullcontext() if saved or not graph else _saving_nothing()
         yield from (_saving(follow), _hooks(hooked), Reads(follow), follow)
 
     try:
@@ -163,7 +163,7 @@ class _Within:
     """Contexts that are entered one after the other.
 
     This is no generator: one that an interrupt has left behind ends when it is forgotten, and would
-    then pop modes that are not its own. What a step has left entered is put back by the step.
+    then pop modes that are not its own. Those that a step has left entered the step takes off.
 
     Args:
         contexts: makes each when it is its turn.
@@ -214,6 +214,13 @@ def _saving(follow: Follow) -> Iterator[None]:
         yield
     finally:
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def _saving_nothing() -> Iterator[None]:
+    # a generator: hooks that an interrupt has left behind are taken off when it is forgotten
+    with saved_tensors_hooks(_nothing, _needed):
+        yield
 
 
 def _nothing(tensor: Tensor) -> None:
