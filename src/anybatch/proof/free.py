@@ -17,17 +17,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from anybatch.proof.places import FILLS
+
 MAKERS = frozenset(
     "empty zeros ones full rand randn randint normal bernoulli poisson empty_like zeros_like "
     "ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
     "normal_ uniform_ bernoulli_ random_ exponential_ zero_ fill_".split()
 )
 """Functions that make numbers which are drawn, or all alike."""
-
-FILLED = frozenset(
-    "zeros ones full zeros_like ones_like full_like new_zeros new_ones new_full".split()
-)
-"""Functions that make a tensor of one number, which every part of it is of, too."""
 
 ELEMENTWISE = frozenset(
     "add sub mul div true_divide floor_divide remainder fmod pow rsub clamp clamp_min clamp_max "
@@ -111,14 +108,14 @@ class FreeTensors:
 
     def _is_filled(self, name: str, given: Any) -> bool:
         """Say whether what a function has made is of one number, wherever it is read."""
-        if name in FILLED:
+        if name in FILLS:
             return True
         operands = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
         if name == "__getitem__":  # places that lead there tell nothing
             operands = operands[:1]
         bare = name.strip("_")
         alike = bare in ELEMENTWISE or bare in SPREADS
-        return alike and name != "__setitem__" and all(_holds(self._filled, o) for o in operands)
+        return alike and bool(operands) and all(_holds(self._filled, one) for one in operands)
 
     def _is_plain(self, name: str, given: Any, made: Tensor) -> bool:
         """Say whether what a function has made tells no row from another."""

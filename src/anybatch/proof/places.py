@@ -30,7 +30,7 @@ CONSTANT = frozenset(
 FILLS = frozenset(
     "zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like".split()
 )
-"""Kernels that make a tensor of one number."""
+"""Functions and kernels that make a tensor of one number, which every part of it is of, too."""
 
 COPIES = frozenset(("_to_copy", "clone"))
 """Kernels that give the numbers they are given."""
