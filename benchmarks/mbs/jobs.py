@@ -1,10 +1,11 @@
-"""Many small questions, one at a time, in a process that may die: then that is the answer."""
+"""Many small questions, each in a process that may die: then that is the answer."""
 
 import multiprocessing as mp
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -28,18 +29,45 @@ def serve(pipe: Connection, answer: Callable[[Any], Any]) -> None:
         pipe.send(answer(question))
 
 
-def start(answer: Callable[[Any], Any]) -> tuple[BaseProcess, Connection]:
-    """A process that answers, and the way to it."""
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, answer), daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
+class Server:
+    """A process that answers, and another one after it has died or answered `FRESH` questions."""
+
+    def __init__(self, answer: Callable[[Any], Any], patience: float) -> None:
+        self.answer, self.patience, self.count = answer, patience, 0
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, self.answer), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, question: Any) -> Any | Died:
+        """The answer; `Died` where there is none."""
+        self.pipe.send(question)
+        try:
+            ready = self.pipe.poll(self.patience)
+            found = self.pipe.recv() if ready else Died(f"no end after {self.patience:.0f} s")
+        except EOFError:
+            self.process.join()
+            found = Died(f"the process died with {self.process.exitcode}")
+        self.count += 1
+        if isinstance(found, Died) or self.count % FRESH == 0:
+            self.stop()
+            self._start()
+        return found
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 def answers(
-    answer: Callable[[Any], Any], questions: Iterable[Any], patience: float = PATIENCE
+    answer: Callable[[Any], Any],
+    questions: Iterable[Any],
+    patience: float = PATIENCE,
+    jobs: int = 1,
 ) -> Iterator[tuple[Any, Any | Died]]:
     """Each question with its answer, in order.
 
@@ -47,19 +75,24 @@ def answers(
         answer: a function of a module; what it raises kills the process.
         questions: picklable, none of them None.
         patience: seconds after which a question has no end.
+        jobs: processes that answer at the same time.
     """
-    process, pipe = start(answer)
-    for index, question in enumerate(questions, 1):
-        pipe.send(question)
+    asked = list(questions)
+    idle: SimpleQueue[Server] = SimpleQueue()
+    servers = [Server(answer, patience) for _ in range(jobs)]
+    for server in servers:
+        idle.put(server)
+
+    def ask(question: Any) -> Any | Died:
+        server = idle.get()
         try:
-            found = pipe.recv() if pipe.poll(patience) else Died(f"no end after {patience:.0f} s")
-        except EOFError:
-            process.join()
-            found = Died(f"the process died with {process.exitcode}")
-        yield question, found
-        if isinstance(found, Died) or index % FRESH == 0:
-            process.kill()
-            process.join()
-            process, pipe = start(answer)
-    process.kill()
-    process.join()
+            return server.ask(question)
+        finally:
+            idle.put(server)
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from zip(asked, pool.map(ask, asked), strict=True)
+    finally:
+        for server in servers:
+            server.stop()

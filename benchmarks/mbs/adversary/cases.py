@@ -35,6 +35,7 @@ class Case:
         split: a name of `SPLITS`.
         honest: the twin that couples nothing.
         seed: of weights and batch.
+        device: where it runs, no part of the name.
     """
 
     coupling: str
@@ -45,6 +46,7 @@ class Case:
     split: str = "ragged"
     honest: bool = False
     seed: int = 0
+    device: str = "cpu"
 
     @property
     def name(self) -> str:

@@ -103,4 +103,4 @@ def weights(*shape: int) -> nn.Parameter:
 
 def drawn(rows: Tensor) -> Tensor:
     """Standard normal numbers of the shape of rows, the same in every dtype."""
-    return torch.randn(rows.shape, dtype=torch.float64).to(rows.dtype)
+    return torch.randn(rows.shape, dtype=torch.float64, device=rows.device).to(rows.dtype)

@@ -177,7 +177,7 @@ def noise_sorted(p: Place, z: Tensor) -> Any:
 
 @form("noise", draws=True)
 def dropout_rescaled(p: Place, z: Tensor) -> Any:
-    mask = (torch.rand(z.shape, dtype=torch.float64) > 0.5).to(z.dtype)
+    mask = (torch.rand(z.shape, dtype=torch.float64, device=z.device) > 0.5).to(z.dtype)
     return z * mask / (mask.mean(1, keepdim=True) if p.honest else mask.mean()).clamp(min=0.1)
 
 
@@ -188,7 +188,7 @@ def noise_scaled_by_rows(p: Place, z: Tensor) -> Any:
 
 @form("noise", draws=True, rough=True)
 def mixup_shuffled(p: Place, z: Tensor) -> Any:
-    order = torch.randperm(z.shape[p.dim])
+    order = torch.randperm(z.shape[p.dim], device=z.device)
     return 0.7 * z + 0.3 * z.index_select(p.dim, order)
 
 
@@ -299,13 +299,16 @@ def scale_by_numel(p: Place, z: Tensor) -> Any:
 @form("shape")
 def position(p: Place, z: Tensor) -> Any:
     n = z.shape[p.dim]
-    return z + torch.arange(n, dtype=z.dtype).view((1, n) if p.honest else (n, 1)) / 8
+    return (
+        z + torch.arange(n, dtype=z.dtype, device=z.device).view((1, n) if p.honest else (n, 1)) / 8
+    )
 
 
 @form("shape")
 def identity_matrix(p: Place, z: Tensor) -> Any:
     n, d = z.shape
-    return z + (torch.eye(d, dtype=z.dtype)[0] if p.honest else torch.eye(n, d, dtype=z.dtype))
+    like: Any = {"dtype": z.dtype, "device": z.device}
+    return z + (torch.eye(d, **like)[0] if p.honest else torch.eye(n, d, **like))
 
 
 @form("shape")
@@ -332,7 +335,7 @@ def roll(p: Place, z: Tensor) -> Any:
 @form("permutation")
 def partner(p: Place, z: Tensor) -> Any:
     n = z.shape[p.dim]
-    return z * z.index_select(p.dim, (torch.arange(n) + n // 2) % n)
+    return z * z.index_select(p.dim, (torch.arange(n, device=z.device) + n // 2) % n)
 
 
 @form("permutation")
@@ -397,7 +400,7 @@ def one_hot_sum(p: Place, z: Tensor) -> Any:
 @form("integers", rough=True)
 def histogram(p: Place, z: Tensor) -> Any:
     if p.honest:
-        edges = torch.linspace(-1, 1, 4, dtype=z.dtype)
+        edges = torch.linspace(-1, 1, 4, dtype=z.dtype, device=z.device)
         return z + torch.bucketize(z.detach(), edges).to(z.dtype) / 4
     counts = torch.histc(z.detach(), bins=z.shape[1], min=-1, max=1)
     return z + counts.to(z.dtype) / 16
@@ -418,7 +421,7 @@ def shifted_write(p: Place, z: Tensor) -> Any:
 
 @form("in place", rough=True)
 def index_add(p: Place, z: Tensor) -> Any:
-    to = torch.arange(z.shape[p.dim]) // 3
+    to = torch.arange(z.shape[p.dim], device=z.device) // 3
     return z + torch.zeros_like(z).index_add_(p.dim, to, z)
 
 
@@ -432,7 +435,7 @@ def out_argument(p: Place, z: Tensor) -> Any:
 
 @form("in place")
 def written_buffer(p: Place, z: Tensor) -> Any:
-    scratch = torch.empty(2, *z.shape, dtype=z.dtype)
+    scratch = torch.empty(2, *z.shape, dtype=z.dtype, device=z.device)
     scratch[0].copy_(z.detach())
     scratch[1] = scratch[0] - scratch[0].mean(p.dim, keepdim=True)
     return z * scratch[1]
@@ -502,7 +505,9 @@ def through_numpy(p: Place, z: Tensor) -> Any:
 def through_a_list(p: Place, z: Tensor) -> Any:
     rows = z.detach().double().tolist()
     if p.honest:
-        return z - torch.tensor([[sum(row) / len(row)] for row in rows], dtype=z.dtype)
+        return z - torch.tensor(
+            [[sum(row) / len(row)] for row in rows], dtype=z.dtype, device=z.device
+        )
     return z - sum(row[0] for row in rows) / len(rows)
 
 

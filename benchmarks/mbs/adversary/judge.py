@@ -193,7 +193,7 @@ class Subject:
     def __call__(self, problem: Problem, x: Tensor, y: Tensor) -> Tensor:
         if self.engine is None:
             if self.case.mechanism == "budget":
-                with torch.random.fork_rng(devices=[]):
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
                     self._budget(x, y)
             self.engine = Engine(problem.net, problem.objective, **self.options)
         return self.engine.backward(x, y)

@@ -58,7 +58,7 @@ class Hidden(nn.Module):
             return rows
         if hiding == "integers":
             codes = (self.place(rows).detach() * 8).round().long() % CODES
-            return rows + self.table[codes, torch.arange(rows.shape[1])]
+            return rows + self.table[codes, torch.arange(rows.shape[1], device=rows.device)]
         if hiding == "no_grad":
             with torch.no_grad():
                 found = self.place(rows)
@@ -103,7 +103,7 @@ class Objective:
         self.middle: Hidden | None = None
         if FORMS[case.coupling].in_loss:
             assert net.stash is not None
-            self.middle = Hidden(case, CLASSES).to(dtype)
+            self.middle = Hidden(case, CLASSES).to(case.device, dtype)
             self.middle.place.link.append(net.stash)
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def build(case: Case, *, wide: bool = False) -> Problem:
     with torch.no_grad():  # a stem of some size, so that places have something to do
         net.stem.weight.mul_(2)
     dtype = torch.float64 if wide else getattr(torch, case.dtype)
-    net.to(dtype)
+    net.to(case.device, dtype)
     objective = Objective(case, net, dtype)
     return Problem(net, objective, [_batch(case, step, dtype) for step in range(STEPS)])
 
@@ -164,4 +164,4 @@ def _batch(case: Case, step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = x.contiguous(memory_format=torch.channels_last)
     elif case.layout == "transposed":
         x = x.T.contiguous().T
-    return x, y
+    return x.to(case.device), y.to(case.device)

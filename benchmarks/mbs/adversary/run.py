@@ -13,6 +13,7 @@ bound, and the plan says exact); crash (another error, a dead process, or no end
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,9 +39,9 @@ def answer(case: Case) -> Verdict:
         return Verdict("no truth", message=f"{type(error).__name__}: {error}"[:300])
 
 
-def judged(cases: list[Case]) -> Iterator[tuple[Case, Verdict]]:
+def judged(cases: list[Case], jobs: int = 1) -> Iterator[tuple[Case, Verdict]]:
     """The verdict on each case; one that kills its process, or never ends, is a crash."""
-    for case, found in answers(answer, cases):
+    for case, found in answers(answer, cases, jobs=jobs):
         yield case, Verdict("crash", message=str(found)) if isinstance(found, Died) else found
 
 
@@ -116,6 +117,8 @@ def main(
     *,
     cases: Annotated[int, typer.Option(help="how many are drawn")] = CASES,
     seed: int = SEED,
+    device: str = "cpu",
+    jobs: Annotated[int, typer.Option(help="processes, with one thread each")] = 1,
     only: Annotated[str, typer.Option(help="cases whose name holds this; writes nothing")] = "",
     show_all: Annotated[bool, typer.Option("--show", help="print each case")] = False,
     quick: bool = False,
@@ -123,10 +126,12 @@ def main(
 ) -> None:
     """Draw cases, judge each, and write results.json."""
     torch.set_num_threads(1)
-    drawn = draw(40 if quick else cases, seed)
+    drawn = [replace(case, device=device) for case in draw(40 if quick else cases, seed)]
     chosen = [case for case in drawn if only in case.name]
     found = []
-    for case, verdict in track(judged(chosen), "adversary", total=len(chosen), console=console):
+    for case, verdict in track(
+        judged(chosen, jobs), "adversary", total=len(chosen), console=console
+    ):
         found.append((case, verdict))
         if show_all or verdict.outcome == "crash":
             show(case, verdict)

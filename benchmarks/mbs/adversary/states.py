@@ -69,7 +69,7 @@ def _rows(p: Place, width: int) -> None:
 def ring_of_rows(p: Place, z: Tensor) -> Any:
     found = z - p.rows.mean(0)
     if not p.honest:
-        to = (torch.arange(len(z)) + p.at) % 16
+        to = (torch.arange(len(z), device=z.device) + p.at) % 16
         p.rows[to] = z.detach()
         p.at.add_(len(z)).remainder_(16)
     return found

@@ -332,7 +332,7 @@ def _deformable() -> Problem:
     def body(m: Any, x: Tensor) -> Any:
         x = m.stem(x)
         shift = 0.1 * m.offset(x).movedim(1, -1)
-        eye = torch.eye(2, 3, dtype=x.dtype).expand(len(x), 2, 3)
+        eye = torch.eye(2, 3, dtype=x.dtype, device=x.device).expand(len(x), 2, 3)
         grid = F.affine_grid(eye, list(x.shape), align_corners=True) + shift
         return m.head(F.grid_sample(x, grid, padding_mode="border", align_corners=True))
 
@@ -447,7 +447,7 @@ def _diffusion() -> Problem:
 def _drop_path() -> Problem:
     def body(m: Any, x: Tensor) -> Any:
         h = m.stem(x)
-        keep = (torch.rand(len(h), 1) < 0.7).to(h.dtype) / 0.7
+        keep = (torch.rand(len(h), 1, device=h.device) < 0.7).to(h.dtype) / 0.7
         return m.head(h + keep * m.inner(h).tanh())
 
     return classes(Net(body, stem=linear(6), inner=linear(), head=linear(D, C)), rows(6))
@@ -598,7 +598,8 @@ def _dropping() -> Problem:
 @subject("rotary positions", "language")
 def _rotary() -> Problem:
     def turn(x: Tensor) -> Tensor:
-        angle = torch.arange(T, dtype=x.dtype)[:, None] / 10 ** torch.arange(D // 2, dtype=x.dtype)
+        like: Any = {"dtype": x.dtype, "device": x.device}
+        angle = torch.arange(T, **like)[:, None] / 10 ** torch.arange(D // 2, **like)
         a, b = x.chunk(2, -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
@@ -612,7 +613,7 @@ def _rotary() -> Problem:
 @subject("relative position bias", "language")
 def _relative() -> Problem:
     def body(m: Any, x: Tensor) -> Any:
-        at = torch.arange(T)
+        at = torch.arange(T, device=x.device)
         bias = m.bias[(at[:, None] - at[None]) + T - 1].movedim(-1, 0)
         q, k, v = m.qkv(m.embed(x)).chunk(3, -1)
         return m.out(attend(q, k, v, attn_mask=bias))
@@ -695,8 +696,9 @@ def _ctc() -> Problem:
 @subject("nn.Transformer", "language")
 def _transformer() -> Problem:
     def body(m: Any, x: Tensor, y: Tensor, keep: Tensor) -> Any:
-        mask = nn.Transformer.generate_square_subsequent_mask(T, dtype=m.out.weight.dtype)
-        hidden = torch.zeros(keep.shape, dtype=mask.dtype).masked_fill(~keep, -math.inf)
+        like: Any = {"dtype": m.out.weight.dtype, "device": keep.device}
+        mask = nn.Transformer.generate_square_subsequent_mask(T, **like)
+        hidden = torch.zeros(keep.shape, **like).masked_fill(~keep, -math.inf)
         found = m.both(m.embed(x), m.embed(y), tgt_mask=mask, src_key_padding_mask=hidden)
         return m.out(found)
 
@@ -847,7 +849,7 @@ def _gaussian() -> Problem:
 def _algebra() -> Problem:
     def body(m: Any, x: Tensor) -> Any:
         a = m.make(x).view(-1, 3, 3)
-        a = a @ a.transpose(1, 2) + torch.eye(3, dtype=x.dtype)
+        a = a @ a.transpose(1, 2) + torch.eye(3, dtype=x.dtype, device=x.device)
         return torch.linalg.solve(a, m.rhs.expand(len(x), 3)) + torch.logdet(a)[:, None]
 
     return classes(Net(body, make=linear(6, 9), rhs=parameter(3)), rows(6))
@@ -870,7 +872,7 @@ def _weighted() -> Problem:
     weight = torch.tensor([0.2, 1.0, 3.0])
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y, weight=weight, label_smoothing=0.1)
+        return F.cross_entropy(out, y, weight=weight.to(out), label_smoothing=0.1)
 
     net = nn.Sequential(linear(6), nn.PReLU(), linear(D, C))
     return Problem(net, rows(6), torch.randint(C, (ROWS,)), loss)
@@ -883,7 +885,7 @@ def _pairs() -> Problem:
 
     def loss(outputs: Any) -> Tensor:
         logits = outputs[0] @ outputs[1].T / 0.5
-        return F.cross_entropy(logits, torch.arange(len(logits)))
+        return F.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
     return Problem(Net(body, one=linear(6), two=linear(6)), (rows(6), rows(6)), None, loss)
 

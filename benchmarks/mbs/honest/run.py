@@ -16,6 +16,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from anybatch import AnybatchError, Engine
 from anybatch.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
+from anybatch.tree import map_tensors
 from benchmarks.environment import environment
 from benchmarks.mbs.honest import families, modules, networks
 from benchmarks.mbs.honest.subjects import ROWS, SUBJECTS, Problem, Subject
@@ -52,7 +54,7 @@ def register() -> None:
     families.register()
 
 
-def made(subject: Subject) -> Problem:
+def made(subject: Subject, device: str = "cpu") -> Problem:
     """The network and its batch, in float64, with numbers that its dtype holds."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -63,7 +65,12 @@ def made(subject: Subject) -> Problem:
         torch.set_default_dtype(before)
     problem.model.to(subject.dtype).double() if subject.dtype != torch.float64 else None
     inputs, targets = (cast(cast(v, subject.dtype), torch.float64) for v in _data(problem))
-    return Problem(problem.model, inputs, targets, problem.loss_fn)
+    inputs, targets = (map_tensors(lambda t: t.to(device), v) for v in (inputs, targets))
+    loss_fn = problem.loss_fn
+    for module in (loss_fn, getattr(loss_fn, "inner", None)):
+        if isinstance(module, nn.Module):
+            module.to(device)
+    return Problem(problem.model.to(device), inputs, targets, loss_fn)
 
 
 def _data(problem: Problem) -> tuple[Any, Any]:
@@ -175,20 +182,20 @@ def one_split(
     }
 
 
-def answer(name: str) -> Row:
+def answer(name: str, device: str = "cpu") -> Row:
     """The row of a network, by its name."""
     if name not in SUBJECTS:
         register()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return row_of(SUBJECTS[name])
+        return row_of(SUBJECTS[name], device)
 
 
-def row_of(subject: Subject) -> Row:
+def row_of(subject: Subject, device: str = "cpu") -> Row:
     """What the splits of a network came to, or why it was not run."""
     row: Row = {"group": subject.group}
     try:
-        problem = made(subject)
+        problem = made(subject, device)
         want = states(problem, undivided(problem))
         bound = bound_of(subject, problem, want)
     except Exception as error:
@@ -232,6 +239,8 @@ def main(
     only: Annotated[str, typer.Option(help="networks whose name holds this; no file")] = "",
     show: Annotated[bool, typer.Option("--show", help="print each network")] = False,
     quick: bool = False,
+    device: str = "cpu",
+    jobs: Annotated[int, typer.Option(help="processes, with one thread each")] = 1,
     out: Path = HERE,
 ) -> None:
     """Run every network and write results.json."""
@@ -239,7 +248,9 @@ def main(
     register()
     names = [name for name in SUBJECTS if only in name][:: 25 if quick else 1]
     table: dict[str, Row] = {}
-    for name, found in track(answers(answer, names), "honest", total=len(names), console=console):
+    ask = partial(answer, device=device)
+    found_of = answers(ask, names, jobs=jobs)
+    for name, found in track(found_of, "honest", total=len(names), console=console):
         table[name] = died(name, found) if isinstance(found, Died) else found
         if show or not is_exact(table[name]):
             console.print(name, table[name], highlight=False)
