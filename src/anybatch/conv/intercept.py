@@ -16,6 +16,7 @@ Source: u-cuDNN, section III-D: a subset of the library's functions is overloade
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -198,10 +199,21 @@ class _Installed:
             return
         ours = Kernels(device, partial(self.last, device))
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
-            library.impl(  # type: ignore[no-untyped-call]
-                name.removeprefix("aten::"), fn, ours.key, with_keyset=True, allow_override=True
-            )
+        try:
+            with warnings.catch_warnings():
+                # torch warns where a kernel of this very device is replaced, which is intended
+                warnings.simplefilter("ignore")
+                for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
+                    library.impl(  # type: ignore[no-untyped-call]
+                        name.removeprefix("aten::"),
+                        fn,
+                        ours.key,
+                        with_keyset=True,
+                        allow_override=True,
+                    )
+        except BaseException:
+            library._destroy()  # type: ignore[no-untyped-call]
+            raise
         self._libraries[device] = ours, library
 
     def leave(self, entry: tuple[str, Compute]) -> None:
