@@ -42,11 +42,22 @@ class Link(Protocol):
         """Make the present stream wait for that copy, and return what has arrived."""
 
 
-def feed(micro_batches: Iterable[MicroBatch], link: Link) -> Iterator[MicroBatch]:
-    """Yield each micro-batch on the device while the next one is already on its way."""
+def feed(
+    micro_batches: Iterable[MicroBatch], link: Link, *, moved: bool = False
+) -> Iterator[MicroBatch]:
+    """Yield each micro-batch on the device while the next one is already on its way.
+
+    Args:
+        micro_batches: on the host or on the device.
+        link: the way to the device.
+        moved: somebody may send tensors away as soon as they are there, who waits for the
+            computing stream alone: it waits for each copy at once.
+    """
     ahead: Shipment | None = None
     for micro_batch in micro_batches:
         coming = link.send(micro_batch)
+        if moved:
+            link.receive(coming)
         if ahead is not None:
             yield link.receive(ahead)
         ahead = coming

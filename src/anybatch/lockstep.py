@@ -145,7 +145,7 @@ class Together:
     def __init__(self, step: Step) -> None:
         self.trained = 0
         self._step = step
-        self._feed: Iterator[MicroBatch] = step.feed()
+        self._feed: Iterator[MicroBatch] = step.feed(moved=True)  # by the pager
         self._normalize: Normalization | None = None
         self._coupled: Tensor | None = None
         self._shown: dict[int, tuple[Any, MicroBatch]] = {}

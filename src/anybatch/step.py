@@ -226,12 +226,15 @@ class Step(Repeatable):
         """Whether the batch is more than one micro-batch, here or over all ranks."""
         return self.batch.size > self.micro_batch or self.everyone.several
 
-    def feed(self, batch: Batch | None = None) -> Iterator[MicroBatch]:
-        """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough."""
+    def feed(self, batch: Batch | None = None, *, moved: bool = False) -> Iterator[MicroBatch]:
+        """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough.
+
+        `moved` is `anybatch.device.feed`'s.
+        """
         loaded = (batch or self.batch).micro_batches(self.micro_batch)
         if self.draws is not None:
             loaded = self.draws.watch(loaded)
-        return feed(self.watch(loaded), self.link)
+        return feed(self.watch(loaded), self.link, moved=moved)
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Return what a micro-batch is computed in, so that it draws as it should."""

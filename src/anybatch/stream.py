@@ -208,8 +208,13 @@ class Normalization:
             first = _number(parts[0].denominator())
             alone = self._everyone.size == self._size
             # Over ranks it must be the same on all: BatchNorm adds up what their backwards begin.
-            positive = alone and (isinstance(first, Tensor) or first > 0)
-            self._estimate = first * (self._size / n) if positive else float(self._everyone.size)
+            self._estimate, other = first * (self._size / n), float(self._everyone.size)
+            if not alone:
+                self._estimate = other
+            elif isinstance(first, Tensor):  # nobody waits for its device
+                self._estimate = torch.where(first > 0, self._estimate, other)
+            elif first <= 0:
+                self._estimate = other
             divisors = [self._estimate]
         scales = [
             _ratio(total.weight, divisor)
