@@ -180,7 +180,7 @@ def two_losses(n: int, *, scale: float | None = None) -> Written:
     weight = _weight()
 
     def first(o: Tensor, t: Any, reduction: str = "mean") -> Tensor:
-        return functional.cross_entropy(o, t["label"], weight, reduction=reduction)
+        return functional.cross_entropy(o, t["label"], weight.to(o.device), reduction=reduction)
 
     def second(o: Tensor, t: Any, reduction: str = "mean") -> Tensor:
         found = functional.mse_loss(o[:, :VALUES], t["value"], reduction=reduction)

@@ -71,6 +71,8 @@ def test_pinned_inputs_may_be_overwritten_after_the_step() -> None:
 def test_cases_of_the_catalogue(case: Case) -> None:
     problem = case.make(0)
     net, loss = problem.model.cuda(), problem.loss_fn
+    if isinstance(loss, nn.Module):
+        loss.cuda()
     x, y = (map_tensors(Tensor.cuda, t) for t in (problem.inputs, problem.targets))
     order = torch.randperm(problem.batch)
     want = undivided(net, loss, x, y)

@@ -497,8 +497,8 @@ def encoder_over_samples(p: Place, z: Tensor) -> Any:
 
 @form("out of reach")
 def through_numpy(p: Place, z: Tensor) -> Any:
-    middle = z.detach().double().numpy().mean(p.dim, keepdims=True)
-    return z - torch.from_numpy(middle).to(z.dtype)
+    middle = z.detach().double().cpu().numpy().mean(p.dim, keepdims=True)
+    return z - torch.from_numpy(middle).to(z)
 
 
 @form("out of reach")

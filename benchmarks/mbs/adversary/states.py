@@ -215,8 +215,8 @@ def loss_item(p: Place, out: Tensor) -> Any:
 
 @form("coupled loss", in_loss=True)
 def loss_numpy(p: Place, out: Tensor) -> Any:
-    middle = out.detach().double().numpy().mean(p.dim, keepdims=True)
-    return out - 2 * torch.from_numpy(middle).to(out.dtype)
+    middle = out.detach().double().cpu().numpy().mean(p.dim, keepdims=True)
+    return out - 2 * torch.from_numpy(middle).to(out)
 
 
 @form("coupled loss", in_loss=True)

@@ -318,8 +318,10 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
         none = (zeros[0].clone() if need else None for need in needs[1:3])
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
     dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
+    with Unseen(x):
+        saved = x.new_empty(0, dtype=total.mean.dtype)  # CUDA's kernel takes no None
     _, dw, db = torch.ops.aten.native_batch_norm_backward(
-        *(dy, x, weight, total.mean, total.variance, None, None, False, ctx.eps),
+        *(dy, x, weight, total.mean, total.variance, saved, saved, False, ctx.eps),
         [False, True, True],
     )
     dx = None

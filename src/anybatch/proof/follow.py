@@ -32,6 +32,7 @@ from anybatch.proof.masks import (
     INTEGERS,
     SAMPLES,
     Masks,
+    beside,
     elsewhere,
     fold,
     geometry,
@@ -296,6 +297,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mask = self.masks.of(one)
             if mask is not None:
                 masks[id(one)] = mask
+        masks = beside(masks) if len(masks) > 1 else masks
         if name in NORMS and _trains(schema, args) and not self.backward:
             return self._normalised(func, args, kwargs, masks)
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are

@@ -71,6 +71,15 @@ def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
     return mask
 
 
+def beside(masks: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the masks of a kernel's operands on one device, which is not the host's if any is."""
+    devices = {mask.device for mask in masks.values()}
+    if len(devices) < 2:
+        return masks
+    device = next(one for one in devices if one.type != "cpu")
+    return {key: mask.to(device) for key, mask in masks.items()}
+
+
 def union(masks: Iterable[Tensor | None]) -> Tensor | None:
     """Return the union of masks that broadcast to each other; None where there is none."""
     found: Tensor | None = None
@@ -300,6 +309,8 @@ class Masks:
                 return
         zeros = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
         mask = zeros if mask is None else shrink(mask.expand(tensor.shape))
+        if mask.device != tensor.device:  # numbers that were copied from a device to another
+            mask = mask.to(tensor.device)
         met = origin() if several(mask) else ""
         place = geometry(tensor)
         every = tensor.numel() * tensor.itemsize >= record.nbytes and (
