@@ -77,6 +77,7 @@ def _problem(module: nn.Module, inputs: tuple[Tensor, ...], *, loss: bool) -> Pr
     size = len(inputs[0])
     rows = tuple(_longer(x, size) for x in inputs)
     if loss:
+        module(*rows)  # a device may take targets out of range without a word
         first, *others = rows
         targets = others[0] if len(others) == 1 else tuple(others)
         return Problem(Before(), first, targets, _Unpacked(module, len(others)))

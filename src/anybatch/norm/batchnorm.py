@@ -318,10 +318,13 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
         none = (zeros[0].clone() if need else None for need in needs[1:3])
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
     dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
-    with Unseen(x):
-        saved = x.new_empty(0, dtype=total.mean.dtype)  # CUDA's kernel takes no None
+    ones, saved = weight, None
+    if not x.is_cpu:  # CUDA's kernel takes no None, and without weights it has no sums
+        with Unseen(x):
+            saved = x.new_empty(0, dtype=total.mean.dtype)
+            ones = torch.ones_like(total.mean) if weight is None else weight
     _, dw, db = torch.ops.aten.native_batch_norm_backward(
-        *(dy, x, weight, total.mean, total.variance, saved, saved, False, ctx.eps),
+        *(dy, x, ones, total.mean, total.variance, saved, saved, False, ctx.eps),
         [False, True, True],
     )
     dx = None
