@@ -58,6 +58,7 @@ from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
+from benchmarks.platforms.gpu.rows import gpu
 from benchmarks.platforms.matrix import rows as platforms
 from benchmarks.results import HERE, read
 from benchmarks.ucudnn.kernels import rows as conv_rows
@@ -91,6 +92,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "overhead": ("mbs/overhead", overhead),
     "first_step": ("mbs/first_step", first_step),
     "soak": ("mbs/soak", soak),
+    "gpu": ("platforms/gpu", gpu),
     "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
@@ -292,7 +294,11 @@ PICTURES = {
     ),
 }
 """Pictures of a table and what they show; those that are there stand below it."""
-MADE = {"mbs/soak": "make soak", "platforms/matrix": "make matrix"}
+MADE = {
+    "mbs/soak": "make soak",
+    "platforms/matrix": "make matrix",
+    "platforms/gpu": "make gpu-check",
+}
 """Folders whose results a command of the Makefile makes."""
 OPTIONS = {
     "mbs/demo": " --out benchmarks/mbs/demo",
