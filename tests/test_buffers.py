@@ -206,7 +206,7 @@ def test_a_buffer_that_forward_fills_first_is_watched_too() -> None:
     assert model.b is None
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 def test_a_scripted_model_with_a_buffer_is_exact(loss: object) -> None:
     """Reading its buffers raised AttributeError."""

@@ -548,7 +548,7 @@ def scripted(x: Tensor) -> Tensor:
     return x * x.sigmoid()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_code_of_torch_script_is_named_where_it_is_not_followed() -> None:
     class Swish(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

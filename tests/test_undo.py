@@ -232,7 +232,7 @@ class Scripted(nn.Module):
         return x * self.calls
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(
     "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2), check_trace=False)]
 )

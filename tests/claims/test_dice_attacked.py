@@ -243,7 +243,7 @@ def test_a_compiled_model_that_draws_is_refused() -> None:
         Engine(compiled(), F.cross_entropy, micro_batch=4, rng="batch").backward(*data())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_scripted_model_is_refused() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDE, 3), nn.Dropout(0.3)))
     with pytest.raises(NotExactError, match="a part of the model is a torch.jit.ScriptModule"):
