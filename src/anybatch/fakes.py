@@ -169,8 +169,16 @@ def uncached() -> Iterator[None]:
             mode.cache_enabled = enabled
 
 
+BY_NUMBER = frozenset((Tensor.apply_, Tensor.map_, Tensor.map2_))
+"""Functions that call Python for each number: torch reads these in the memory that a fake lacks."""
+
+
 class _Listens(TorchFunctionMode):
-    """While it is on, what has been held back is heard before each function of torch."""
+    """While it is on, what has been held back is heard before each function of torch.
+
+    Raises:
+        NotImplementedError: a function that would end the process.
+    """
 
     def __init__(self, held: HeldBack) -> None:
         super().__init__()
@@ -184,6 +192,8 @@ class _Listens(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self._held.let_through()
+        if func in BY_NUMBER:
+            raise NotImplementedError(f"{func.__name__} reads numbers, and there are none")
         return func(*args, **(kwargs or {}))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -33,44 +33,69 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         some: rows of it.
     """
     samples, known = step.everyone.size, step.sizes
-    sizes = congruent.sizes_of(samples, step.micro_batch)
     if known is None or not known.counts or step.micro_batch >= samples:
         return Verdict()
+    sizes = congruent.sizes_of(samples, step.micro_batch)
 
     def run(model: nn.Module, inputs: Any, size: int) -> Any:
         with ForwardOf(size, alone=False):
             return call_model(model, inputs)
 
     compare = partial(
-        _compared,
+        congruent.compare,
         *(step.model, walk(step.model), (some.inputs, some.size)),
         run=run,
         trains=step.gradients is not None,
         values=known.values,
         backward=known.backward,
     )
-    found = compare(sizes=sizes) if len(sizes) > 1 else Verdict()
+    found = _with_followed(compare, sizes, known.followed)
     if found.meets or 1 not in _parts(step):
         return found
-    single = compare(sizes=[samples, 1])
+    single = _compared(compare, [samples, 1])
     _, _, why = single.meets.partition(" split, and ")
     others = (f"one sample may be computed otherwise: {why.split('. ')[0]}",) if why else ()
     return Verdict("", tuple(dict.fromkeys((*found.doubts, *single.doubts, *others))))
 
 
-def _compared(*given: Any, **options: Any) -> Verdict:
+Compare = Callable[..., Verdict]
+
+
+def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict:
+    """Compare the sizes of a step, and the number of rows in which samples were followed.
+
+    What was seen of these rows holds for more where those are computed in the same way. The look
+    may have left what is built for each number of rows, so the last comparison is that of calls
+    that all find it.
+    """
+    every = sizes if followed in (0, 1, *sizes) or followed > sizes[0] else [*sizes, followed]
+    found = compare(sizes=every) if len(every) > 1 else Verdict()
+    if every is sizes:
+        return _compared(compare, sizes, found)
+    if not (found.meets or found.doubts):
+        return found
+    found = _compared(compare, sizes) if len(sizes) > 1 else Verdict()
+    if found.meets:
+        return found
+    few = compare(sizes=[sizes[0], followed])
+    if few.meets or few.doubts:
+        few = compare(sizes=[sizes[0], followed], earlier=0)
+    return Verdict(few.meets, tuple(dict.fromkeys((*found.doubts, *few.doubts))))
+
+
+def _compared(compare: Compare, sizes: list[int], found: Verdict | None = None) -> Verdict:
     """Compare forwards; where they differ, compare calls that find what an earlier one has kept.
 
     A grid that is kept for the last number of rows is built for some sizes and found for others.
     """
-    found = congruent.compare(*given, **options)
+    found = compare(sizes=sizes) if found is None else found
     if not found.meets:
         return found
-    anew = congruent.compare(*given, **options, earlier=options["sizes"][0] + 1)
+    anew = compare(sizes=sizes, earlier=sizes[0] + 1)
     if not (anew.meets or anew.doubts):  # each size has built its own
         return anew
-    later = congruent.compare(*given, **options, earlier=0)
-    return found if later.meets or later.doubts else Verdict("", (KEEPS,))
+    later = compare(sizes=sizes, earlier=0)
+    return found if later.meets else Verdict("", (KEEPS, *later.doubts))
 
 
 def compare_new_sizes(step: Step) -> None:
@@ -98,8 +123,9 @@ def compare_new_sizes(step: Step) -> None:
 
 def sizes_of_step(step: Step) -> list[int]:
     """Return the sizes at which a declared loss is called: of the whole batch, and of its parts."""
-    samples = step.everyone.size
-    return [*congruent.sizes_of(samples, step.micro_batch), *({1} & _parts(step) - {samples})]
+    samples, followed = step.everyone.size, 0 if step.sizes is None else step.sizes.followed
+    sizes = congruent.sizes_of(samples, step.micro_batch, followed)
+    return [*sizes, *({1} & _parts(step) - {samples})]
 
 
 def _compare_declared(step: Step) -> Verdict:

@@ -40,7 +40,7 @@ from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.outside import Named, every_number, first_moved
-from anybatch.proof import halves
+from anybatch.proof import halves, rebound
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
@@ -49,6 +49,7 @@ from anybatch.proof.left import Left, grown, increases, left_behind
 from anybatch.proof.masks import Masks
 from anybatch.proof.mixed import mixed_outputs, refuse_declared_use
 from anybatch.proof.places import Lengths, counted_in, sized
+from anybatch.proof.rebound import Held
 from anybatch.proof.sizes import ComparedSizes
 from anybatch.proof.verdict import (
     WHOLE,
@@ -120,7 +121,9 @@ def look(step: Step, norms: Norms | None = None) -> None:
         drawn = not now.same_as(before)
         before.put_back()
         step.buffers.restart()
+        held = one.holds()
         fewer, part = one.fewer(part)
+        one.rebinds(held, fewer, part, before)
         one.draws_for_all(outside_torch=not now.others_as(before))
         before.put_back()
         step.buffers.restart()
@@ -153,6 +156,8 @@ def look(step: Step, norms: Norms | None = None) -> None:
         one.doubt("forward is given rows that are no tensors, which cannot be followed")
     if one.guard.own_dice:
         one.doubt("forward draws from a generator of its own")
+    if step.calls is not None and step.calls.iterators:
+        one.doubt(f"each micro-batch draws from what the loss iterates ({step.calls.iterators[0]})")
     verdict = one.verdict(layout or step.layout)
     verdict.refuse()
     step.doubts, step.looked = verdict.doubts, step.steps
@@ -323,6 +328,45 @@ class _Look:
                 gc.collect()  # or what has gone would count, where it holds itself
                 kept = count()
         self._kept.append(kept)
+
+    def holds(self) -> list[Held]:
+        """Return the tensors that the model holds, but for samples."""
+        with Unseen():  # a mode that hears of a storage brings it in
+            return rebound.holds(self._step.model, self._masks)
+
+    def rebinds(self, before: list[Held], outputs: Any, part: MicroBatch, dice: Dice) -> None:
+        """Doubt a model that computes with a tensor in whose place each call puts another.
+
+        Args:
+            before: what it held before the call that gave `outputs`.
+            outputs: of `part`; None where that call was not made.
+            part: some rows.
+            dice: as they were before that call.
+        """
+        others = list(rebound.rebound(before, self.holds()))
+        if not others or outputs is None:
+            return
+        name = others[0].name
+        if self._step.budgeted:
+            self.doubt(f"no room to see whether a call computes with what it puts into {name}")
+            return
+        step = self._step
+        dice.put_back()
+        step.buffers.restart()
+
+        def call() -> Any:
+            with torch.no_grad():
+                return step.forward(part)
+
+        before = self.holds()
+        call()
+        dice.put_back()
+        step.buffers.restart()
+        others = list(rebound.rebound(before, self.holds()))
+        if not others:  # it is built for a number of rows, and kept
+            return
+        if name := rebound.reads(step.model, others, call, outputs):
+            self.doubt(f"each call of forward puts another tensor into {name}, and reads it")
 
     def repeated(self, last: MicroBatch) -> None:
         """Run forward once more on the rows of the last call, where the model has kept samples.
@@ -529,7 +573,8 @@ class _Look:
         """
         backward = self._strange and self._trains
         counts = any(run.notes.may_count for run in self._runs) or self._hidden(inputs) or backward
-        return ComparedSizes(counts, self._runs[0].notes.values, backward=backward)
+        values, rows = self._runs[0].notes.values, len(self._samples)
+        return ComparedSizes(counts, values, backward=backward, followed=rows)
 
     @property
     def local(self) -> bool:

@@ -8,6 +8,7 @@ modules are followed, by the names that their code uses. Of a function its code 
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from itertools import count
 from types import CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
@@ -301,6 +303,14 @@ class Outside:
                 self._tensors[path, free] = read
 
 
+DICE: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda dice: dice.getstate(),
+    np.random.Generator: lambda dice: dice.bit_generator.state,
+    np.random.RandomState: lambda dice: dice.get_state(),
+}
+"""Generators of random numbers that are no global ones -> their state."""
+
+
 def plain(value: Any, depth: int = DEPTH) -> Any:
     """Return the numbers and functions that a value is or holds, for comparison.
 
@@ -326,6 +336,8 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
         return None
     if isinstance(value, set | frozenset):
         return frozenset(one for one in value if type(one) in NUMBERS)
+    if (dice := DICE.get(kind)) is not None:
+        return repr(dice(value))
     if kind.__module__ not in ("types", "argparse") and _of_library(kind):
         return repr(value) if kind is count else kind
     held = getattr(value, "__dict__", {})

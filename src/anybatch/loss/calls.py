@@ -97,6 +97,11 @@ class LossCalls:
         with self._state.uncounted(self._start), silent():
             refuse_hidden(whole, outputs, micro, kept, trains=trains)
 
+    @property
+    def iterators(self) -> list[str]:
+        """What the loss may draw from, and nothing can put back."""
+        return self._state.iterators
+
     def watched(self, call: Callable[[], T]) -> T | None:
         """Return what a call without data returns, and None where it is not to be trusted.
 

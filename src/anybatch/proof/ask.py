@@ -22,9 +22,7 @@ from anybatch.proof.masks import CUT, LOOSE, PLACE, ROWS, fold, several, total
 from anybatch.proof.rules import Call
 from anybatch.rng import Dice
 
-IN_ORDER = frozenset(
-    ("_grouped_mm", "_pack_padded_sequence", "_pad_packed_sequence", "mkldnn_rnn_layer")
-)
+IN_ORDER = frozenset(("_grouped_mm", "_pad_packed_sequence", "mkldnn_rnn_layer"))
 """Kernels that bring rows which are in an order of their own back to their samples."""
 
 Values = tuple[tuple[Any, ...], dict[str, Any]]

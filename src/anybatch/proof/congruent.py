@@ -67,6 +67,7 @@ class Seen:
         calls: of functions that compute something, in order.
         cuts: of kernels that cut something off, in order.
         made: tensors without data that were made.
+        outside: tensors that were no result of a call, by their word in `calls`.
     """
 
     functions: list[tuple[str, str]] = field(default_factory=list)
@@ -77,6 +78,20 @@ class Seen:
     calls: list[Called] = field(default_factory=list)
     cuts: list[Called] = field(default_factory=list)
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
+    outside: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Forget words of tensors that are gone: nobody has heard how these were made.
+
+        What stays is the model's, or lies beside it: whether it is one or another of two such
+        tensors may depend on how many samples there are.
+        """
+        gone = {word for word, tensor in self.outside.items() if tensor() is None}
+        if gone:
+            self.calls = [
+                one._replace(words=[word for word in one.words if word not in gone])
+                for one in self.calls
+            ]
 
 
 def _of_all() -> bool:
@@ -91,6 +106,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._seen, self._path, self._known = seen, path, known
         self._free = FreeTensors(known, rows)
+        self._made: dict[int, weakref.ref[Tensor]] = {}
         self.backward = False
 
     def __torch_function__(
@@ -117,15 +133,49 @@ class _Functions(TorchFunctionMode):
             self._seen.functions.append((self._path(), f"{name}() of another type"))
         self._free.gave(name, given, result, free=free)
         if compares:
-            known = self._known
-            one = called(path, name, given, result, known, free=free, places=places)
+            known, outside = self._known, self._outside
+            one = called(path, name, given, result, known, outside, free=free, places=places)
             self._seen.calls.append(one)
+        self.knows(result)
         return result
+
+    def knows(self, tensors: Any) -> None:
+        """Take in tensors that were made for this forward."""
+        for one in tree_leaves(tensors):
+            if isinstance(one, Tensor):
+                self._made[id(one)] = weakref.ref(one)
+
+    def _outside(self, one: Tensor) -> str:
+        """Return a word for a tensor that no call has made; "" for another."""
+        made = self._made.get(id(one))
+        if made is not None and made() is one:
+            return ""
+        word = f"{OUTSIDE}{id(one)}"
+        self._seen.outside[word] = weakref.ref(one)
+        return word
 
     def follows(self, tensors: Iterable[Tensor]) -> None:
         """Take these for tensors that samples have a part in."""
         for one in tensors:
             self._free.forget(one)
+
+
+OUTSIDE = "tensor "
+"""How the word begins of a tensor that is no result of a call, and has no name."""
+
+
+def _beside(a: Called, b: Called) -> tuple[Called, Called]:
+    """Return two calls without such words where only one is given a tensor that was kept.
+
+    The other one has made it, which is seen by what it called.
+    """
+    words = [[word for word in one.words if word.startswith(OUTSIDE)] for one in (a, b)]
+    if len(words[0]) == len(words[1]):
+        return a, b
+    found = [
+        one._replace(words=[w for w in one.words if w not in words[0] + words[1]]) for one in (a, b)
+    ]
+    return found[0], found[1]
 
 
 INDEXING = frozenset(("__getitem__", "__setitem__"))
@@ -210,13 +260,19 @@ class _Heard:
         """Nothing is to be done there."""
 
 
-def sizes_of(samples: int, micro_batch: int) -> list[int]:
+def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
     """Return the whole batch, and the sizes of its micro-batches; a single sample is left out.
 
     Kernels of one row lie in memory in other ways, and take other ways through.
+
+    Args:
+        samples: of the whole batch.
+        micro_batch: samples of a micro-batch.
+        followed: rows in which samples were followed: what was seen of them holds where more
+            compute the same. Default 0: none were.
     """
-    tail = samples % micro_batch
-    return [samples, *(n for n in {max(micro_batch, 2), tail} if 2 <= n < samples)]
+    parts = {max(micro_batch, 2), samples % micro_batch, followed}
+    return [samples, *(n for n in parts if 2 <= n < samples)]
 
 
 def compare(
@@ -329,6 +385,10 @@ def _traced(
                     singles=singles,
                     backward=backward,
                 )
+        inputs = None
+        kept.put_back()
+        for each in seen:
+            each.end()
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
     finally:
@@ -370,6 +430,7 @@ def trace(
     named = [*model.named_parameters(), *model.named_buffers()]
     functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named}, size)
     numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
+    functions.knows(inputs)
     model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
     with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
         outputs = run(model, inputs, size)
@@ -423,7 +484,7 @@ def _broken(whole: Seen, part: Seen, n: int, m: int) -> Iterator[str]:
     """Yield the first call, and the first cut, that breaks the law of sizes."""
     for ours, theirs in ((whole.calls, part.calls), (whole.cuts, part.cuts)):
         pairs = zip(ours, theirs, strict=False)
-        broken = next((a for a, b in pairs if breaks(a, b, n, m)), None)
+        broken = next((a for a, b in pairs if breaks(*_beside(a, b), n, m)), None)
         if broken is not None:
             yield f"{broken.name} in {broken.path} is not for {n} samples what it is for {m}"
         elif len(ours) != len(theirs):

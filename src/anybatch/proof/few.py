@@ -26,6 +26,9 @@ ALONG = frozenset(
 )
 """Kernels that bring numbers together, or put them elsewhere, along one dimension."""
 
+APART = frozenset("unbind split split_with_sizes chunk tensor_split".split())
+"""Kernels that give Python as many tensors as there are rows."""
+
 PRODUCTS = frozenset("mm bmm addmm baddbmm mv addmv dot vdot addmm_ baddbmm_".split())
 
 ENDLESS = 1 << 62
@@ -55,6 +58,8 @@ class Few:
 
     def ran(self, call: Call, operands: Sequence[Tensor], path: str) -> None:
         """Take in a kernel that has run on such rows, or on what was made of them."""
+        if self._counts(call, operands):
+            self.places.append(f"{path}, in {call.name}")
         known = [place for one in operands if (place := self._place(one))]
         place = known[0] if known else ""
         if not place and self._brings(call, operands):
@@ -79,6 +84,23 @@ class Few:
 
     def _brings(self, call: Call, operands: Sequence[Tensor]) -> bool:
         return any(self._of_choice(call, one) and self._along(call, one) for one in operands)
+
+    def _counts(self, call: Call, operands: Sequence[Tensor]) -> bool:
+        """Say whether rows of a choice are given to Python one by one, or lie among constants."""
+        if call.name in APART:
+            x = call.args[0]
+            rows = x.dim() and call.argument("dim", default=0) % x.dim() == 0
+            return bool(rows) and x.shape[0] in self.sizes and self._of_choice(call, x)
+        if call.name == "constant_pad_nd":
+            x, pad = call.args[:2]
+            dims = [x.dim() - 1 - at // 2 for at, count in enumerate(pad) if count]
+            return self._of_choice(call, x) and any(x.shape[d] in self.sizes for d in dims)
+        if call.name == "cat":
+            dim = call.argument("dim", default=0)
+            rows = [one for one in operands if one.dim() and one.shape[dim] in self.sizes]
+            others = [one for one in operands if one.numel() and call.mask(one) is None]
+            return bool(others) and any(self._of_choice(call, one) for one in rows)
+        return False
 
     def _of_choice(self, call: Call, tensor: Tensor) -> bool:
         """Say whether a tensor may be rows of such a choice."""
@@ -120,7 +142,8 @@ def _contracted(call: Call, x: Tensor) -> list[int]:
     a, b = call.args[-2:] if not call.name.startswith(("add", "badd")) else call.args[1:3]
     other = b if x is a else a
     weights = other if other._base is None else other._base
-    if not (x is a or x is b) or (weights.requires_grad and call.mask(other) is None):
+    constant = weights.requires_grad and other.numel() and call.mask(other) is None
+    if not (x is a or x is b) or constant:
         return []
     return [x.dim() - 1] if x is a or x.dim() == 1 else [x.dim() - 2]
 

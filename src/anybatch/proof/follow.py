@@ -9,8 +9,8 @@ normalisation holds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -228,7 +228,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.masks, self.notes, self.backward = masks, Notes(), False
-        self.called = self.singles = self.checks = False
+        self.called = self.singles = self.checks = self._packed = False
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
@@ -242,6 +242,11 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
         ]
         self._counters = {id(one) for one in counters(norms)}
+        self._model = model
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield the parameters of the model: their sizes are no number of samples."""
+        yield from self._model.parameters()
 
     @property
     def path(self) -> str:
@@ -317,6 +322,22 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._chosen(call, operands, written, result)
         return result
 
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Take the kernels in the body, a function of packed sequences, for one kernel.
+
+        How many there are, and what they cut off, tells how long samples are; each sample is
+        computed the same whatever is beside it, which the masks show.
+        """
+        notes, calls = self.notes, self._calls
+        self.notes, self._packed = Notes(), True
+        try:
+            yield
+        finally:
+            inner, self.notes, self._calls, self._packed = self.notes, notes, calls + 1, False
+            for name in ("values", "unfollowed", "draws", "seeded", "operators", "backward"):
+                getattr(notes, name).extend(getattr(inner, name))
+
     def _followed(self, call: Call, operands: list[Tensor], written: list[Tensor]) -> Any:
         """Run a kernel in which samples have a part."""
         self._look_before(call, operands)
@@ -368,6 +389,23 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif self._few.sizes:
             self._few.ran(call, operands, self.path)
             self.notes.few = self._few.places
+            none = 0 in self._few.sizes and not all(one.numel() for one in operands)
+            if none and call.name in PUTS | WRITES:
+                self._wrote_none(call)
+
+    def _wrote_none(self, call: Call) -> None:
+        """Take in that no row has chosen where to write: each might have written to its own."""
+        target, n = [*call.results, *call.written][0], len(self.samples)
+        if call.mask(target) is not None or not target.dim() or self.masks.of(target) is not None:
+            return
+        if not target.shape[0] or target.shape[0] % n:
+            self._few.places.append(f"{self.path}, in {call.name}")
+            return
+        bits = torch.tensor([1 << one for one in self.samples], dtype=torch.uint8)
+        rows = bits.repeat_interleave(target.shape[0] // n).to(target.device)
+        with _disable_current_modes():
+            mask = rows.reshape([-1] + [1] * (target.dim() - 1))
+            self.masks.write(target, mask, lambda: f"{self.path}, in {call.name}")
 
     def _note_counter(self, name: str, operands: list[Tensor]) -> None:
         """Note who computes with the counter of a batch normalisation, which one lane moves first.
@@ -592,7 +630,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = _view(call, mask, x)
         if found is None:
             return
-        masks, chosen = sliced(call, found)
+        masks, chosen = (found, "") if self._packed else sliced(call, found)
         for one, view in zip(call.results, masks, strict=False):
             self.masks.join(one, view)
             self._note_regroup(call, one, view)
@@ -652,6 +690,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if not mixed:
             return
+        if call.name in TABLED and any(several(call.mask(one)) for one in _for_places(call)):
+            self.notes.backward.append(f"what comes back to rows, in {call.name}")
         ids = {id(one) for one in mixed}
         others = [one for one in operands if id(one) in call.masks and id(one) not in ids]
         others = [one for one in others if one.is_floating_point()]
@@ -664,6 +704,21 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         where = "a hook of a parameter" if node is None else name_of(node)
         self.notes.backward.append(f"the backward of {where}, in {call.name}")
+
+
+TABLED = frozenset("embedding_dense_backward index_put index_put_ index_add index_add_".split())
+"""Kernels that add the gradients of rows to those of the entries that they had chosen."""
+
+
+def _for_places(call: Call) -> list[Tensor]:
+    """Return the gradients that places of samples are given; none where places are no samples'."""
+    if call.name.startswith("embedding"):
+        grad, places = call.args[0], [call.args[1]]
+    elif call.name.startswith("index_add"):
+        grad, places = call.args[3], [call.args[2]]
+    else:
+        grad, places = call.args[2], [one for one in call.args[1] if one is not None]
+    return [grad] if any(call.mask(one) is not None for one in places) else []
 
 
 COUNTS, MEAN = frozenset(("nll_loss_backward", "nll_loss2d_backward")), 1

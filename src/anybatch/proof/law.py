@@ -11,7 +11,7 @@ size. What is cut off at a fixed place, or at a part of the samples, keeps neith
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import isfinite
 from typing import Any, NamedTuple
@@ -25,14 +25,18 @@ VALUES = frozenset(
     "tensor as_tensor scalar_tensor new_tensor new_full "
     "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ "
     "__rtruediv__ __itruediv__ __rdiv__ __floordiv__ __mod__ __pow__ __rpow__ __eq__ __ne__ __lt__ "
-    "__le__ __gt__ __ge__ add_ sub_ mul_ div_ pow_ clamp_ masked_fill_".split()
+    "__le__ __gt__ __ge__ __ifloordiv__ __imod__ __ipow__ add_ sub_ mul_ div_ true_divide_ "
+    "floor_divide_ remainder_ fmod_ pow_ clamp_ clamp_min_ clamp_max_ lerp_ addcmul_ addcdiv_ "
+    "masked_fill_ eq_ ne_ lt_ le_ gt_ ge_".split()
 )
 """Functions that compute with the numbers they are given, which are no sizes."""
 
 STEPS = frozenset(
     "floor_divide remainder fmod div clamp clamp_min clamp_max eq ne lt le gt ge bucketize "
     "__floordiv__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __rshift__ __and__ "
-    "bitwise_right_shift bitwise_and minimum maximum sum count_nonzero".split()
+    "bitwise_right_shift bitwise_and minimum maximum sum count_nonzero floor_divide_ remainder_ "
+    "fmod_ div_ clamp_ clamp_min_ clamp_max_ eq_ ne_ lt_ le_ gt_ ge_ __ifloordiv__ __imod__ "
+    "__irshift__ __iand__ bitwise_right_shift_ bitwise_and_".split()
 )
 """Functions by which places of rows (``arange(n) // 8``) differ only where there are many rows."""
 
@@ -78,6 +82,7 @@ def called(
     given: tuple[Any, Any],
     result: Any,
     known: Mapping[int, str],
+    outside: Callable[[Tensor], str] | None = None,
     *,
     free: bool = False,
     places: bool = False,
@@ -90,13 +95,15 @@ def called(
         given: its arguments.
         result: what it returned.
         known: names of parameters and buffers, by id.
+        outside: names a tensor that was there before the forward; "" for another. Default: none is.
         free: no sample has a part in the tensors that are given. Default False.
         places: these may number the rows. Default False.
     """
     numbers, words, shapes = [], [], []
     for one in _leaves(_without_size(given) if name in FILLS else given):
         if isinstance(one, Tensor):
-            words += [known[id(one)]] if id(one) in known else []
+            word = known.get(id(one)) or ("" if outside is None else outside(one))
+            words += [word] if word else []
             shapes.append(tuple(one.shape))
         elif isinstance(one, bool | str | None):
             words.append(repr(one))

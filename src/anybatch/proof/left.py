@@ -39,7 +39,7 @@ def left_behind(model: nn.Module, masks: Masks) -> Left:
         masks: of all tensors that samples have had a part in.
     """
     found: Left = {}
-    for at, name, tensor in _held(model):
+    for at, name, tensor in held(model):
         if masks.of(tensor) is not None:
             found[at] = name, found.get(at, ("", 0))[1] + 1
     return found
@@ -59,7 +59,7 @@ def increases(counts: Sequence[int]) -> bool:
     return len(counts) > 1 and all(a < b for a, b in pairwise(counts))
 
 
-def _held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
+def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
     """Yield every tensor that is found, the id of what holds it, and what that is called."""
     seen: set[int] = set()
     ahead: deque[tuple[str, Any, int]] = deque([("", model, 0)])

@@ -298,7 +298,7 @@ class Masks:
             return None
 
     def _note(self, tensor: Tensor, mask: Tensor | None, origin: Origin, *, written: bool) -> None:
-        if tensor.layout != torch.strided:
+        if tensor.layout != torch.strided or tensor.is_meta:
             return
         record = self._record(tensor)
         if record is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,18 +30,24 @@ PAST = frozenset(
     (
         Tensor.__array__,
         Tensor.__dlpack__,
+        Tensor.apply_,
         Tensor.data_ptr,
+        Tensor.map2_,
+        Tensor.map_,
         Tensor.numpy,
         Tensor.tolist,
         Tensor.untyped_storage,
         Tensor.__reduce_ex__,
     )
 )
-"""Calls that read the memory of a tensor without a kernel."""
+"""Calls that read the memory of a tensor without a kernel, or give Python number after number."""
 
 SIZES = frozenset(
     (
         Tensor.__len__,
+        Tensor.equal,
+        Tensor.is_contiguous,
+        Tensor.is_same_size,
         Tensor.nbytes.__get__,  # type: ignore[attr-defined]
         Tensor.nelement,
         Tensor.numel,
@@ -49,8 +56,12 @@ SIZES = frozenset(
         Tensor.storage,
         Tensor.storage_offset,
         Tensor.stride,
+        Tensor.unbind,
         Tensor.untyped_storage,
+        torch.equal,
+        torch.is_same_size,
         torch.numel,
+        torch.unbind,
     )
 )
 """Calls that may tell how many samples there are."""
@@ -79,6 +90,7 @@ class Reads(TorchFunctionMode):
     def __init__(self, follow: Follow) -> None:
         super().__init__()
         self._follow = follow
+        self._weights = {id(one) for one in follow.weights()}
 
     def __torch_function__(
         self,
@@ -88,9 +100,10 @@ class Reads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at one call, and let it."""
-        if func in SIZES and not isinstance(args[0], nn.Parameter):
+        if func in SIZES and not (args and id(args[0]) in self._weights):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)
+        self._follow.notes.sizes |= _calls_back(func, args, kwargs or {})
         if func is Tensor.fill_diagonal_:
             self._follow.fills_diagonal(args[0])
         if func in PAST and self._follow.masks.of(args[0]) is not None and not ours():
@@ -104,9 +117,32 @@ class Reads(TorchFunctionMode):
                 found = args[0].detach().clone().requires_grad_(args[0].requires_grad)
                 args[1][id(args[0])] = found
                 return found
-            return func(*args, **(kwargs or {}))
+            with self._follow.packed() if _takes_packed(func, args) else nullcontext():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError:  # who hears of it may take another way for such a shape
+            self._follow.notes.sizes = True
+            raise
         finally:
             self._follow.called, self._follow.checks = before
+
+
+def _calls_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether a function of torch's calls one of a person's, which no mode hears within it."""
+    if not isinstance(func, FunctionType):
+        return False
+    given = (*args, *kwargs.values())
+    return not func.__module__.startswith("torch.") or any(map(callable, given))
+
+
+PACKED = frozenset(("rnn_tanh", "rnn_relu", "gru", "lstm", "_pad_packed_sequence"))
+"""torch's functions of packed sequences: data first, then how many samples each step has."""
+
+
+def _takes_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    if getattr(func, "__name__", "") not in PACKED or len(args) < len(("data", "sizes")):
+        return False
+    sizes = args[1]
+    return isinstance(sizes, Tensor) and sizes.dim() == 1 and sizes.dtype == torch.int64
 
 
 def _num_classes(num_classes: int = -1, **_: Any) -> int:
@@ -141,6 +177,9 @@ def forward(
         NeededError: forward needs what was not saved.
     """
     hooked: list[Any] = []
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if around is not None and not _copies(around[0]):
+        follow.notes.saving.append("what the step is within")
     for _, tensor in tree.tensors(micro.inputs):
         if tensor.dim() and tensor.shape[0] == micro.size:
             follow.seed(tensor, list(samples))
@@ -202,18 +241,23 @@ def _hooks(found: list[Any]) -> Iterator[None]:
 @contextmanager
 def _saving(follow: Follow) -> Iterator[None]:
     """Note hooks on saved tensors that are not torch's own (checkpoints, save_on_cpu)."""
-    enter = saved_tensors_hooks.__enter__
+    hooks: Any = torch._C._autograd
+    push = hooks._push_saved_tensors_default_hooks
 
-    def note(self: saved_tensors_hooks) -> None:
-        if not (self.pack_hook.__module__ or "").startswith(("torch.", "anybatch.")):
+    def note(pack: Any, unpack: Any) -> None:
+        if not _copies(pack):
             follow.notes.saving.append(follow.path)
-        enter(self)
+        push(pack, unpack)
 
-    saved_tensors_hooks.__enter__ = note  # type: ignore[method-assign]
+    hooks._push_saved_tensors_default_hooks = note
     try:
         yield
     finally:
-        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+        hooks._push_saved_tensors_default_hooks = push
+
+
+def _copies(pack: Any) -> bool:
+    return (getattr(pack, "__module__", "") or "").startswith(("torch.", "anybatch."))
 
 
 @contextmanager

@@ -113,7 +113,25 @@ def masks_after(call: Call) -> Found | None:
     rule = RULES.get(call.name)
     if rule is None and _is_pointwise(call.func):
         rule = _pointwise
-    return None if rule is None else rule(call)
+    found = None if rule is None else rule(call)
+    if found is None or call.backward or call.name not in AT_PLACES:
+        return found
+    bits = _together(call)
+    return [mask if mask is None or not bits else mask | bits for mask in found]
+
+
+def _together(call: Call) -> int:
+    """Return the samples that have chosen a place together: what it leaves out tells of them, too.
+
+    A place of one sample is its row's own.
+    """
+    bits = 0
+    for one in call.args[1:3]:
+        mask = call.mask(one)
+        if mask is not None and one.dtype in INTEGERS:
+            own = mask & SAMPLES
+            bits |= total(torch.where((own & (own - 1)) != 0, own, 0))
+    return bits
 
 
 def has_rule(name: str, func: Any) -> bool:
@@ -196,8 +214,8 @@ def _converted(call: Call) -> Found:
 
 
 @_rule(
-    "masked_fill masked_fill_ native_dropout complex bernoulli _fused_dropout "
-    "poisson binomial normal _standard_gamma "
+    "floor_divide floor_divide_ __irshift__ masked_fill masked_fill_ native_dropout complex "
+    "bernoulli _fused_dropout poisson binomial normal _standard_gamma "
     "log_sigmoid_forward log_sigmoid_backward _prelu_kernel _prelu_kernel_backward "
     "rrelu_with_noise rrelu_with_noise_backward native_dropout_backward threshold_backward "
     "polar gelu_backward mse_loss_backward _local_scalar_dense"
@@ -206,8 +224,25 @@ def _pointwise(call: Call) -> Found:
     mask = union(call.masks.values())
     assert mask is not None
     if not call.backward:
+        mask = mask if len(call.masks) == 1 else _in_one_order(mask, list(call.masks.values()))
         mask = _valued(mask, call.results[0].dtype) if call.results else mask
     return [mask if r.numel() and r.dim() >= mask.dim() else None for r in call.results]
+
+
+def _in_one_order(every: Tensor, masks: list[Tensor]) -> Tensor:
+    """Return a union of masks, with all samples where rows in an order meet those that are in none.
+
+    That the order is the samples' own is chance: where it is another, a sample meets another one.
+    """
+    if not bool((every & LOOSE).any()):
+        return every
+    loose, own = (
+        union(((m & SAMPLES) != 0) & (((m & LOOSE) != 0) == put) for m in masks)
+        for put in (True, False)
+    )
+    assert loose is not None
+    assert own is not None
+    return every | (loose & own) * ALL
 
 
 @_rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss")
@@ -412,6 +447,15 @@ def _sorted(call: Call) -> Found:
     back = x.dtype in INTEGERS and _leads_back(mask)
     places = moved & ~LOOSE & 0xFF if back else moved  # an order of an order is its inverse
     return [moved] * (len(call.results) - 1) + [places | PLACE]
+
+
+@_rule("_pack_padded_sequence")
+def _packed(call: Call) -> Found:
+    x, lengths = call.args[:2]
+    first = call.argument("batch_first")
+    data, _ = torch._pack_padded_sequence(call.full(x).contiguous(), lengths, first)
+    counts = call.mask(lengths)
+    return [data, None if counts is None else fold(counts, range(counts.dim())).reshape(1)]
 
 
 @_rule("nonzero")
@@ -800,6 +844,8 @@ WRITES = frozenset(
     "scatter_reduce scatter_reduce_".split()
 )
 PUTS = frozenset("index_put index_put_ _index_put_impl_ _unsafe_index_put".split())
+AT_PLACES = WRITES | frozenset("index_fill index_fill_ put put_".split())
+"""Kernels that write at places, one index for each."""
 
 
 def _kept(found: Tensor) -> Tensor:

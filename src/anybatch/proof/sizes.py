@@ -31,6 +31,7 @@ class ComparedSizes:
         values: numbers that Python reads in a forward, in order.
         backward: that is not torch's own, and is compared, too.
         reads: a declared loss has Python read numbers of tensors.
+        followed: rows in which samples were followed.
         pairs: (samples of the batch, of a micro-batch) that were compared.
         step: the step of the signature in which the last of these was.
         declared: compares the calls of a declared loss for numbers of samples; None (default)
@@ -41,6 +42,7 @@ class ComparedSizes:
     values: Sequence[Any] = ()
     backward: bool = False
     reads: bool = False
+    followed: int = 0
     pairs: set[tuple[int, int]] = field(default_factory=set)
     step: int = 0
     declared: Callable[[Sequence[int]], Verdict] | None = None
