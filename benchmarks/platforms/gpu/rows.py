@@ -8,7 +8,7 @@ OUTCOMES = ("exact", "refused", "not claimed", "crash", "wrong")
 
 
 def gpu(results: Results) -> str:
-    """A row for each program, the device and versions, and every network that is not exact."""
+    """A row for each program, the device, and each network that is not both exact and shown."""
     where, tests, cases = (results[key] for key in ("environment", "tests", "adversary"))
     networks: Counter[str] = Counter()
     for count in results["honest"]["groups"].values():
@@ -29,5 +29,12 @@ def gpu(results: Results) -> str:
     ]  # fmt: skip
     head = ["", "exact, or passed", "refused", "not claimed", "crash, or failed", "wrong"]
     return "\n".join(
-        [device, "", markdown(head, rows), "", "Networks that are not exact:", *others]
+        [
+            device,
+            "",
+            markdown(head, rows),
+            "",
+            "Networks that are not both exact and shown:",
+            *others,
+        ]
     )
