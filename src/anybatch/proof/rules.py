@@ -242,7 +242,7 @@ def _in_one_order(every: Tensor, masks: list[Tensor]) -> Tensor:
     )
     assert loose is not None
     assert own is not None
-    return every | (loose & own) * ALL
+    return every | (loose & own).to(torch.uint8) * ALL
 
 
 @_rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss")
