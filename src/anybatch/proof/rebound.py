@@ -50,12 +50,13 @@ def holds(model: nn.Module, masks: Masks) -> list[Held]:
     for _, name, one in held(model):
         constant = in_rows(one) and not one.requires_grad and id(one) not in known
         if constant and masks.of(one) is None:
-            found.append(Held(name, (id(one), one._version), one))
+            writes = 0 if one.is_inference() else one._version
+            found.append(Held(name, (id(one), writes), one))
     return found
 
 
 def rebound(before: list[Held], after: list[Held]) -> Iterator[Held]:
-    """Yield what is another tensor than before, but for whole numbers that are the same."""
+    """Yield what is another tensor, or was written to; not a new one of the same whole numbers."""
     places = {(one.name, one.place) for one in before}
     by_name: dict[str, list[Tensor]] = {}
     for one in before:
@@ -63,7 +64,7 @@ def rebound(before: list[Held], after: list[Held]) -> Iterator[Held]:
     for one in after:
         if (one.name, one.place) in places or one.name not in by_name:
             continue
-        others = by_name[one.name]
+        others = [old for old in by_name[one.name] if old is not one.tensor]
         if one.tensor.is_floating_point() or not any(_same(one.tensor, old) for old in others):
             yield one
 
@@ -81,7 +82,7 @@ def reads(model: nn.Module, those: list[Held], call: Callable[[], Any], outputs:
         call: of the model, on the rows that have given `outputs`.
         outputs: without NaN of its own, or with those of any call.
     """
-    if any(not one.tensor.is_floating_point() for one in those):
+    if any(not one.tensor.is_floating_point() or one.tensor.is_inference() for one in those):
         return those[0].name
     kept = Kept()
     kept.modules([module for _, module in walk(model)], attributes=True)

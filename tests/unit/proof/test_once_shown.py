@@ -45,7 +45,9 @@ class Net(nn.Module):
         self.teacher = copy.deepcopy(self.first).requires_grad_(False)
         self.zeros, self.ones = torch.zeros(WIDTH).double(), torch.ones(WIDTH).double()
         self.averages = [p.detach().clone().double() for p in self.first.parameters()]
-        self.moved = torch.zeros(WIDTH).double()
+        self.moved, self.counts = torch.zeros(WIDTH).double(), torch.zeros(WIDTH).long()
+        with torch.inference_mode():
+            self.known = torch.ones(WIDTH).double()
         self.dice, self.coins = random.Random(0), np.random.default_rng(0)
         self.between = between
 
@@ -339,6 +341,12 @@ def constant_that_moves(net: Any, h: Tensor) -> Tensor:
 
 
 @form
+def counts_that_move(net: Any, h: Tensor) -> Tensor:
+    net.counts.add_(1)
+    return h * (1 + (net.counts > 4))
+
+
+@form
 def coin_of_python(net: Any, h: Tensor) -> Tensor:
     return h * 2 if net.dice.random() < 0.2 else h
 
@@ -467,7 +475,11 @@ def rebuilt(net: Any, h: Tensor) -> Tensor:
     return h @ net.weight
 
 
-@pytest.mark.parametrize("between", [masked, shape_of_meta, rebuilt])
+def of_inference(net: Any, h: Tensor) -> Tensor:
+    return h + net.known.clone()
+
+
+@pytest.mark.parametrize("between", [masked, shape_of_meta, rebuilt, of_inference])
 def test_what_is_honest_stays_shown(between: Form) -> None:
     assert judged(lambda: (Net(between).double(), F.cross_entropy), 13, 4, steps=3)
 
