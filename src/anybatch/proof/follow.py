@@ -401,11 +401,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not target.shape[0] or target.shape[0] % n:
             self._few.places.append(f"{self.path}, in {call.name}")
             return
-        bits = torch.tensor([1 << one for one in self.samples], dtype=torch.uint8)
-        rows = bits.repeat_interleave(target.shape[0] // n).to(target.device)
         with _disable_current_modes():
-            mask = rows.reshape([-1] + [1] * (target.dim() - 1))
-            self.masks.write(target, mask, lambda: f"{self.path}, in {call.name}")
+            self.seed(target, [one for one in self.samples for _ in range(target.shape[0] // n)])
 
     def _note_counter(self, name: str, operands: list[Tensor]) -> None:
         """Note who computes with the counter of a batch normalisation, which one lane moves first.
