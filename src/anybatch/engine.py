@@ -73,8 +73,8 @@ class Engine:
             sums of them need one pass; any other function is exact too, with a second forward.
             None (default): the model returns its loss, as a 0-dim tensor, as ``.loss``, as
             ``["loss"]`` or first in a tuple. What it divides by is traced: a weighted sum of
-            torch's own losses needs no declaration, and what cannot be traced is refused, unless
-            it is declared by `Loss.inside`.
+            torch's own losses, and of means and sums over samples, needs no declaration, and what
+            cannot be traced is refused, unless it is declared by `Loss.inside`.
         optimizer: the optimizer, if there is one. Its parameters count as trained too, and its
             state counts as memory, as it will be after its first step.
         memory: what a step may hold on the device, in bytes or as "6GiB": parameters, buffers,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from anybatch.loss.hearing import Hearing
 
 X, Y = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, -100, 2, -100, 1])
-W = torch.tensor([1.0, 2.0, 0.5])
+W, K = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([1.0, 0.0, 1.0, 2.0, 0.0, 1.0])
 Fn = Callable[[], Tensor]
 
 CE, MSE, L1 = "cross_entropy", "mse_loss", "l1_loss"
@@ -23,13 +23,18 @@ KNOWN: list[tuple[Fn, dict[str, float]]] = [
     (lambda: F.cross_entropy(X, Y) + 0.5 * F.mse_loss(X, X * 2), {CE: 1.0, MSE: 0.5}),
     (lambda: (F.cross_entropy(X, Y) + F.l1_loss(X, -X)) / 2, {CE: 0.5, L1: 0.5}),
     (lambda: F.cross_entropy(X, Y).to(torch.float64).mean(), {CE: 1.0}),
+    (lambda: X.square().mean() * 3, {"mean of its own": 3.0}),
+    (lambda: F.cross_entropy(X, Y) + X.sum() / 6, {CE: 1.0, "sum of its own": 1 / 6}),
+    (lambda: 1 - X.mean(), {"mean of its own": -1.0, "a constant": 1.0}),
+    (lambda: (X[:, 0] * K).sum() / K.sum(), {"weighted mean of its own": 1.0}),
+    (lambda: 2 * (X[:, 0] * K).sum() / (K > 0).sum(), {"weighted mean of its own": 2.0}),
 ]
 UNKNOWN: list[tuple[Fn, str]] = [
     (lambda: F.cross_entropy(X, Y).exp(), "exp"),
     (lambda: F.cross_entropy(X, Y) * F.mse_loss(X, -X), "mul"),
-    (lambda: F.cross_entropy(X, Y) + X.square().mean(), "add"),
-    (lambda: F.cross_entropy(X, Y, reduction="none").mean(), ""),
-    (lambda: X.square().mean(), ""),
+    (lambda: F.cross_entropy(X, Y) + X.square().amax(), "add"),
+    (lambda: X.square().mean() + X.square().mean(0)[0], "add"),
+    (lambda: X.square().amax(), ""),
 ]
 
 

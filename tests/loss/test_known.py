@@ -155,6 +155,12 @@ CALLS: list[tuple[Callable[..., Any], dict[str, Callable[[], Tensor]], dict[str,
         },
         {"zero_infinity": True},
     ),
+    (known.own_values, {"input": lambda: draw(N, 3)}, {"reduction": "mean"}),
+    (
+        known.own_weighted_values,
+        {"input": lambda: draw(N, 3), "weight": lambda: draw(N).abs()},
+        {"reduction": "mean"},
+    ),
 ]
 
 

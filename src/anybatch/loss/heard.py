@@ -8,7 +8,7 @@ of those of the micro-batches, made good at the end.
 
 Rows must be samples: forwards of two sizes (those of the first look at a model) must hand the
 functional rows in proportion, and the same rows to the same samples. A loss that is not a weighted
-sum of known losses is refused by name.
+sum of known losses, or of means and sums of the model's own, is refused by name.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, SumBySamples, TermOfAll
 from anybatch.loss.quiet import Quiet
+from anybatch.loss.tally import Tally
 from anybatch.meeting import looks_here
 from anybatch.norm.alone import AloneNorms
 
@@ -262,6 +263,7 @@ class OfModel(Loss):
     """
 
     takes_outputs = False
+    _tally: Tally | None = None
     always: tuple[str, ...] = ()
     """Why it is not shown that what is computed is the loss, whatever the present step is."""
 
@@ -286,12 +288,19 @@ class OfModel(Loss):
         terms = self._terms(scope.outputs)
         self._refuse_joined(terms)
         terms = _means(terms, scope.outputs.rows, self._divided(scope.outputs))
-        counts = [self._count(term, scope) if term.divides else 1 for _, term in terms]
+        alone = len(terms) == 1
+        counts = [self._count(term, scope, alone=alone) if term.divides else 1 for _, term in terms]
         if None in counts and len(terms) > 1:
             raise LossError(
                 f"the denominators of a loss of several terms must be countable from the batch, "
                 f"and that of {_names(terms)} is not: {self._way_out}"
             )
+        compared = self._tally is not None and self._tally.done
+        wholes = [
+            None if isinstance(term, TermOfAll) or not term.divides else count
+            for (_, term), count in zip(terms, counts, strict=True)
+        ]
+        self._tally = Tally(scope.size, wholes, waits=not compared)
         return [
             Total(weight, count, term) for (weight, term), count in zip(terms, counts, strict=True)
         ]
@@ -300,9 +309,9 @@ class OfModel(Loss):
         """Return a micro-batch's numerators.
 
         Raises:
-            LossError: it has another form than that of the first micro-batch.
+            LossError: it has another form than that of the first micro-batch, or is the last one,
+                and all of them together are not divided by what the whole batch is.
         """
-        del micro
         terms = self._terms(outputs)
         divided = {k for k, total in enumerate(totals) if isinstance(total.term, SumBySamples)}
         terms = _means(terms, outputs.rows, divided)
@@ -312,6 +321,9 @@ class OfModel(Loss):
                 f"the loss of a model must have the same terms in every micro-batch, and {other}: "
                 f"{self._way_out}"
             )
+        if self._tally is not None:
+            every = [term for _, term in terms]
+            self._tally.add(micro.size, [t.count for t in every], [t.name for t in every])
         return [Part(term.numerator, lambda term=term: term.count) for _, term in terms]  # type: ignore[misc]
 
     def _refuse_joined(self, terms: Weighted) -> None:
@@ -372,18 +384,21 @@ class OfModel(Loss):
             what = ", ".join(dict.fromkeys(outputs.odd)) or "none of them was called"
             raise LossError(
                 "the loss that a model computes inside must be a weighted sum of torch's own "
-                f"losses, or nobody knows what it is divided by, and it is something else ({what})"
-                f": {self._way_out}"
+                "losses, or of means and sums of its own over all samples, or nobody knows what it "
+                f"is divided by, and it is something else ({what}): {self._way_out}"
             )
         return outputs.terms
 
-    def _count(self, term: HeardTerm, scope: Scope) -> known.Count | None:
-        """Return the denominator of the whole batch; None where its labels do not tell."""
+    def _count(self, term: HeardTerm, scope: Scope, *, alone: bool) -> known.Count | None:
+        """Return the denominator of the whole batch; None where its labels do not tell.
+
+        That of the one term of a loss may come late; of several, shapes have to tell.
+        """
         if isinstance(term, TermOfAll | SumBySamples):
             return scope.size
         batch = scope.batch
         if batch is None:
-            return None
+            return None if alone else _counted(term, None, scope.size, scope.first.size)
         try:
             whole = _counted(term, batch.inputs, scope.size, scope.first.size)
             if whole is None or is_fake(whole) or self._adds_up(term, whole, scope, batch):
@@ -493,14 +508,14 @@ def _counted(term: HeardTerm, inputs: Any, size: int, heard: int) -> known.Count
     tensors = [tensor for _, tensor in tree.tensors(inputs)]
     arguments = dict(term.arguments)
     for name, recipe in term.recipes.items():
-        if recipe is not None:
+        if recipe is not None and inputs is not None:
             arguments[name] = recipe.made(tensors)
             continue
         shape = list(term.shapes[name])
         if not shape or (shape[0] * size) % heard:
             return None
         shape[0] = shape[0] * size // heard
-        arguments[name] = torch.empty(shape, device="meta")
+        arguments[name] = torch.empty(shape, dtype=term.dtypes[name], device="meta")
     count = known.TABLE[term.function].count(arguments)
     return None if isinstance(count, Tensor) and count.is_meta else count
 

@@ -8,7 +8,9 @@ itself would return, keeps both, and follows the result through arithmetic to th
     forward ... F.cross_entropy(a, t) ... F.mse_loss(b, s) ...   loss = 0.5 * first + second
                 numerator_1 / D_1           numerator_2 / D_2       {1: 0.5, 2: 1.0}
 
-What else is done to a term makes the loss one that is not known; nothing is concluded from numbers.
+A mean or a sum over everything is one, too, of losses that the model has computed itself, and a
+sum over everything divided by another one is a mean by weights: ``(l * m).sum() / m.sum()``. What
+else is done to a term makes the loss one that is not known; nothing is concluded from numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, reduce
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,13 +47,21 @@ class HeardTerm(Term):
         count: the denominator of these rows; 1 for a sum.
         recipes: for the arguments with rows, how they were made of the batch, where that is known.
         shapes: for the arguments with rows, what shape they had.
+        dtypes: of these arguments: whole numbers are classes, others probabilities.
         bytes: of the first of them: the logits.
     """
 
     count: known.Count
     recipes: dict[str, Recipe | None]
     shapes: dict[str, torch.Size]
+    dtypes: dict[str, torch.dtype]
     bytes: int
+
+    @property
+    def name(self) -> str:
+        """What was called; of values that the model has computed itself, how they are reduced."""
+        own = {known.own_values: "", known.own_weighted_values: "weighted "}.get(self.function)
+        return super().name if own is None else f"{own}{self.arguments['reduction']} of its own"
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -80,6 +91,16 @@ class TermOfAll(HeardTerm):
 
 
 @dataclass(frozen=True)
+class Constant(TermOfAll):
+    """A number that the model adds to its loss: 1 in ``1 - cosine.mean()``."""
+
+    @property
+    def name(self) -> str:
+        """It is the same in all parts of the batch."""
+        return "a constant"
+
+
+@dataclass(frozen=True)
 class SumBySamples(HeardTerm):
     """A sum that the model divides by the number of samples it is called with."""
 
@@ -89,12 +110,19 @@ class SumBySamples(HeardTerm):
         return True
 
 
-PLAIN, TOUCHES, LOSS = 1, 2, 3
+PLAIN, TOUCHES, LOSS, REDUCES, STACKS = 1, 2, 3, 4, 5
+REDUCTIONS = {torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum"}
+CONVERTS = frozenset("float double to type type_as".split())
+"""Functions that leave the number of rows that count what it is."""
 
 
 @cache
 def _kind(func: Any) -> int:
     """Say whether a function matters: a forward calls hundreds, and waits for each answer."""
+    if func in REDUCTIONS:
+        return REDUCES
+    if func is torch.stack:
+        return STACKS
     return LOSS if func in known.TABLE else TOUCHES if touches(func) else PLAIN
 
 
@@ -120,11 +148,15 @@ class Hearing(TorchFunctionMode):
         self.odd: list[str] = []
         self._recipes = Recipes(inputs)
         self._sums: dict[int, Sum] = {}
+        self._stacks: dict[int, list[Sum]] = {}
+        self._values: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._versions: dict[int, int] = {}
         self._alive: list[Any] = []
 
     def combination(self, loss: Any) -> list[tuple[float, HeardTerm]] | None:
         """Return ``[(c_k, term_k)]`` of the model's loss, or None where it is not one."""
-        found = self._sums.get(id(loss))
+        found = self._sums.get(id(loss)) if self._intact(loss) else None
         if any(self._lost_its_graph(value) for value in self._alive):
             self.odd.append("checkpoint, with use_reentrant=True")
             return None
@@ -154,12 +186,26 @@ class Hearing(TorchFunctionMode):
             value = self._term(func, known.bind(func, args, kwargs))
             if value is not None:
                 return value
+        operands = [self._known(arg) for arg in args] if self._sums else []
         result = func(*args, **kwargs)
-        if self._sums and any(id(arg) in self._sums for arg in args):
-            self._follow(name_of(func).strip("_"), args, kwargs, result)
+        if any(isinstance(one, dict) for one in operands):
+            self._follow(name_of(func).strip("_"), operands, args, kwargs, result)
         elif kind == TOUCHES:
             self._recipes.follow(func, args, kwargs, result)
+            if args and id(args[0]) in self._weights and name_of(func) in CONVERTS:
+                self._weigh(result, self._weights[id(args[0])])
+        elif kind == STACKS:
+            self._stacked((*args, *kwargs.values())[0], result)
+        elif kind == REDUCES:
+            self._reduced(REDUCTIONS[func], (*args, *kwargs.values())[0], result)
         return result
+
+    def _stacked(self, parts: Any, result: Tensor) -> None:
+        """Note numbers that lie beside each other, and may be added up."""
+        sums = [self._known(one) for one in parts]
+        if result.dim() == 1 and all(isinstance(one, dict) for one in sums):
+            self._stacks[id(result)] = sums
+            self._keep(result)
 
     def weights(self) -> list[Tensor]:
         """Return the constants of the terms, which must be of no sample."""
@@ -182,36 +228,127 @@ class Hearing(TorchFunctionMode):
         with self.aside():
             value = value.clone()  # it is one's own, whatever else returns the same
             sums = value * self.rows
-        self._add(
-            value,
-            TermOfAll(
-                index=len(self.terms),
-                function=source_of(fn),
-                arguments={},
-                constants=(),
-                numerator=sums,
-                count=self.rows,
-                recipes={},
-                shapes={},
-                bytes=0,
-            ),
-        )
+        self._add(value, self._shared(TermOfAll, source_of(fn), sums))
         return value
 
+    def _shared(self, kind: type[TermOfAll], function: Any, sums: Tensor) -> TermOfAll:
+        """Return a term that all parts of the batch share."""
+        return kind(
+            index=len(self.terms),
+            function=function,
+            arguments={},
+            constants=(),
+            numerator=sums,
+            count=self.rows,
+            recipes={},
+            shapes={},
+            dtypes={},
+            bytes=0,
+        )
+
     def _add(self, value: Tensor, term: HeardTerm) -> None:
-        self._sums[id(value)] = {len(self.terms): 1.0}
-        self._alive.append(value)
+        self._combined(value, {len(self.terms): 1.0})
         self.terms.append(term)
+
+    def _combined(self, result: Tensor, sums: Sum) -> None:
+        self._sums[id(result)] = sums
+        self._keep(result)
+
+    def _keep(self, result: Tensor) -> None:
+        """Keep a tensor, whose id is known from now on; what is written to it later shows."""
+        self._versions[id(result)] = result._version
+        self._alive.append(result)
+
+    def _intact(self, value: Any) -> bool:
+        """Say whether a tensor has been followed, and nothing has been written to it since."""
+        version = self._versions.get(id(value))
+        return version is not None and version == value._version
+
+    def _known(self, value: Any) -> Any:
+        """Return the weighted sum that a value is; the value where it is none."""
+        sums = self._sums.get(id(value))
+        if sums is not None and not self._intact(value):
+            return value
+        return value if sums is None else sums
 
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
         """Return the value of a known functional, from its numerator; None where it is not one."""
         entry, divides = known.TABLE[func], known.divides(func, arguments)
-        with_rows = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
         if divides is None or not self._fits(entry, arguments):
             return None
         sums = known.numerator(func, arguments)
         count = entry.count(arguments) if divides else 1
         value = sums / count if divides else sums.clone()
+        self._note(value, func, arguments, sums, count)
+        return value
+
+    def _reduced(self, reduction: str, values: Any, result: Any) -> None:
+        """Note a mean or a sum of all values of a tensor as a term of a loss."""
+        if not isinstance(values, Tensor) or not isinstance(result, Tensor):
+            return
+        if result.dim() or not values.dim():
+            return
+        if id(values) in self._stacks and self._intact(values):
+            stack = self._stacks[id(values)]
+            share = 1.0 / len(stack) if reduction == "mean" else 1.0
+            self._combined(result, reduce(_plus, [_times(one, share) for one in stack]))
+            return
+        if reduction == "sum" and not result.requires_grad:
+            self._weigh(result, values)
+        if not values.is_floating_point():
+            return
+        count = values.numel() if reduction == "mean" else 1
+        wide = result.float() if result.dtype == torch.float16 else result
+        given = {"input": values, "reduction": reduction}
+        self._values[len(self.terms)] = values
+        self._note(result, known.own_values, given, wide * count, count)
+
+    def _weigh(self, result: Tensor, weights: Tensor) -> None:
+        self._weights[id(result)] = weights
+        self._keep(result)
+
+    def _by_weights(self, operands: list[Any], weight: Any, result: Tensor) -> bool:
+        """Note a sum that is divided by a sum of weights as a term; say whether it is one."""
+        sums, weights = operands[0], self._weights.get(id(weight))
+        if weights is None or not self._intact(weight):
+            return False
+        if not isinstance(sums, dict) or result.dim():
+            return False
+        if any(index not in self._values or self.terms[index].divides for index in sums):
+            return False
+        found = Sum()
+        for index, factor in sums.items():
+            given = {"input": self._values[index], "weight": weights, "reduction": "mean"}
+            found[len(self.terms)] = factor
+            numerator = self.terms[index].numerator
+            self._note(result, known.own_weighted_values, given, numerator, weight.detach())
+        self._combined(result, found)
+        return True
+
+    def _with_constant(self, name: str, operands: list[Any], result: Tensor) -> Sum | None:
+        """Return the sum that a term and a number are together; None where they are not."""
+        signs = {"add": (1.0, 1.0), "radd": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
+        match operands:
+            case [dict() as sums, Real() as number] if name in signs:
+                of_sums, of_number = signs[name]
+            case _:
+                return None
+        found = {**_times(sums, of_sums), len(self.terms): of_number * float(number)}
+        ones = torch.ones_like(result.detach()) * self.rows
+        self.terms.append(self._shared(Constant, None, ones))
+        return found
+
+    def _note(
+        self,
+        value: Tensor,
+        func: Callable[..., Any],
+        arguments: dict[str, Any],
+        numerator: Tensor,
+        count: known.Count,
+    ) -> None:
+        """Take in a term with what it was called with."""
+        entry = known.TABLE[func]
+        with_rows = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
         left_out = {*with_rows, *entry.parameters}  # what a graph would be kept for
         first = next(iter(with_rows.values()))
         self.arguments.append(list(with_rows.values()))
@@ -222,14 +359,14 @@ class Hearing(TorchFunctionMode):
                 function=func,
                 arguments={n: None if n in left_out else v for n, v in arguments.items()},
                 constants=tuple(n for n in entry.constants if arguments.get(n) is not None),
-                numerator=sums,
+                numerator=numerator,
                 count=count,
                 recipes={n: self._recipes.of(t) for n, t in with_rows.items()},
                 shapes={n: t.shape for n, t in with_rows.items()},
+                dtypes={n: t.dtype for n, t in with_rows.items()},
                 bytes=first.numel() * first.element_size(),
             ),
         )
-        return value
 
     def _fits(self, entry: known.Known, arguments: dict[str, Any]) -> bool:
         """Say whether the rows come first, and no weight belongs to a sample."""
@@ -250,22 +387,38 @@ class Hearing(TorchFunctionMode):
         return not varies and weight.dim() < max(samples.dim(), 1)
 
     def _follow(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        name: str,
+        operands: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
         """Note arithmetic on terms, where it gives a weighted sum of them."""
         if not isinstance(result, Tensor):
             return  # a question
-        operands = [self._sums.get(id(arg), arg) for arg in args]
-        self._sums.pop(id(result), None)
+        for known_as in (self._sums, self._stacks, self._weights):
+            known_as.pop(id(result), None)
         first = operands[0]
         combined = None if kwargs else arithmetic(IN_PLACE.get(name, name), operands)
+        if combined is None and not kwargs and result.dim() == 0:
+            combined = self._with_constant(IN_PLACE.get(name, name), operands, result)
         if combined is None and name in SAME and isinstance(first, dict) and result.numel() == 1:
             combined = first
         if combined is None:
-            self.odd.append(name)
+            divides = IN_PLACE.get(name, name) in ("div", "true_divide") and len(args) == 2
+            if not divides or not self._by_weights(operands, args[1], result):
+                self.odd.append(name)
             return
-        self._sums[id(result)] = combined
-        self._alive.append(result)
+        self._combined(result, combined)
+
+
+def _times(sums: Sum, factor: float) -> Sum:
+    return {index: weight * factor for index, weight in sums.items()}
+
+
+def _plus(a: Sum, b: Sum) -> Sum:
+    return {index: a.get(index, 0.0) + b.get(index, 0.0) for index in {**a, **b}}
 
 
 def is_parameter(value: Any) -> bool:

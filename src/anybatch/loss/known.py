@@ -207,3 +207,19 @@ TABLE: dict[Callable[..., Any], Known] = {
 
 if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
     TABLE[F.linear_cross_entropy] = _classes_of_a_layer()
+
+
+def own_values(input: Tensor, reduction: str = "mean") -> Tensor:  # noqa: A002
+    """Reduce losses that a model has computed itself, any number a sample, to one number."""
+    return input.mean() if reduction == "mean" else input.sum()
+
+
+def own_weighted_values(input: Tensor, weight: Tensor, reduction: str = "mean") -> Tensor:  # noqa: A002
+    """Reduce ``sum(input) / sum(weight)``, where the weights are part of the input already."""
+    return input.sum() / weight.sum() if reduction == "mean" else input.sum()
+
+
+TABLE[own_values] = Known({"input": 0}, _broadcast("input"), lambda a: _dims(a["input"]) > 0)
+TABLE[own_weighted_values] = Known(
+    {"input": 0, "weight": 0}, lambda a: torch.as_tensor(a["weight"].sum()), lambda _: True
+)

@@ -13,7 +13,6 @@ batch. Which unit a person counts in (samples, tokens, pixels) does not matter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +25,13 @@ from anybatch.fakes import is_fake
 from anybatch.loss.declared import Inside, Loss, Number, Part, Scope, Total, loss_among
 from anybatch.loss.heard import Heard, OfModel, Tracer
 from anybatch.loss.hearing import TermOfAll
+from anybatch.loss.tally import same
 
 WAY_OUT = (
     "declare Loss.inside(count=...) if it is a mean, or mark the part in which samples meet with "
     "anybatch.coupled, and the square of a weight by coupled(lambda value: 0.1 * value)"
     "(weight.square().sum()), or give micro_batch >= the batch size"
 )
-
-ROUNDING = 1e-4
-"""What counts that are no whole numbers, such as sums of class weights, may differ by."""
 
 
 class ModelLoss(OfModel):
@@ -260,14 +257,6 @@ def _told(outputs: Any) -> str:
         first = _told(outputs[0]) if outputs else "nothing"
         return f"a {type(outputs).__name__} that begins with {first}"
     return f"{type(outputs).__name__}"
-
-
-def same(a: float, b: float) -> bool:
-    """Say whether two counts agree: whole numbers exactly, others but for rounding."""
-    if math.isnan(a) or math.isnan(b):
-        return True
-    whole = a.is_integer() and b.is_integer()
-    return a == b if whole else math.isclose(a, b, rel_tol=ROUNDING)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -1,0 +1,84 @@
+"""What the micro-batches of a step are divided by, added up, and compared with the whole batch's.
+
+A denominator is counted before the first backward, as if every micro-batch had the shapes of the
+first one. A model that cuts its rows to the longest of those that come along has other ones:
+
+    labels of the whole batch, cut as the first micro-batch was     20
+    what the micro-batches were divided by                          9 + 14
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from anybatch.errors import LossError
+from anybatch.fakes import is_fake
+
+Count = float | int | Tensor
+
+ROUNDING = 1e-4
+"""What counts that are no whole numbers, such as sums of class weights, may differ by."""
+
+
+class Tally:
+    """The denominators of one step.
+
+    Args:
+        size: samples of the batch.
+        wholes: what each term of the loss is divided by; None where that is not known.
+        waits: whether a device may be waited for.
+
+    Attributes:
+        done: all samples have come, and were compared.
+    """
+
+    def __init__(self, size: int, wholes: Sequence[Count | None], *, waits: bool) -> None:
+        self._size, self._wholes, self._waits = size, wholes, waits
+        self._samples = 0
+        self._sums: list[Count] = [0] * len(wholes)
+        self.done = False
+
+    def add(self, samples: int, counts: Sequence[Count], names: Sequence[str]) -> None:
+        """Take in what a micro-batch is divided by.
+
+        Args:
+            samples: that it holds.
+            counts: of each term.
+            names: of each term.
+
+        Raises:
+            LossError: it was the last one, and together they are not the whole.
+        """
+        self._samples += samples
+        self._sums = [one + count for one, count in zip(self._sums, counts, strict=True)]
+        if self._samples != self._size:
+            return
+        for whole, found, name in zip(self._wholes, self._sums, names, strict=True):
+            if whole is None or not (self._here(whole) and self._here(found)):
+                continue
+            if not same(float(found), float(whole)):
+                raise LossError(
+                    "a loss inside the model must be divided by what all samples have whatever "
+                    f"comes along, and {name} is divided by {float(found):g} in the micro-batches "
+                    f"and by {float(whole):g} in the whole batch: the model cuts its rows to the "
+                    "longest of those that come along, or chooses among them. Keep one length "
+                    "(total_length=) and mask what does not count, or give micro_batch >= the "
+                    "batch size"
+                )
+        self.done = True
+
+    def _here(self, count: Count) -> bool:
+        if not isinstance(count, Tensor):
+            return True
+        return not is_fake(count) and (self._waits or count.device.type == "cpu")
+
+
+def same(a: float, b: float) -> bool:
+    """Say whether two counts agree: whole numbers exactly, others but for rounding."""
+    if math.isnan(a) or math.isnan(b):
+        return True
+    whole = a.is_integer() and b.is_integer()
+    return a == b if whole else math.isclose(a, b, rel_tol=ROUNDING)

@@ -1,0 +1,170 @@
+"""A loss that a model makes of no functional that is known: exact, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.oracle import assert_exact, copy_of, state_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine, LossError, NotExactError
+
+N, T = 7, 5
+
+Lose = Callable[["Own", Tensor, Tensor, Tensor], Tensor]
+
+
+class Own(nn.Module):
+    """Returns what `lose` makes of tokens [n, T, 6], labels and weights [n, T]."""
+
+    def __init__(self, lose: Lose) -> None:
+        super().__init__()
+        self.head, self.gate, self.lose = nn.Linear(6, 3), nn.Linear(6, 1), lose
+
+    def forward(self, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return self.lose(self, x, y, w)
+
+
+def each(m: Own, x: Tensor, y: Tensor) -> Tensor:
+    """Return losses [n, T]."""
+    flat = F.cross_entropy(m.head(x).flatten(0, 1), y.flatten(), reduction="none")
+    return flat.view(y.shape)
+
+
+def batch() -> tuple[Tensor, Tensor, Tensor]:
+    weights = (torch.rand(N, T) < 0.6).double()
+    weights[:, 3:] = 0.0
+    weights[2] = 0.0  # a micro-batch of one has nothing that counts
+    weights[5, :] = 1.0
+    return torch.randn(N, T, 6).double(), torch.randint(3, (N, T)), weights
+
+
+def changed(total: Tensor) -> Tensor:
+    total += 1.0
+    return total
+
+
+def changed_beside(total: Tensor) -> Tensor:
+    total.view(1).add_(1.0)
+    return total
+
+
+def doubled(value: Tensor) -> Tensor:
+    value.mul_(2.0)
+    return value
+
+
+EXACT: dict[str, Lose] = {
+    "mean": lambda m, x, y, w: each(m, x, y).mean(),
+    "mean by name": lambda m, x, y, w: torch.mean(input=each(m, x, y)),
+    "mean of both dimensions": lambda m, x, y, w: each(m, x, y).mean((0, 1)),
+    "mean of sums": lambda m, x, y, w: each(m, x, y).sum(1).mean(),
+    "mean along the samples": lambda m, x, y, w: each(m, x, y).mean(1).mean(0),
+    "sum": lambda m, x, y, w: each(m, x, y).sum(),
+    "sum by samples": lambda m, x, y, w: each(m, x, y).sum() / len(x),
+    "sum by numbers": lambda m, x, y, w: each(m, x, y).sum() / y.numel(),
+    "negative": lambda m, x, y, w: -(m.head(x).log_softmax(-1) * F.one_hot(y, 3)).sum(-1).mean(),
+    "divergence": lambda m, x, y, w: F.mse_loss(m.head(x), x[..., :3]) + m.gate(x).exp().mean(),
+    "one minus": lambda m, x, y, w: 1 - F.cosine_similarity(m.head(x), x[..., :3], -1).mean(),
+    "and a number": lambda m, x, y, w: 2 * (each(m, x, y).mean() - 3) + 0.5,
+    "weighted": lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum(),
+    "weighted, flat": lambda m, x, y, w: (each(m, x, y) * w).flatten().sum() / w.flatten().sum(),
+    "masked": lambda m, x, y, w: (each(m, x, y) * (w > 0)).sum() / (w > 0).sum(),
+    "masked in floats": lambda m, x, y, w: (each(m, x, y) * w).sum() / (w > 0).float().sum(),
+    "floats of a count": lambda m, x, y, w: (each(m, x, y) * w).sum() / (w > 0).sum().double(),
+    "shifted": lambda m, x, y, w: (each(m, x, y)[:, 1:] * w[:, 1:]).sum() / w[:, 1:].sum(),
+    "by labels": lambda m, x, y, w: (each(m, x, y) * (y != 1)).sum() / (y != 1).sum(),
+    "by the model": lambda m, x, y, w: (
+        (each(m, x, y) * (k := (m.gate(x) > -0.5)[..., 0])).sum() / k.sum()
+    ),
+    "by another": lambda m, x, y, w: 2 * (each(m, x, y) * w).sum() / (x[..., 0] > 0).sum(),
+    "two by weights": lambda m, x, y, w: (
+        (each(m, x, y) * w).sum() / w.sum() + (m.gate(x)[..., 0] * w).sum() / w.sum()
+    ),
+    "steps by weights": lambda m, x, y, w: (
+        torch.stack([(each(m, x, y) * w)[:, t].sum() for t in range(T)]).sum() / w.sum()
+    ),
+    "weighted by sample": lambda m, x, y, w: (
+        (each(m, x, y) * w).sum(1) / w.sum(1).clamp(min=1)
+    ).mean(),
+    "stack": lambda m, x, y, w: torch.stack([each(m, x, y).mean(), m.gate(x).mean()]).mean(),
+    "stack of known ones": lambda m, x, y, w: torch.stack(
+        [F.mse_loss(m.head(x), x[..., :3]), F.l1_loss(m.gate(x), x[..., :1])]
+    ).sum(),
+    "in place": lambda m, x, y, w: doubled(each(m, x, y).mean()),
+}
+
+OF_ITS_OWN = "belong to one sample"
+UNKNOWN = "weighted sum of torch's own losses"
+DIVIDED = "divided by what all samples have"
+
+REFUSED: dict[str, tuple[Lose, str]] = {
+    "count changed": (lambda m, x, y, w: (each(m, x, y) * w).sum() / changed(w.sum()), UNKNOWN),
+    "count changed by a view": (
+        lambda m, x, y, w: (each(m, x, y) * w).sum() / changed_beside(w.sum()),
+        UNKNOWN,
+    ),
+    "value changed by a view": (lambda m, x, y, w: changed_beside(each(m, x, y).mean()), UNKNOWN),
+    "stack changed": (
+        lambda m, x, y, w: doubled(torch.stack([each(m, x, y).mean(), m.gate(x).mean()])).sum(),
+        OF_ITS_OWN,
+    ),
+    "and a bound": (lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(min=1), UNKNOWN),
+    "trained weights": (
+        lambda m, x, y, w: (each(m, x, y) * m.gate(x)[..., 0]).sum() / m.gate(x).sum(),
+        UNKNOWN,
+    ),
+    "square": (lambda m, x, y, w: each(m, x, y).mean() ** 2, UNKNOWN),
+    "largest": (lambda m, x, y, w: each(m, x, y).max(), UNKNOWN),
+    "largest two": (lambda m, x, y, w: each(m, x, y).mean(1).topk(2)[0].mean(), OF_ITS_OWN),
+    "half": (lambda m, x, y, w: each(m, x, y)[: (len(x) + 1) // 2].mean(), OF_ITS_OWN),
+    "pairs": (lambda m, x, y, w: (z := m.head(x)[:, 0]).matmul(z.T).mean(), OF_ITS_OWN),
+    "a weight": (lambda m, x, y, w: each(m, x, y).mean() + m.head.weight.sum(), OF_ITS_OWN),
+    "times the samples": (lambda m, x, y, w: each(m, x, y).mean() * len(x), "the same for any"),
+    "plus the samples": (lambda m, x, y, w: each(m, x, y).mean() + len(x), "the same for any"),
+    "chosen": (lambda m, x, y, w: each(m, x, y)[w > 0].mean(), "must not depend on values"),
+    "weights of all": (lambda m, x, y, w: (each(m, x, y) * w / w.mean()).mean(), "meet in Own"),
+    "centred": (lambda m, x, y, w: (m.gate(x) - m.gate(x).mean(0)).square().mean(), "meet in Own"),
+    "backwards": (lambda m, x, y, w: m.head(x).flip(0).square().mean(), "keep their place"),
+    "cut to the longest": (
+        lambda m, x, y, w: each(m, x, y)[:, : int((w > 0).sum(1).max())].mean(),
+        DIVIDED,
+    ),
+    "known, cut to the longest": (
+        lambda m, x, y, w: F.mse_loss(
+            *(one[:, : int((w > 0).sum(1).max())] for one in (m.head(x), x[..., :3]))
+        ),
+        DIVIDED,
+    ),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_loss_of_its_own_values_is_exact(name: str, micro_batch: int) -> None:
+    torch.manual_seed(0)
+    model = Own(EXACT[name]).double()
+    engine = Engine(model, micro_batch=micro_batch)
+    for _ in range(2):
+        whole, given = copy_of(model), batch()
+        expected = whole(*given)
+        model.zero_grad()
+        whole.zero_grad()
+        expected.backward()
+        loss = engine.backward(given)
+        assert_exact(state_of(model, loss), state_of(whole, expected))
+    assert engine.plan is not None
+    assert engine.plan.exact
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_sum_over_samples_is_refused(name: str) -> None:
+    torch.manual_seed(0)
+    lose, says = REFUSED[name]
+    model = Own(lose).double()
+    with pytest.raises((LossError, NotExactError), match=says):
+        Engine(model, micro_batch=3).backward(batch())
+    assert all(parameter.grad is None for parameter in model.parameters())
