@@ -192,8 +192,9 @@ class ForwardBuffers:
 def _meets(paths: list[str]) -> NotExactError:
     return NotExactError(
         "a buffer must not depend on the samples of a micro-batch, and these do: "
-        f"{', '.join(paths)}. Call eval() on the modules that own them, or give micro_batch >= the "
-        "batch size"
+        f"{', '.join(paths)}. A queue or a moving average of samples is to be updated after the "
+        "step, from what forward returns (engine.backward's `observe` sees it): split forward in "
+        "two. Or call eval() on the modules that own them, or give micro_batch >= the batch size"
     )
 
 

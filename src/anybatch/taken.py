@@ -104,7 +104,7 @@ def _of_copies(step: Step, outputs: Any, micro: MicroBatch) -> Tensor:
             "it gets outputs of all micro-batches without their graphs, and torch.autograd.grad "
             "found none: differentiate in forward, inside `with torch.enable_grad():`, and return "
             "the derivative; or declare anybatch.Loss.per_sample where the loss is a mean over "
-            "samples"
+            "samples, and let forward return what it is differentiated by, too"
         ) from error
 
 

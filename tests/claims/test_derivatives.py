@@ -142,6 +142,18 @@ def test_what_cannot_be_divided_is_said_in_one_sentence(
     assert same(before, snapshot(model))
 
 
+def test_a_declared_loss_that_differentiates_by_targets_is_told_what_to_return() -> None:
+    """It was torch's own error: rows of the inputs and of the targets are two tensors."""
+    x, model = rows().requires_grad_(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def of_points(out: Tensor, points: Tensor) -> Tensor:
+        slope = torch.autograd.grad(out.sum(), points, create_graph=True)[0]
+        return slope.square().mean(1)
+
+    with pytest.raises(LossError, match=r"let forward return these inputs, too"):
+        Engine(model.double(), anybatch.Loss.per_sample(of_points), micro_batch=4).backward(x, x)
+
+
 @pytest.mark.parametrize(("kind", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_a_check_says_the_same(
     kind: Any, loss: Any, error: type[AnybatchError], words: str

@@ -16,13 +16,15 @@ Source: MBS, section 3.4, Eq. 14-17; the exact form is ours.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anybatch import graph
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
@@ -245,7 +247,7 @@ class Ratio(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's sum and count."""
         del totals
-        with ForwardOf(micro.size, alone=True):
+        with ForwardOf(micro.size, alone=True), _told_of_derivatives():
             numerator = self._numerator(outputs, micro)
         return [Part(numerator, lambda: self._den(micro.targets))]
 
@@ -281,7 +283,7 @@ class PerSample(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the sum over the micro-batch."""
         del totals
-        with ForwardOf(micro.size, alone=True):
+        with ForwardOf(micro.size, alone=True), _told_of_derivatives():
             losses = self._losses(outputs, micro)
         return [Part(losses.sum(), lambda: micro.size)]
 
@@ -365,6 +367,27 @@ class Algorithm1(Loss):
     def functions(self) -> tuple[Any, ...]:
         """Return fn."""
         return (self._fn,)
+
+
+@contextmanager
+def _told_of_derivatives() -> Iterator[None]:
+    """Say in one sentence what a loss may differentiate.
+
+    Raises:
+        LossError: it differentiates by something that the outputs were not computed from.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if graph.UNUSED not in str(error):
+            raise
+        raise LossError(
+            "a declared loss may differentiate outputs by what forward returns beside them, and "
+            "torch.autograd.grad found that what it differentiates by is no part of their graph (a "
+            "micro-batch computes with rows of the inputs; those of targets are other tensors): "
+            "let forward return these inputs, too, or differentiate in forward, inside "
+            "`with torch.enable_grad():`, and return the derivative"
+        ) from error
 
 
 def call_loss(fn: Callable[..., Any], outputs: Any, targets: Any) -> Any:
