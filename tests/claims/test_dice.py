@@ -169,6 +169,19 @@ class Slope(nn.Module):
         return x * slope
 
 
+class Tokens(nn.Module):
+    """Tokens as an image: channels come last in memory, but for one sample's convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(WIDE, WIDE, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 4, 8] -> [n, 4, 8]."""
+        image = self.conv(x.transpose(1, 2).reshape(len(x), WIDE, 2, 2))
+        return F.dropout(image, 0.3).flatten(2).transpose(1, 2)
+
+
 class Fn(nn.Module):
     """A function as a module."""
 
@@ -283,6 +296,7 @@ NOISE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "a constant of the size of a micro-batch": (lambda: Fn(square_noise), vectors),
     "memory in another order": (lambda: Fn(shuffled_memory), sequences()),
     "memory with gaps": (lambda: Fn(gaps), vectors),
+    "tokens as images": (lambda: Tokens(), sequences(4)),
     "attention": (
         lambda: Fn(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3)),
         sequences(),

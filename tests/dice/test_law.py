@@ -48,6 +48,21 @@ def test_a_law_finds_the_draw_of_the_batch_and_the_rows_in_it(
     assert put.count_nonzero() == mine.count_nonzero()
 
 
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+def test_one_row_is_drawn_in_the_order_of_several(order: tuple[int, ...]) -> None:
+    """A kernel that sees one row may lay its result out as if it were contiguous."""
+
+    def rows(n: int) -> torch.Tensor:
+        sizes = (n, 2, 3)
+        return torch.empty([sizes[d] for d in order]).permute([order.index(d) for d in range(3)])
+
+    law = fitted([pattern_of(rows(n)) for n in (4, 2, 3)], (4, 2, 3))
+    assert law is not None
+    full = law.whole(pattern_of(torch.empty(1, 2, 3)), Rows(5, 1, N))
+    assert full is not None
+    assert full.clean() == pattern_of(rows(N)).clean()
+
+
 def shapes(*found: tuple[int, ...]) -> Law | None:
     counts = (8, 4, 7)[: len(found)]
     return fitted([pattern_of(torch.empty(sizes)) for sizes in found], counts)

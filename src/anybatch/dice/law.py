@@ -48,10 +48,26 @@ class Pattern(NamedTuple):
         pairs = zip(self.sizes, self.strides, strict=True)
         return Pattern(self.sizes, tuple(stride if size > 1 else 0 for size, stride in pairs))
 
+    @property
+    def dense(self) -> bool:
+        """Whether its entries lie side by side, in any order of dimensions."""
+        several = [d for d in range(len(self.sizes)) if self.sizes[d] > 1]
+        order = sorted(several, key=lambda d: self.strides[d], reverse=True)
+        return laid(self.sizes, order).clean() == self.clean()
+
 
 def pattern_of(tensor: Tensor) -> Pattern:
     """Return shape and strides of a tensor."""
     return Pattern(tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def laid(sizes: Sequence[int], order: Sequence[int]) -> Pattern:
+    """Return the pattern of entries side by side, the dimensions that are far apart first."""
+    strides, step = [1] * len(sizes), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(sizes[dim], 1)
+    return Pattern(tuple(sizes), tuple(strides))
 
 
 def contiguous(sizes: Sequence[int]) -> Pattern:
@@ -71,13 +87,20 @@ class Law:
         dim: the dimension; None where it is the same for all samples.
         before: the dimension is [before, n, after]; None is whatever is left.
         after: the same; one of the two is known.
-        inside: dimensions that lie closer together in memory than `dim`.
+        order: dimensions of more than one entry as they lie in memory, those far apart first.
     """
 
     dim: int | None
     before: int | None = 1
     after: int | None = None
-    inside: frozenset[int] = field(default=frozenset(), compare=False)
+    order: tuple[int, ...] = field(default=(), compare=False)
+
+    @property
+    def inside(self) -> frozenset[int]:
+        """Dimensions that lie closer together in memory than `dim`."""
+        if self.dim not in self.order:
+            return frozenset()
+        return frozenset(self.order[self.order.index(self.dim) + 1 :])
 
     def parts(self, entries: int, n: int) -> tuple[int, int] | None:
         """Return `before` and `after` for `entries` along the dimension; None if it cannot be."""
@@ -117,6 +140,12 @@ class Law:
                     return None
                 strides[other] = step * rows.of
         sizes[dim] = sizes[dim] // rows.size * rows.of
+        if (
+            single
+            and own.dense
+            and {d for d, size in enumerate(sizes) if size > 1} == {*self.order}
+        ):
+            return laid(sizes, self.order)
         return Pattern(tuple(sizes), tuple(strides))
 
     def view(self, full: Tensor, rows: Rows) -> Tensor:
@@ -170,8 +199,13 @@ def fitted(patterns: Sequence[Pattern], counts: Sequence[int]) -> Law | None:
     if len(changed) > 1 or not steady or each == 0:
         return None
     sizes, strides = patterns[0]
-    inside = frozenset(d for d in range(len(sizes)) if sizes[d] > 1 and strides[d] < strides[dim])
-    return Law(dim, 1, None, inside)
+    several = [d for d in range(len(sizes)) if sizes[d] > 1]
+    order = sorted(
+        several,
+        key=lambda d: (d != dim and strides[d] >= strides[dim], strides[d]),
+        reverse=True,
+    )
+    return Law(dim, 1, None, tuple(order))
 
 
 def candidates(law: Law, entries: int, n: int) -> Iterator[Law]:
@@ -179,10 +213,10 @@ def candidates(law: Law, entries: int, n: int) -> Iterator[Law]:
     each = entries // n
     yield law
     if each > 1:
-        yield Law(law.dim, None, 1, law.inside)
+        yield Law(law.dim, None, 1, law.order)
     for before in range(2, each):
         if each % before == 0:
-            yield Law(law.dim, before, each // before, law.inside)
+            yield Law(law.dim, before, each // before, law.order)
 
 
 def empty(pattern: Pattern, like: Tensor, dtype: torch.dtype | None = None) -> Any:
