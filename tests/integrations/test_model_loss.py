@@ -42,7 +42,7 @@ def test_a_loss_is_traced_in_models_of_every_kind(family: Family, micro_batch: i
 
 def test_an_auxiliary_loss_in_which_samples_meet_is_refused() -> None:
     family = BY_NAME[EXPERTS]
-    with pytest.raises(LossError, match=r"something else \(.*\): declare Loss.inside.*coupled"):
+    with pytest.raises(LossError, match=r"do not grow with the samples: declare Loss.*coupled"):
         Engine(double(family).train(), micro_batch=3).backward(batch(family))
 
 
