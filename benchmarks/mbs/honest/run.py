@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from anybatch import AnybatchError, Engine
 from anybatch.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
+from anybatch.loss.declared import loss_inside
 from anybatch.tree import map_tensors
 from benchmarks.environment import environment
-from benchmarks.mbs.honest import families, modules, networks
+from benchmarks.mbs.honest import families, inside, modules, networks
 from benchmarks.mbs.honest.subjects import ROWS, SUBJECTS, Problem, Subject
 from benchmarks.mbs.jobs import Died, answers
 from benchmarks.mbs.problem import rows
@@ -41,8 +42,8 @@ SPLITS = {"uneven": 3, "one sample": 1}
 ROUNDING = 1e-5
 """Undivided runs in float64 that differ by more draw other numbers for other rows."""
 
-BLOCKS = networks.__name__
-"""The module that registers blocks when it is imported; the others do so when asked to."""
+BLOCKS = networks.__name__, inside.__name__
+"""The modules that register when they are imported; the others do so when asked to."""
 Row = dict[str, Any]
 Tensors = dict[str, Tensor]
 Step = Callable[[nn.Module, Any, Any], Tensor]
@@ -111,9 +112,13 @@ def undivided(problem: Problem, factor: float = 1.0, order: Tensor | None = None
         if order is not None:
             inputs, targets = rows(inputs, order), rows(targets, order)
         outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-        loss: Tensor = (
-            problem.loss_fn(outputs) if targets is None else problem.loss_fn(outputs, targets)
-        )
+        loss: Tensor
+        if problem.loss_fn is None:
+            loss = loss_inside(outputs)
+        elif targets is None:
+            loss = problem.loss_fn(outputs)
+        else:
+            loss = problem.loss_fn(outputs, targets)
         (loss * factor).backward()  # type: ignore[no-untyped-call]
         for p in model.parameters():
             if p.grad is not None:

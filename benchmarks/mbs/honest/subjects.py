@@ -14,7 +14,10 @@ ROWS = 7
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A model, its inputs, its targets (None: the loss takes outputs alone) and its loss."""
+    """A model, its inputs, its targets (None: the loss takes outputs alone) and its loss.
+
+    Where the loss is None, the model returns it.
+    """
 
     model: nn.Module
     inputs: Any
