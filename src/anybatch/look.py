@@ -40,7 +40,7 @@ from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
 from anybatch.modules import walk
 from anybatch.outside import Named, every_number, first_moved
-from anybatch.proof import halves, rebound
+from anybatch.proof import halves, longest, rebound
 from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
@@ -124,6 +124,7 @@ def look(step: Step, norms: Norms | None = None) -> None:
         held = one.holds()
         fewer, part = one.fewer(part)
         one.rebinds(held, fewer, part, before)
+        one.pads(whole, before, draws=drawn)
         one.draws_for_all(outside_torch=not now.others_as(before))
         before.put_back()
         step.buffers.restart()
@@ -367,6 +368,38 @@ class _Look:
             return
         if name := rebound.reads(step.model, others, call, outputs):
             self.doubt(f"each call of forward puts another tensor into {name}, and reads it")
+
+    def pads(self, whole: MicroBatch, dice: Dice, *, draws: bool) -> None:
+        """Refuse outputs that depend on how long the longest of some rows is.
+
+        Args:
+            whole: all rows.
+            dice: as they were before the first call.
+            draws: forward draws.
+        """
+        places = [place for run in self._runs for place in run.notes.longest]
+        if not places:
+            return
+        (path, _), step = places[0], self._step
+        doubt = f"rows are padded to the longest of those that come along in {path}"
+        if step.budgeted:
+            self.doubt(doubt)
+            return
+
+        def call() -> Any:
+            dice.put_back()
+            step.buffers.restart()
+            with torch.no_grad():
+                return step.forward(whole)
+
+        draws |= step.draws is not None
+        found = longest.matters(call, self.outputs, draws=draws)
+        dice.put_back()
+        step.buffers.restart()
+        if found and any(several for _, several in places):
+            self._moved = self._moved or longest.depends(path)
+        elif found is not False:
+            self.doubt(doubt)
 
     def repeated(self, last: MicroBatch) -> None:
         """Run forward once more on the rows of the last call, where the model has kept samples.

@@ -26,7 +26,7 @@ def weights(*shape: int) -> Tensor:
 
 @subject("tags of a conditional random field", GROUP)
 def _tags() -> Problem:
-    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
         scores = m.stem(x)
         total = scores[:, 0]
         for t in range(1, T):
@@ -40,7 +40,7 @@ def _tags() -> Problem:
 
 @subject("masked autoencoder", GROUP)
 def _masked() -> Problem:
-    def body(m: Any, x: Tensor, hidden: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, hidden: Tensor) -> Any:
         seen = torch.where(hidden[..., None] > 0, m.token, x)
         lost = (m.head(m.stem(seen).tanh()) - x).square().mean(-1)
         return (lost * hidden).sum() / hidden.sum()
@@ -51,7 +51,7 @@ def _masked() -> Problem:
 
 @subject("masked autoencoder, hidden by draws", GROUP, rng="batch")
 def _masked_by_draws() -> Problem:
-    def body(m: Any, x: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor) -> Any:
         hidden = (torch.rand(x.shape[:2]) < 0.5).double()
         seen = torch.where(hidden[..., None] > 0, m.token, x)
         lost = (m.head(m.stem(seen).tanh()) - x).square().mean(-1)
@@ -63,7 +63,7 @@ def _masked_by_draws() -> Problem:
 
 @subject("denoising by draws", GROUP, rng="batch")
 def _denoised() -> Problem:
-    def body(m: Any, x: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor) -> Any:
         level, noise = torch.rand(len(x), 1), torch.randn_like(x)
         guess = m.head(torch.cat([m.stem(x * (1 - level) + noise * level), level], 1).tanh())
         return ((guess - noise).square().mean(1) / (0.1 + level[:, 0])).mean()
@@ -73,7 +73,7 @@ def _denoised() -> Problem:
 
 @subject("evidence lower bound", GROUP, rng="batch")
 def _evidence() -> Problem:
-    def body(m: Any, x: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor) -> Any:
         mean, spread = m.stem(x).chunk(2, 1)
         z = mean + torch.randn_like(mean) * (spread / 2).exp()
         divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(1)
@@ -84,11 +84,11 @@ def _evidence() -> Problem:
 
 @subject("normalising flow", GROUP)
 def _flow() -> Problem:
-    def body(m: Any, x: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor) -> Any:
         one, other = x.chunk(2, 1)
         scale, shift = m.stem(one).tanh().chunk(2, 1)
         other = other * scale.exp() + shift
-        prior = torch.distributions.Normal(m.mean, m.scale.exp())
+        prior: Any = torch.distributions.Normal(m.mean, m.scale.exp())
         likely = prior.log_prob(torch.cat([one, other], 1)).sum(1) + scale.sum(1)
         return -likely.mean()
 
@@ -98,9 +98,10 @@ def _flow() -> Problem:
 
 @subject("mixture of densities", GROUP)
 def _mixture() -> Problem:
-    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
         share, mean, spread = m.head(m.stem(x).tanh()).chunk(3, 1)
-        each = torch.distributions.Normal(mean, spread.exp()).log_prob(y[:, None])
+        kinds: Any = torch.distributions.Normal(mean, spread.exp())
+        each = kinds.log_prob(y[:, None])
         return -torch.logsumexp(share.log_softmax(1) + each, 1).mean()
 
     net = Net(body, stem=linear(6), head=linear(D, 3 * C))
@@ -121,7 +122,7 @@ def _language() -> Problem:
 
 @subject("sequence, step by step", GROUP)
 def _steps() -> Problem:
-    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
         state, losses = m.first.expand(len(x), D), []
         for t in range(T):
             state = m.cell(x[:, t], state)
@@ -134,7 +135,7 @@ def _steps() -> Problem:
 
 @subject("two views that agree", GROUP)
 def _views() -> Problem:
-    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
         one, other = m.stem(x).tanh(), m.stem(y).tanh()
         both = [
             F.cosine_similarity(m.head(a), b.detach(), -1) for a, b in ((one, other), (other, one))
@@ -146,7 +147,7 @@ def _views() -> Problem:
 
 @subject("quantiles", GROUP)
 def _quantiles() -> Problem:
-    def body(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, y: Tensor) -> Any:
         off = y[:, None] - m.head(m.stem(x).tanh())
         levels = torch.tensor([0.1, 0.5, 0.9])
         return torch.maximum(levels * off, (levels - 1) * off).sum() / len(x)
@@ -156,7 +157,7 @@ def _quantiles() -> Problem:
 
 @subject("matching of slopes", GROUP)
 def _slopes() -> Problem:
-    def body(m: Any, x: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor) -> Any:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             energy = m.head(m.stem(x).tanh()).sum()
@@ -168,7 +169,7 @@ def _slopes() -> Problem:
 
 @subject("time to an event", GROUP)
 def _event() -> Problem:
-    def body(m: Any, x: Tensor, time: Tensor, seen: Tensor) -> Tensor:
+    def body(m: Any, x: Tensor, time: Tensor, seen: Tensor) -> Any:
         rate = F.softplus(m.head(m.stem(x).tanh()))[:, 0]
         return (rate * time - seen * rate.log()).sum() / len(x)
 

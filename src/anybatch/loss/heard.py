@@ -515,7 +515,8 @@ def _counted(term: HeardTerm, inputs: Any, size: int, heard: int) -> known.Count
         if not shape or (shape[0] * size) % heard:
             return None
         shape[0] = shape[0] * size // heard
-        arguments[name] = torch.empty(shape, dtype=term.dtypes[name], device="meta")
+        rows = torch.empty(shape, dtype=term.dtypes[name], device="meta")
+        arguments[name] = rows.movedim(0, known.TABLE[term.function].rows[name] or 0)
     count = known.TABLE[term.function].count(arguments)
     return None if isinstance(count, Tensor) and count.is_meta else count
 

@@ -24,17 +24,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
+from anybatch.functions import named
 from anybatch.loss import known
 from anybatch.loss.replay import Recipe, Recipes, name_of, touches
 from anybatch.loss.sums import Sum, arithmetic
 from anybatch.loss.terms import Term
 
-SAME = frozenset("to contiguous reshape view squeeze mean sum".split())
+SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
 """Functions that leave a single number what it is."""
 IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
+TURNED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsub", "rsub": "sub"}
+"""Functions of a number and a term, as functions of the term and the number."""
 ALIKE = frozenset(["ignore_index"])
 """Options that may depend on the length of the samples."""
 
@@ -46,7 +50,7 @@ class HeardTerm(Term):
     Attributes:
         count: the denominator of these rows; 1 for a sum.
         recipes: for the arguments with rows, how they were made of the batch, where that is known.
-        shapes: for the arguments with rows, what shape they had.
+        shapes: for the arguments with rows, what shape they had, the rows first.
         dtypes: of these arguments: whole numbers are classes, others probabilities.
         bytes: of the first of them: the logits.
     """
@@ -110,7 +114,11 @@ class SumBySamples(HeardTerm):
         return True
 
 
-PLAIN, TOUCHES, LOSS, REDUCES, STACKS = 1, 2, 3, 4, 5
+PLAIN, TOUCHES, LOSS, REDUCES, STACKS, FILLED = 1, 2, 3, 4, 5, 6
+FILLS = frozenset(
+    (torch.zeros, torch.ones, torch.tensor, torch.zeros_like, torch.ones_like, Tensor.new_zeros)
+)
+"""Functions that make a number that is the same for all samples."""
 REDUCTIONS = {torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum"}
 CONVERTS = frozenset("float double to type type_as".split())
 """Functions that leave the number of rows that count what it is."""
@@ -121,8 +129,10 @@ def _kind(func: Any) -> int:
     """Say whether a function matters: a forward calls hundreds, and waits for each answer."""
     if func in REDUCTIONS:
         return REDUCES
-    if func is torch.stack:
+    if func in (torch.stack, torch.cat):
         return STACKS
+    if func in FILLS:
+        return FILLED
     return LOSS if func in known.TABLE else TOUCHES if touches(func) else PLAIN
 
 
@@ -149,6 +159,7 @@ class Hearing(TorchFunctionMode):
         self._recipes = Recipes(inputs)
         self._sums: dict[int, Sum] = {}
         self._stacks: dict[int, list[Sum]] = {}
+        self._numbers: dict[int, float] = {}
         self._values: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._versions: dict[int, int] = {}
@@ -176,7 +187,7 @@ class Hearing(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer a known functional, follow its result and the labels, and let all else be."""
-        kwargs = kwargs or {}
+        kwargs = named(func, kwargs)
         if self._aside:
             return func(*args, **kwargs)
         kind = _kind(func)
@@ -192,19 +203,41 @@ class Hearing(TorchFunctionMode):
             self._follow(name_of(func).strip("_"), operands, args, kwargs, result)
         elif kind == TOUCHES:
             self._recipes.follow(func, args, kwargs, result)
-            if args and id(args[0]) in self._weights and name_of(func) in CONVERTS:
-                self._weigh(result, self._weights[id(args[0])])
-        elif kind == STACKS:
-            self._stacked((*args, *kwargs.values())[0], result)
-        elif kind == REDUCES:
-            self._reduced(REDUCTIONS[func], (*args, *kwargs.values())[0], result)
+            if args and name_of(func) in CONVERTS:
+                self._converted(args[0], result)
+        elif kind in (STACKS, FILLED, REDUCES):
+            self._made(kind, func, (*args, *kwargs.values())[0], result)
         return result
+
+    def _made(self, kind: int, func: Callable[..., Any], first: Any, result: Any) -> None:
+        """Take in what a function made that no term has come into yet."""
+        if kind == STACKS:
+            self._stacked(first, result)
+        elif kind == FILLED:
+            self._filled(name_of(func), first, result)
+        else:
+            self._reduced(REDUCTIONS[func], first, result)
 
     def _stacked(self, parts: Any, result: Tensor) -> None:
         """Note numbers that lie beside each other, and may be added up."""
         sums = [self._known(one) for one in parts]
         if result.dim() == 1 and all(isinstance(one, dict) for one in sums):
             self._stacks[id(result)] = sums
+            self._keep(result)
+
+    def _converted(self, value: Any, result: Tensor) -> None:
+        """Note what a count, or a number, is in another type."""
+        if id(value) in self._weights:
+            self._weigh(result, self._weights[id(value)])
+        elif id(value) in self._numbers and self._intact(value):
+            self._numbers[id(result)] = self._numbers[id(value)]
+            self._keep(result)
+
+    def _filled(self, name: str, first: Any, result: Tensor) -> None:
+        """Note a tensor of one number, which a loss may begin with or be weighted by."""
+        number = first if name == "tensor" else 0.0 if "zeros" in name else 1.0
+        if result.numel() == 1 and isinstance(number, Real) and not result.requires_grad:
+            self._numbers[id(result)] = float(number)
             self._keep(result)
 
     def weights(self) -> list[Tensor]:
@@ -265,16 +298,25 @@ class Hearing(TorchFunctionMode):
         return version is not None and version == value._version
 
     def _known(self, value: Any) -> Any:
-        """Return the weighted sum that a value is; the value where it is none."""
-        sums = self._sums.get(id(value))
-        if sums is not None and not self._intact(value):
-            return value
-        return value if sums is None else sums
+        """Return the weighted sum, or the number, that a value is; the value where it is none."""
+        found = self._sums.get(id(value), self._numbers.get(id(value)))
+        return value if found is None or not self._intact(value) else found
 
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
         """Return the value of a known functional, from its numerator; None where it is not one."""
         entry, divides = known.TABLE[func], known.divides(func, arguments)
-        if divides is None or not self._fits(entry, arguments):
+        if divides is None:
+            return None
+        if (
+            func is F.ctc_loss
+            and arguments["log_probs"].dim() == 3
+            and arguments["targets"].dim() == 1
+        ):
+            each = known.aligned(arguments)  # labels one after the other are no rows
+            value = each.mean() if divides else each.sum()
+            self._reduced("mean" if divides else "sum", each, value)
+            return value
+        if not self._fits(entry, arguments):
             return None
         sums = known.numerator(func, arguments)
         count = entry.count(arguments) if divides else 1
@@ -348,7 +390,8 @@ class Hearing(TorchFunctionMode):
     ) -> None:
         """Take in a term with what it was called with."""
         entry = known.TABLE[func]
-        with_rows = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
+        given = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
+        with_rows = {n: t.movedim(entry.rows[n] or 0, 0) for n, t in given.items()}
         left_out = {*with_rows, *entry.parameters}  # what a graph would be kept for
         first = next(iter(with_rows.values()))
         self.arguments.append(list(with_rows.values()))
@@ -361,7 +404,7 @@ class Hearing(TorchFunctionMode):
                 constants=tuple(n for n in entry.constants if arguments.get(n) is not None),
                 numerator=numerator,
                 count=count,
-                recipes={n: self._recipes.of(t) for n, t in with_rows.items()},
+                recipes={n: self._recipes.of(t) for n, t in given.items()},
                 shapes={n: t.shape for n, t in with_rows.items()},
                 dtypes={n: t.dtype for n, t in with_rows.items()},
                 bytes=first.numel() * first.element_size(),
@@ -370,7 +413,7 @@ class Hearing(TorchFunctionMode):
 
     def _fits(self, entry: known.Known, arguments: dict[str, Any]) -> bool:
         """Say whether the rows come first, and no weight belongs to a sample."""
-        if not entry.fits(arguments) or any(axis not in (0, None) for axis in entry.rows.values()):
+        if not entry.fits(arguments):
             return False
         layer = [arguments.get(name) for name in entry.parameters]
         if not all(is_parameter(p) for p in layer if p is not None):
@@ -397,16 +440,19 @@ class Hearing(TorchFunctionMode):
         """Note arithmetic on terms, where it gives a weighted sum of them."""
         if not isinstance(result, Tensor):
             return  # a question
-        for known_as in (self._sums, self._stacks, self._weights):
+        for known_as in (self._sums, self._stacks, self._weights, self._numbers):
             known_as.pop(id(result), None)
+        name = IN_PLACE.get(name, name)
+        if name in TURNED and len(operands) == 2 and isinstance(operands[0], Real):
+            name, operands = TURNED[name], operands[::-1]
         first = operands[0]
-        combined = None if kwargs else arithmetic(IN_PLACE.get(name, name), operands)
+        combined = None if kwargs else arithmetic(name, operands)
         if combined is None and not kwargs and result.dim() == 0:
-            combined = self._with_constant(IN_PLACE.get(name, name), operands, result)
+            combined = self._with_constant(name, operands, result)
         if combined is None and name in SAME and isinstance(first, dict) and result.numel() == 1:
             combined = first
         if combined is None:
-            divides = IN_PLACE.get(name, name) in ("div", "true_divide") and len(args) == 2
+            divides = name in ("div", "true_divide") and len(args) == 2
             if not divides or not self._by_weights(operands, args[1], result):
                 self.odd.append(name)
             return

@@ -71,11 +71,17 @@ def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
     """
     if any(isinstance(a, Tensor) and a.dtype is torch.float16 for a in arguments.values()):
         arguments = {name: _wide(value) for name, value in arguments.items()}
-    if function is F.ctc_loss and arguments["reduction"] == "mean":
-        each = function(**{**arguments, "reduction": "none"})
-        lengths = arguments["target_lengths"].clamp(min=1).to(each)
-        return torch.as_tensor((each / lengths).sum())
+    if function is F.ctc_loss:
+        return aligned(arguments).sum()
     return torch.as_tensor(function(**{**arguments, "reduction": "sum"}))
+
+
+def aligned(arguments: Arguments) -> Tensor:
+    """Return what ``F.ctc_loss`` adds up, one number a sample: a mean is by the lengths, too."""
+    each: Tensor = F.ctc_loss(**{**arguments, "reduction": "none"})
+    if arguments["reduction"] == "sum":
+        return each
+    return each / torch.as_tensor(arguments["target_lengths"]).clamp(min=1).to(each)
 
 
 def _wide(value: Any) -> Any:

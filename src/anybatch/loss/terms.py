@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from anybatch.fakes import is_fake
+from anybatch.functions import named
 from anybatch.loss import known
 
 
@@ -114,16 +115,17 @@ class Numerators(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer a known functional that is a term with its numerator."""
+        kwargs = named(func, kwargs)
         if func in known.TABLE:
             term = self._terms.get(self._calls)
             self._calls += 1
             if term is not None and func is term.function:
-                arguments = known.bind(func, args, kwargs or {})
+                arguments = known.bind(func, args, kwargs)
                 sums = known.numerator(func, arguments)
                 own = (term.index, func, arguments, term.constants, sums)
                 self.found.append(Term(*own, samples=self._samples))
                 return sums
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _rows_alike(part: Any, n: int, whole: Any, size: int, axis: int) -> bool:

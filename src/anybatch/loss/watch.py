@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
+from anybatch.functions import named
 from anybatch.loss import known, rows
 from anybatch.loss.sums import Sum, arithmetic
 from anybatch.loss.terms import Term
@@ -91,7 +92,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Note what `func` does to samples and terms, and let it."""
         try:
-            return self._call(func, args, kwargs or {})
+            return self._call(func, args, named(func, kwargs))
         except UnfollowableError:
             self._failed = True  # whoever catches it
             raise

@@ -111,12 +111,15 @@ class Watched(Loss):
         if lazy:  # each micro-batch is loaded with rows as long as its own
             found = [(weight, replace(term, axes={})) for weight, term in found]
         try:
-            return [
-                Total(weight, None if late else term.denominator(), replace(term, seen=seen))
-                for weight, term in found
-            ]
+            counts = [None if late else term.denominator() for _, term in found]
         except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
             return None
+        if any(isinstance(count, Tensor) and count.is_meta for count in counts):
+            return None  # classes that the model returns, of which only some are here
+        return [
+            Total(weight, count, replace(term, seen=seen))
+            for (weight, term), count in zip(found, counts, strict=True)
+        ]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Call the loss, and take the numerators from it.

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import NotExactError
+from anybatch.functions import named
 from anybatch.meeting import samples_here
 
 OWN = torch.batch_norm
@@ -72,7 +73,7 @@ class Norms(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Take normalisation and counting over; leave everything else alone."""
-        kwargs = kwargs or {}
+        kwargs = named(func, kwargs)
         if func is F.batch_norm:
             return self._function(*args, **kwargs)
         if func is OWN:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
 from anybatch.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
+from anybatch.functions import named
 from anybatch.kept import Kept
 from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
@@ -116,7 +117,8 @@ class _Functions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        kwargs = named(func, kwargs)
+        name, given = getattr(func, "__name__", ""), (args, kwargs)
         name = PROPERTIES.get(func, name) if name == "__get__" else name
         kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it
         heard = not kernel and (self.backward or not _of_all())
@@ -128,7 +130,7 @@ class _Functions(TorchFunctionMode):
             self._seen.functions.append((path, name))
         free = self._free.takes(name, given)
         places = free and self._free.numbers(given)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if heard and name in CASTS and _casts(args[0], result):
             self._seen.functions.append((self._path(), f"{name}() of another type"))
         self._free.gave(name, given, result, free=free)

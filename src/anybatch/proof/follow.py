@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -119,7 +120,7 @@ class NormCall(NamedTuple):
     """
 
     path: str
-    rows: dict[int, int]
+    rows: dict[int, Fraction]
     cut: bool
     values: int
 
@@ -150,8 +151,11 @@ class Notes:
         regroups: (module, shape, dimensions along which samples lie) of what was given other
             dimensions, in order.
         saving: where what autograd saves is changed.
+        longest: where rows are made as long as the longest of those that come along, and whether
+            they are of several lengths.
         counters: where a person's code computes with the counter of a batch normalisation.
         few: where rows were brought together that are chosen by their values, and too few were.
+        beside: rows in an order met rows that are in none.
         cuts: rows are sliced along the samples.
         given: Python makes numbers that are as many as the samples.
         local: some rows were normalised by themselves, as was asked for.
@@ -178,8 +182,10 @@ class Notes:
     counted: list[str] = field(default_factory=list)
     regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
     saving: list[str] = field(default_factory=list)
+    longest: list[tuple[str, bool]] = field(default_factory=list)
     counters: list[str] = field(default_factory=list)
     few: list[str] = field(default_factory=list)
+    beside: bool = False
     cuts: bool = False
     given: bool = False
     local: bool = False
@@ -273,7 +279,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values, counts = torch.unique(mask & SAMPLES, return_counts=True)
         each = x.numel() // mask.numel()
         pairs = zip(values.tolist(), counts.tolist(), strict=True)
-        rows = {value: count * each // channels for value, count in pairs}
+        # Not rounded: where samples are channels, 8 values of 4 and of 3 would be 2 for each, as
+        # in test_samples_that_are_channels_are_refused
+        rows = {value: Fraction(count * each, channels) for value, count in pairs}
         cut = bool((mask & CUT).any())
         self.notes.norms.append(NormCall(self.path, rows, cut, x.numel() // channels))
 
@@ -337,6 +345,30 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inner, self.notes, self._calls, self._packed = self.notes, notes, calls + 1, False
             for name in ("values", "unfollowed", "draws", "seeded", "operators", "backward"):
                 getattr(notes, name).extend(getattr(inner, name))
+
+    def pads(self, sizes: Tensor) -> None:
+        """Take in that rows are padded to the longest of them.
+
+        Args:
+            sizes: how many rows each step has.
+        """
+        with _disable_current_modes():  # or Python would read numbers of samples
+            several = bool((sizes != sizes[0]).any())
+        self.notes.longest.append((self.path, several))
+
+    def padded(self, rows: Tensor, lengths: Tensor, dim: int) -> None:
+        """Say that lengths, which no kernel has made, are those of padded rows.
+
+        Args:
+            rows: [n, T, ...] or [T, n, ...].
+            lengths: [n].
+            dim: where the rows hold the samples.
+        """
+        with _disable_current_modes():
+            mask = self.masks.of(rows)
+            if mask is not None:
+                others = [d for d in range(mask.dim()) if d != dim]
+                self.masks.put(lengths, fold(mask, others, keep=False).to(lengths.device))
 
     def _followed(self, call: Call, operands: list[Tensor], written: list[Tensor]) -> Any:
         """Run a kernel in which samples have a part."""
@@ -572,6 +604,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
         found = masks_after(call)
+        self.notes.beside |= call.beside
         if found is None:
 
             def unfollowed(error: str) -> None:
@@ -696,7 +729,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         twice = len(mixed) > 1
         divides = call.name.startswith("div") and any(call.args[1] is one for one in mixed)
-        if call.name in LINEAR and not (others or twice or divides):
+        # torch's own are linear in the gradient, which comes first, whatever they are of.
+        own = call.name.endswith(("_backward", "_backward_data")) and mixed[0] is call.args[0]
+        if (call.name in LINEAR or own) and not (others or twice or divides):
             return
         node = torch._C._current_autograd_node()
         where = "a hook of a parameter" if node is None else name_of(node)

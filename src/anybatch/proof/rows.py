@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from anybatch import graph, tree
 from anybatch.batch import MicroBatch
+from anybatch.functions import named
 from anybatch.proof.follow import Follow, ours
+from anybatch.proof.longest import PADS, as_long_as_the_longest
 from anybatch.proof.masks import ROWS, several
 from anybatch.proof.places import plain
 from anybatch.proof.verdict import strange_row
@@ -100,17 +102,21 @@ class Reads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at one call, and let it."""
+        kwargs = named(func, kwargs)
         if func in SIZES and not (args and id(args[0]) in self._weights):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)
-        self._follow.notes.sizes |= _calls_back(func, args, kwargs or {})
+        self._follow.notes.sizes |= _calls_back(func, args, kwargs)
         if func is Tensor.fill_diagonal_:
             self._follow.fills_diagonal(args[0])
         if func in PAST and self._follow.masks.of(args[0]) is not None and not ours():
             self._follow.notes.read.append((self._follow.path, "tensor"))
+        pads = getattr(func, "__name__", "") == PADS
+        if pads and as_long_as_the_longest(args):
+            self._follow.pads(args[1])
         before = self._follow.called, self._follow.checks
         self._follow.called = True
-        self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **(kwargs or {})) > 0
+        self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **kwargs) > 0
         try:
             if func is Tensor.__deepcopy__ and not args[0].grad_fn and plain(args[0]):
                 # it copies bytes, which are no rows
@@ -118,7 +124,11 @@ class Reads(TorchFunctionMode):
                 args[1][id(args[0])] = found
                 return found
             with self._follow.packed() if _takes_packed(func, args) else nullcontext():
-                return func(*args, **(kwargs or {}))
+                found = func(*args, **kwargs)
+            if pads:
+                rows, lengths = found
+                self._follow.padded(rows, lengths, 0 if args[2] else 1)
+            return found
         except RuntimeError:  # who hears of it may take another way for such a shape
             self._follow.notes.sizes = True
             raise

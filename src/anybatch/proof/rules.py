@@ -52,6 +52,7 @@ class Call:
         backward: the call belongs to a backward pass.
         written: the tensors that it has written to and does not return.
         filled: ids of operands that forward has made of one number, and nobody has written to.
+        beside: rows in an order met rows that are in none, as far as the marks of these tell.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Call:
     backward: bool = False
     written: list[Tensor] = field(default_factory=list)
     filled: Container[int] = ()
+    beside: bool = False
 
     def mask(self, value: Any) -> Tensor | None:
         """Return the mask of an operand; None where it has none."""
@@ -224,12 +226,12 @@ def _pointwise(call: Call) -> Found:
     mask = union(call.masks.values())
     assert mask is not None
     if not call.backward:
-        mask = mask if len(call.masks) == 1 else _in_one_order(mask, list(call.masks.values()))
+        mask = mask if len(call.masks) == 1 else _in_one_order(call, mask)
         mask = _valued(mask, call.results[0].dtype) if call.results else mask
     return [mask if r.numel() and r.dim() >= mask.dim() else None for r in call.results]
 
 
-def _in_one_order(every: Tensor, masks: list[Tensor]) -> Tensor:
+def _in_one_order(call: Call, every: Tensor) -> Tensor:
     """Return a union of masks, with all samples where rows in an order meet those that are in none.
 
     That the order is the samples' own is chance: where it is another, a sample meets another one.
@@ -237,12 +239,14 @@ def _in_one_order(every: Tensor, masks: list[Tensor]) -> Tensor:
     if not bool((every & LOOSE).any()):
         return every
     loose, own = (
-        union(((m & SAMPLES) != 0) & (((m & LOOSE) != 0) == put) for m in masks)
+        union(((m & SAMPLES) != 0) & (((m & LOOSE) != 0) == put) for m in call.masks.values())
         for put in (True, False)
     )
     assert loose is not None
     assert own is not None
-    return every | (loose & own).to(torch.uint8) * ALL
+    both = loose & own
+    call.beside = bool(both.any())
+    return every | both.to(torch.uint8) * ALL
 
 
 @_rule("mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss")
@@ -1043,6 +1047,39 @@ def _attended(call: Call) -> Found | None:
 
 
 # ---------------------------------------------------------------- by rows
+
+
+@_rule("_ctc_loss _ctc_loss_backward")
+def _aligned(call: Call) -> Found | None:
+    """Each sample's steps [T, n, C] are aligned with its own labels."""
+    steps, labels, _, lengths = call.args[1:5] if "backward" in call.name else call.args[:4]
+    if steps.dim() != 3:
+        return None
+    found = []
+    for one in tree_leaves((call.args, call.kwargs)):
+        mask = call.mask(one)
+        if mask is None:
+            continue
+        if one is steps:
+            found.append(fold(mask, [0, 2], keep=False))
+        elif one is labels and one.dim() == 1:  # those of all samples, one after the other
+            found.append(_by_lengths(call.full(one), [int(length) for length in lengths]))
+        else:
+            found.append(fold(mask, range(1, mask.dim()), keep=False))
+    rows = union(found)
+    assert rows is not None
+    return [
+        rows.reshape([1, -1, 1] if r.shape == steps.shape else [-1] + [1] * (r.dim() - 1))
+        for r in call.results
+    ]
+
+
+def _by_lengths(mask: Tensor, lengths: list[int]) -> Tensor:
+    """Return the union of each of some lines that lie one after the other, which is their order."""
+    if sum(lengths) != len(mask):
+        return fold(mask, [0]) | ALL
+    lines = [fold(one, [0]) for one in mask.split(lengths)]  # type: ignore[no-untyped-call]
+    return torch.cat(lines) & ~LOOSE & 0xFF
 
 
 @_rule(

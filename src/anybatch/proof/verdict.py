@@ -9,7 +9,8 @@ where a gradient that is a sum over samples is not used linearly.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from anybatch import tree
 from anybatch.errors import NotExactError
 from anybatch.loss.heard import WEIGHTS
 from anybatch.proof.follow import Follow, Notes
-from anybatch.proof.masks import CUT, LOOSE, PLACE, SAMPLES, fold, samples_of
+from anybatch.proof.masks import CUT, EARLIER, LOOSE, PLACE, ROWS, SAMPLES, fold, samples_of
 
 WHOLE = "give micro_batch >= the batch size"
 
@@ -120,6 +121,8 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
         part: of the last of these; None where the model takes no fewer rows.
         axes: where each output holds the samples; None where it holds none.
     """
+    if part is not None and part.notes.beside and not whole.notes.beside:
+        part = _without_orders(part)
     runs = [whole] if part is None else [whole, part]
     meets = _in_norms(whole, part)
     for run in runs:
@@ -141,6 +144,19 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     for place in _regrouped(whole, part)[:1]:
         doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))
+
+
+def _without_orders(part: Forward) -> Forward:
+    """Return a forward that tells of earlier calls alone.
+
+    An ``arange`` of the rows is none before its length is known: an order that is undone with it
+    (pack_padded_sequence) is not undone in the first forwards, and rows in it are beside others.
+    The forward of all rows is followed again, and shows whether samples meet.
+    """
+    outputs = [
+        one._replace(mask=None if one.mask is None else one.mask & EARLIER) for one in part.outputs
+    ]
+    return replace(part, outputs=outputs)
 
 
 def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
@@ -170,7 +186,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
         if strange is None:
             continue
         row, others = strange
-        if not set(others) <= set(run.samples):
+        if ROWS in others:
             return (
                 "forward must not take from one call what another has left when the batch is "
                 f"split, and row {row} of {path} has a part of samples of the call before: it "
@@ -351,7 +367,7 @@ def other_rows(path: str, why: str) -> str:
     )
 
 
-def _all(rows: dict[int, int]) -> int:
+def _all(rows: dict[int, Fraction]) -> int:
     found = 0
     for bits in rows:
         found |= bits

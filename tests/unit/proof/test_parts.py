@@ -80,3 +80,11 @@ def test_a_tensor_that_is_written_as_a_whole_forgets_what_it_was() -> None:
     found = masks.of(x[2:3, 4:])
     assert found is not None
     assert total(found) == 4
+
+
+@pytest.mark.parametrize(("n", "micro_batch"), [(8, 2), (16, 4), (5, 1), (12, 6)])
+def test_samples_that_are_channels_are_refused(n: int, micro_batch: int) -> None:
+    """Each was normalised by itself; lanes merged the channels of several: wrong, and shown."""
+    net = Net(lambda h: F.batch_norm(h.T, None, None, training=True).T).double()
+    with pytest.raises(NotExactError, match="normalises a part"):
+        Engine(net, F.cross_entropy, micro_batch=micro_batch).backward(*batch(n))
