@@ -10,10 +10,11 @@ other objects, cells of closures, global names, and what lists, dicts and sets h
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,11 +130,34 @@ class Kept:
                 continue
             self._undo.append(partial(setattr, cell, "cell_contents", value))
             self._value(value)
-        for name in names_of(fn.__code__):
+        self.container(fn.__dict__)
+        names = names_of(fn.__code__)
+        for name in names:
             value = fn.__globals__.get(name, fn)
-            if type(value) in PLAIN:
-                self._undo.append(partial(fn.__globals__.__setitem__, name, value))
-                self._value(value)
+            if isinstance(value, ModuleType) and not of_library(value.__name__):
+                for inside in names:
+                    self._global(vars(value), inside)
+            else:
+                self._global(fn.__globals__, name)
+
+    def _global(self, held: dict[str, Any], name: str) -> None:
+        """Note what a name of a file stands for, and what a function, a class or an object holds.
+
+        A table that a helper keeps by size would hold tensors without data
+        (test_tables_of_helpers_hold_no_fakes).
+        """
+        value = held.get(name)
+        if name in held and type(value) in PLAIN:
+            self._undo.append(partial(held.__setitem__, name, value))
+            self._value(value)
+        elif isinstance(value, FunctionType) and len(self._seen) < MANY:
+            if not of_library(value.__module__ or ""):
+                self.function(value)
+        elif isinstance(value, type):
+            if not of_library(value.__module__):
+                self._class(value)
+        elif not callable(value) and not of_library(type(value).__module__):
+            self._value(value)
 
     def _value(self, value: Any) -> None:
         if type(value) in CONTAINERS:
@@ -166,6 +190,14 @@ class Attributes:
         """Make them as they were."""
         for held, was in self._was:
             fill(held, was)
+
+
+def of_library(name: str) -> bool:
+    """Say whether a file is torch's, numpy's, Python's or this library's."""
+    return name.split(".", maxsplit=1)[0] in LIBRARIES
+
+
+LIBRARIES = {"torch", "numpy", "anybatch", "builtins", *sys.stdlib_module_names} - {"__main__"}
 
 
 def _theirs(module: nn.Module) -> bool:

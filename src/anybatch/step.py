@@ -21,6 +21,7 @@ from anybatch.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micr
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
 from anybatch.errors import BatchError, LossError, NotExactError
+from anybatch.fakes import is_fake
 from anybatch.hanging import Hung, doubts_of, hanging, hangs
 from anybatch.kept import Attributes
 from anybatch.loss.calls import LossCalls
@@ -60,6 +61,13 @@ NO_GRAPH = (
     "forward must make the graph that it differentiates, because it also runs where gradients are "
     "off, and torch.autograd.grad found none: write `with torch.enable_grad():` around that part "
     "of it"
+)
+
+WITHOUT_DATA = (
+    "forward must not keep tensors where they cannot be put back after it was compared on tensors "
+    "without data, and what it returns has none: it kept one in a place that no name of its code "
+    "leads to. Keep tables in attributes of the model or of a file, or give "
+    "micro_batch >= the batch size"
 )
 
 CHANGES = "forward builds another graph from step to step"
@@ -346,6 +354,10 @@ class Step(Repeatable):
         pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
         if self.gradients is None or not pairs:
             return 0
+        if any(is_fake(root) for root, _ in pairs) and not any(
+            map(is_fake, self.gradients.parameters)
+        ):
+            raise NotExactError(WITHOUT_DATA)
         if self.discover is not None:
             self.discover([root for root, _ in pairs])
         self._recognise([root for root, _ in pairs])

@@ -369,3 +369,30 @@ def test_one_inside_another_is_foreseen_as_one() -> None:
     memory = anybatch.plan(made(nested), BY_SAMPLES, (rows, None), memory="1GiB", timed=False)
     assert memory.memory is not None
     assert memory.memory.floor < 2 * memory.memory.whole
+
+
+HOW_MANY: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a tensor": lambda x, y: torch.tensor(float(len(x))),
+    "a filled tensor": lambda x, y: x.new_full((), len(x)),
+    "a sum of ones": lambda x, y: torch.ones_like(y).sum(),
+    "a number": lambda x, y: len(x),
+    "its inverse": lambda x, y: 1 / len(x),
+}
+
+
+@pytest.mark.parametrize("how", HOW_MANY)
+@pytest.mark.parametrize(("n", "micro_batch"), [(8, 2), (16, 4), (5, 1), (7, 3)])
+def test_how_many_samples_there_are_is_refused_beside_rows(
+    how: str, n: int, micro_batch: int
+) -> None:
+    """As a tensor without dimensions it was the same in all micro-batches, shown, and wrong."""
+
+    def forward(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        out = model.head(model.body(x))
+        spread = anybatch.coupled(lambda z, k: z.var(0).sum() * k)
+        loss: Tensor = F.cross_entropy(out, y) + spread(out, HOW_MANY[how](x, y))
+        return loss
+
+    x, y = batch()
+    with pytest.raises(LossError, match="other numbers, names or objects"):
+        Engine(made(forward), micro_batch=micro_batch).backward((x[:n], y[:n]))
