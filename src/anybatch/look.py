@@ -45,7 +45,7 @@ from anybatch.proof import rows as proof_rows
 from anybatch.proof.declared import DECLARED, Declared, Rows
 from anybatch.proof.entries import Entries
 from anybatch.proof.follow import Follow
-from anybatch.proof.left import Left, grown, increases, left_behind
+from anybatch.proof.left import Left, grown, increases, left_behind, within
 from anybatch.proof.masks import Masks
 from anybatch.proof.mixed import mixed_outputs, refuse_declared_use
 from anybatch.proof.places import Lengths, counted_in, sized
@@ -319,7 +319,7 @@ class _Look:
 
     def _count_kept(self, micro: MicroBatch, outputs: Any) -> None:
         """Count the storages of samples that something without a name holds after a call."""
-        self._ours += map(weakref.ref, (*tree.flat(micro.inputs), *tree.flat(outputs)))
+        self._ours += map(weakref.ref, (*tree.flat((micro.inputs, outputs)), *within(outputs)))
         ours = [tensor for one in self._ours if (tensor := one()) is not None]
         model = self._step.model
         count = partial(self._masks.kept, ours, [*model.parameters(), *model.buffers()])

@@ -239,6 +239,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls, self._guard = 0, guard or nullcontext()
         self.paths, self._few = Paths(model), Few()
         self._alike: dict[int, StorageWeakRef] = {}
+        self._fresh: set[int] = set()
         self._filled: dict[int, StorageWeakRef] = {}
         trained = model.parameters() if lengths else ()
         self._weights = [one for one in trained if one.requires_grad and in_rows(one)]
@@ -317,7 +318,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
         filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
-        call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled)
+        alike = {id(one) for one in operands if self._fresh and self._is_fresh(one)}
+        call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled, alike=alike)
         written = _written(schema, args, kwargs)
         if masks or name == "_local_scalar_dense":
             result = self._followed(call, operands, written)
@@ -519,6 +521,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif plain(one) and not outside:
                 storage = one.untyped_storage()
                 self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if not any(each.alias_info for each in func._schema.returns):
+                    self._fresh.add(storage._cdata)  # no table, which may be another one later
 
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
         """Note a kernel without samples that treats rows by their place."""
@@ -533,6 +537,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known is None or known.expired():  # type: ignore[no-untyped-call]
             return False
         return self.masks.of(tensor) is None
+
+    def _is_fresh(self, tensor: Tensor) -> bool:
+        """Say whether forward itself has made a tensor that is alike."""
+        return self.alike(tensor) and tensor.untyped_storage()._cdata in self._fresh
 
     def _is_filled(self, tensor: Tensor) -> bool:
         """Say whether a tensor is of one number that forward gave, wherever it is read."""

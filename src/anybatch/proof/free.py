@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +45,7 @@ SPREADS = frozenset("expand expand_as broadcast_to broadcast_tensors repeat".spl
 
 ALONG = frozenset(
     "sum mean prod amax amin cumsum cumprod softmax log_softmax norm logsumexp std var any all "
-    "argmax argmin flip count_nonzero".split()
+    "argmax argmin flip count_nonzero diff".split()
 )
 """Functions that bring together what lies along dimensions."""
 
@@ -123,6 +124,8 @@ class FreeTensors:
             return True
         bare = name.strip("_")
         operands = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+        if name == "__getitem__" and operands and self._leads_to_rows(*given[0]):
+            operands = operands[:1]
         if not operands or any(self._may_number(one) for one in operands):
             return False
         if name == "__setitem__":
@@ -131,6 +134,20 @@ class FreeTensors:
         if bare in ALONG:
             return not grows and self._keeps_rows(operands[0], given)
         return bare in (SPREADS if grows else ELEMENTWISE)
+
+    def _leads_to_rows(self, source: Tensor, index: Any) -> bool:
+        """Say whether what may number the rows is an index of rows alone: alike ones stay so."""
+        places = index if isinstance(index, tuple) else (index,)
+        if any(one is None or one is Ellipsis for one in places):
+            return False
+        dims = [d for d, one in enumerate(places) if isinstance(one, Tensor)]
+        numbering = [d for d in dims if self._may_number(places[d])]
+        whole = all(places[d].dtype != torch.bool for d in dims)
+        return (
+            bool(numbering)
+            and whole
+            and all(d < source.dim() and source.shape[d] % self._rows == 0 for d in numbering)
+        )
 
     def _may_number(self, tensor: Tensor) -> bool:
         return self._has_rows(tensor) and not _holds(self._plain, tensor)

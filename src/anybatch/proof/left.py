@@ -78,6 +78,19 @@ def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
                 ahead.append((path, inside, depth + 1))
 
 
+def within(outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors that outputs hold, those in objects such as a cache of keys, too."""
+    seen: set[int] = set()
+    ahead: deque[tuple[Any, int]] = deque([(outputs, 0)])
+    while ahead and len(seen) < MOST:
+        held, depth = ahead.popleft()
+        if isinstance(held, Tensor):
+            yield held
+        elif id(held) not in seen and depth < DEEP:
+            seen.add(id(held))
+            ahead += [(inside, depth + 1) for _, inside in _inside(held)]
+
+
 def _inside(held: Any) -> Iterator[tuple[str, Any]]:
     """Yield what an object holds, by name where that has one."""
     if isinstance(held, nn.Module):

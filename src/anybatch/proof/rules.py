@@ -52,6 +52,7 @@ class Call:
         backward: the call belongs to a backward pass.
         written: the tensors that it has written to and does not return.
         filled: ids of operands that forward has made of one number, and nobody has written to.
+        alike: ids of operands that were made without samples, and tell no row from another.
         beside: rows in an order met rows that are in none, as far as the marks of these tell.
     """
 
@@ -64,6 +65,7 @@ class Call:
     backward: bool = False
     written: list[Tensor] = field(default_factory=list)
     filled: Container[int] = ()
+    alike: Container[int] = ()
     beside: bool = False
 
     def mask(self, value: Any) -> Tensor | None:
@@ -518,18 +520,27 @@ def _bucketed(call: Call) -> Found:
 # ---------------------------------------------------------------- tables and places
 
 
-def _placed(call: Call, places: Tensor, table: Tensor) -> Tensor:
+def _placed(call: Call, places: Tensor, table: Tensor, dim: int | None = None) -> Tensor:
     """Return what indices add to the mask of what they read.
 
     A place among samples that leads to a sample's own number adds nothing to it, nor does one in a
-    tensor of one number. Read out of a table of no sample's, the place is itself a value.
+    tensor of one number, or one whose entries along `dim` are one and the same. Read out of a table
+    of no sample's, the place is itself a value.
     """
     mask = call.full(places)
-    if call.mask(table) is not None or _of_one_number(call, table):
+    alike = _of_one_number(call, table) or (dim is not None and _is_alike(call, table, dim))
+    if call.mask(table) is not None or alike:
         return mask & ~PLACE & 0xFF
     if table.dtype in INTEGERS or call.backward:
         return mask
     return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
+
+
+def _is_alike(call: Call, tensor: Tensor, dim: int) -> bool:
+    """Say whether entries along a dimension are one, expanded, or were made alike of no sample."""
+    if not tensor.dim() or tensor.shape[dim] < 2 or tensor.stride(dim) == 0:
+        return True
+    return id(tensor) in call.alike and bool((tensor == tensor.narrow(dim, 0, 1)).all())
 
 
 def _of_one_number(call: Call, tensor: Tensor) -> bool:
@@ -653,7 +664,7 @@ def _chosen(call: Call) -> Found:
     dim %= max(x.dim(), 1)
     shape = [-1 if d == dim else 1 for d in range(x.dim())]
     found = _read(call.full(x).index_select(dim, places.reshape(-1)), call.mask(places))
-    return [found | _placed(call, places, x).reshape(shape)]
+    return [found | _placed(call, places, x, dim).reshape(shape)]
 
 
 @_rule("index_add index_add_ index_copy index_copy_ _index_copy_")
@@ -883,7 +894,10 @@ def _indexed(call: Call) -> Found:
             indices.append(one)
             if call.mask(one) is not None:
                 own = not writes or _puts_rows(call, one, len(indices) - 1)
-                marks.append(_written_at(call, one, leads=own) if writes else _placed(call, one, x))
+                at = len(indices) - 1
+                marks.append(
+                    _written_at(call, one, leads=own) if writes else _placed(call, one, x, at)
+                )
     got = torch.ops.aten.index.Tensor(call.full(x), indices)
     found = _of_places(got, indices, marks, dims)
     if not writes:
