@@ -21,7 +21,7 @@ from torch import Tensor
 
 from anybatch import rehearse
 from anybatch.case import MICRO_BATCHES, Case, few, first_rows
-from anybatch.errors import BudgetError
+from anybatch.errors import BudgetError, NotYetError
 from anybatch.forecast import Forecast, merged, total
 from anybatch.meter import Meter
 from anybatch.outofcore.chain import Stretch
@@ -271,7 +271,12 @@ class Recorder:
         watch = Watch(self._device, max(0, self._tries - there), None)
         with Hooked(Step(self._mover, self._device, watch, {}), self._mover, watch):
             work()
-        assert self._meter.events - begin == watch.events, "both count the same kernels"
+        if self._meter.events - begin != watch.events:
+            raise NotYetError(
+                "where saved tensors are to leave, each kernel of a step must be seen twice, and "
+                "some are seen once (sparse gradients make others): give more memory, so that none "
+                "has to leave, or sparse=False"
+            )
         self.tried.update(begin + t for aside in watch.asides for t in aside)
         self.parts.append(Part(first, there, begin, self._meter.events, alone(watch)))
 

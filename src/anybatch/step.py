@@ -20,7 +20,7 @@ from anybatch._memory import Inside, Room
 from anybatch.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.device import Link, feed
 from anybatch.dice.whole import WholeDice
-from anybatch.errors import BatchError, LossError, NotExactError
+from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
 from anybatch.fakes import is_fake
 from anybatch.hanging import Hung, doubts_of, hanging, hangs
 from anybatch.kept import Attributes
@@ -28,7 +28,8 @@ from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
 from anybatch.loss.heard import OtherFormError
 from anybatch.loss.watched import NotAPartError
-from anybatch.meeting import ForwardOf
+from anybatch.meeting import ForwardOf, looks_here
+from anybatch.memory_errors import out_of_memory
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
 from anybatch.proof.familiar import Familiar
@@ -68,6 +69,19 @@ WITHOUT_DATA = (
     "without data, and what it returns has none: it kept one in a place that no name of its code "
     "leads to. Keep tables in attributes of the model or of a file, or give "
     "micro_batch >= the batch size"
+)
+
+HOOKED = "support saved tensor hooks"
+"""In torch's error where torch.func differentiates what would leave."""
+
+NO_HOOKS = (
+    "where saved tensors are to leave, forward must not differentiate with torch.func (grad, vjp, "
+    "jacrev, hessian), which torch does not let leave: give more memory, so that none has to, or "
+    "use torch.autograd.grad"
+)
+
+SQUEEZE = (
+    "write squeeze(-1) for [n, 1], flatten(1) for [n, C, 1, 1], squeeze(0) for a state [1, n, C]"
 )
 
 CHANGES = "forward builds another graph from step to step"
@@ -256,6 +270,27 @@ class Step(Repeatable):
         everyone = self.everyone.size if self.everyone.several else 0
         return Scope(self.batch.size, self.count, whole, outputs, first, layout, everyone)
 
+    def _refuse_alone(self, error: Exception, micro: MicroBatch) -> None:
+        """Say in one sentence that a forward fails where a micro-batch holds one sample.
+
+        Raises:
+            NotExactError: it does, and the batch holds more.
+        """
+        own = isinstance(error, AnybatchError) or looks_here() or out_of_memory(error)
+        if (
+            own
+            or micro.size > 1
+            or self.batch.size < 2
+            or any(map(is_fake, tree.flat(micro.inputs)))
+        ):
+            return
+        raise NotExactError(
+            "a micro-batch of one sample must be computed as those of several are, and forward "
+            f"fails on it ({type(error).__name__}: {str(error)[:120]}). Where squeeze() has taken "
+            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch that leaves no tail "
+            "of one, or one >= the batch size"
+        ) from error
+
     def check_structure(self, outputs: Any) -> None:
         """Raise `OutputsChangedError` where the outputs are not those that were looked at."""
         if self.layout and len(self.layout) != len(tree.flat(outputs)):
@@ -301,9 +336,15 @@ class Step(Repeatable):
             try:
                 outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
+                self._refuse_alone(error, micro)
+                if HOOKED in str(error) and not looks_here():
+                    raise NotYetError(NO_HOOKS) from error
                 if torch.is_grad_enabled() or graph.NONE not in str(error):
                     raise
                 raise NotExactError(NO_GRAPH) from error
+            except (ValueError, IndexError, TypeError) as error:
+                self._refuse_alone(error, micro)
+                raise
         if micro.size == 1 and self.layout and self.divided:
             _check_single(outputs, self.layout)
         if self.divided and self.loss.takes_outputs and hangs(outputs):
@@ -509,7 +550,7 @@ def _check_single(outputs: Any, layout: Layout) -> None:
             raise BatchError(
                 f"an output must hold each sample once along dimension {axis}, and {path} of one "
                 f"sample has shape {tuple(one.shape)}: squeeze() takes out every dimension of size "
-                "1, that of the samples, too. Name the dimension: write squeeze(-1)"
+                f"1, that of the samples, too. Name the dimension: {SQUEEZE}"
             )
 
 
