@@ -129,6 +129,8 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
         meets = meets or in_outputs(run, axes) or _in_backward(run)
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
+    if part is not None and not whole.notes.collisions:
+        part.notes.collisions.clear()  # an arange of rows told it nothing: its length was not known
     doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run))
     doubts.update(dict.fromkeys(unfollowed(runs, axes)))
     for place in whole.notes.few[:1]:  # of fewer rows fewer are chosen

@@ -67,6 +67,12 @@ def packed_mask(_m: Body, h: Tensor) -> Tensor:
     return h * same[..., None]
 
 
+def at_a_place(h: Tensor, step: Tensor) -> Tensor:
+    found = h.new_zeros(len(h), T)
+    found[torch.arange(len(h)), step] = 1.0
+    return found
+
+
 SHOWN: dict[str, Callable[[Body, Tensor], Tensor]] = {
     "a function that saves its output": lambda m, h: Saves.apply(h),  # type: ignore[no-untyped-call]
     "an expanded parameter at rows": lambda m, h: (
@@ -83,6 +89,9 @@ SHOWN: dict[str, Callable[[Body, Tensor], Tensor]] = {
         h * (torch.arange(T).repeat(len(h), 1)[torch.arange(len(h))] / T)[..., None]
     ),
     "sequences that are packed": packed_mask,
+    "written at a place of each row": lambda m, h: (
+        h * at_a_place(h, h[..., 0].argmax(1))[..., None] + h
+    ),
 }
 
 
