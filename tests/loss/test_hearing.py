@@ -24,6 +24,7 @@ KNOWN: list[tuple[Fn, dict[str, float]]] = [
     (lambda: (F.cross_entropy(X, Y) + F.l1_loss(X, -X)) / 2, {CE: 0.5, L1: 0.5}),
     (lambda: F.cross_entropy(X, Y).to(torch.float64).mean(), {CE: 1.0}),
     (lambda: X.square().mean() * 3, {"mean of its own": 3.0}),
+    (lambda: F.cross_entropy(X, Y) * W[1].exp() + W[0], {CE: 1.0, "a constant": 1.0}),
     (lambda: F.cross_entropy(X, Y) + X.sum() / 6, {CE: 1.0, "sum of its own": 1 / 6}),
     (lambda: 1 - X.mean(), {"mean of its own": -1.0, "a constant": 1.0}),
     (lambda: (X[:, 0] * K).sum() / K.sum(), {"weighted mean of its own": 1.0}),
@@ -32,8 +33,8 @@ KNOWN: list[tuple[Fn, dict[str, float]]] = [
 UNKNOWN: list[tuple[Fn, str]] = [
     (lambda: F.cross_entropy(X, Y).exp(), "exp"),
     (lambda: F.cross_entropy(X, Y) * F.mse_loss(X, -X), "mul"),
-    (lambda: F.cross_entropy(X, Y) + X.square().amax(), "add"),
-    (lambda: X.square().mean() + X.square().mean(0)[0], "add"),
+    (lambda: F.cross_entropy(X, Y) + X.square().amax(0)[:1], "add"),
+    (lambda: X.square().mean() * X.square().sum(), "mul"),
     (lambda: X.square().amax(), ""),
 ]
 

@@ -119,6 +119,16 @@ EXACT: dict[str, Lose] = {
     "views joined": lambda m, x, y, w: torch.cat(
         [m.gate(x).mean().view(1), F.l1_loss(m.head(x), x[..., :3]).unsqueeze(0)]
     ).sum(),
+    "learned weights": lambda m, x, y, w: (
+        (-m.gate.bias[0]).exp() * each(m, x, y).mean() + m.gate.bias[0] + m.gate(x).square().mean()
+    ),
+    "learned weights below": lambda m, x, y, w: (
+        each(m, x, y).mean() / (2 * m.gate.bias[0].exp() ** 2) + m.head.bias[0].exp().log1p()
+    ),
+    "learned weights of a weighted mean": lambda m, x, y, w: (
+        m.gate.bias[0].exp() * (each(m, x, y) * w).sum() / w.sum()
+    ),
+    "minus a norm": lambda m, x, y, w: 0.1 * m.head.weight.norm() - each(m, x, y).mean(),
     "ctc": lambda m, x, y, w: ctc(m, x, y[:, :2].clamp(min=1)),
     "ctc, a sum": lambda m, x, y, w: ctc(m, x, y[:, :2].clamp(min=1), reduction="sum"),
     "ctc of flat labels": lambda m, x, y, w: ctc(m, x, y[:, :2].clamp(min=1).flatten()),
@@ -126,6 +136,7 @@ EXACT: dict[str, Lose] = {
 
 OF_ITS_OWN = "belong to one sample"
 UNKNOWN = "weighted sum of torch's own losses"
+WEIGHS = "what weighs a loss inside"
 DIVIDED = "divided by what all samples have"
 
 REFUSED: dict[str, tuple[Lose, str]] = {
@@ -139,7 +150,17 @@ REFUSED: dict[str, tuple[Lose, str]] = {
         lambda m, x, y, w: doubled(torch.stack([each(m, x, y).mean(), m.gate(x).mean()])).sum(),
         OF_ITS_OWN,
     ),
-    "and a bound": (lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(min=1), UNKNOWN),
+    "and a bound": (lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(min=1), WEIGHS),
+    "times a spread": (lambda m, x, y, w: each(m, x, y).mean() * m.gate(x).detach().std(), WEIGHS),
+    "plus a spread": (lambda m, x, y, w: each(m, x, y).mean() + m.gate(x).std(), WEIGHS),
+    "times a tensor of the samples": (
+        lambda m, x, y, w: each(m, x, y).mean() * x.new_full((), len(x)),
+        "the same for any",
+    ),
+    "by a tensor of the samples": (
+        lambda m, x, y, w: each(m, x, y).sum() / x.new_full((), len(x)),
+        "the same for any",
+    ),
     "trained weights": (
         lambda m, x, y, w: (each(m, x, y) * m.gate(x)[..., 0]).sum() / m.gate(x).sum(),
         UNKNOWN,

@@ -13,6 +13,7 @@ sum of known losses, or of means and sums of the model's own, is refused by name
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
@@ -32,7 +33,7 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, SumBySamples, TermOfAll
 from anybatch.loss.quiet import Quiet
-from anybatch.loss.tally import Tally
+from anybatch.loss.tally import Tally, agree
 from anybatch.meeting import looks_here
 from anybatch.norm.alone import AloneNorms
 
@@ -84,7 +85,7 @@ class Sizes:
         self._apart: dict[Any, bool] = {}
         self._divided: dict[Any, dict[frozenset[int], list[float]]] = {}
         self._unequal: dict[Any, str] = {}
-        self._first: dict[Any, tuple[int, Shapes]] = {}
+        self._first: dict[Any, tuple[int, Shapes, list[float]]] = {}
         self._names: set[Any] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sizes:
@@ -101,9 +102,9 @@ class Sizes:
             self._first.clear()
         n, shapes = heard.rows, _shapes(heard.terms)
         kind = form, tuple(t.shape[1:] for _, t in tree.tensors(inputs))
-        m, others = self._first.get(kind, (n, shapes))
+        m, others, factors = self._first.get(kind, (n, shapes, []))
         if n == m:
-            self._first[kind] = n, shapes
+            self._first[kind] = n, shapes, _factors(heard.terms)
             return
         # before anything is noted: a look runs again where it reads indices that were not saved
         masked = chosen(heard.terms, masks=True)
@@ -112,6 +113,9 @@ class Sizes:
         terms = list(zip(shapes, others, strict=True))
         pairs = [p for (_, xs), (_, ys) in terms for p in zip(xs, ys, strict=True)]
         same = self._note_weights(heard.terms, n, [weight for weight, _ in others], m)
+        if not agree(factors, _factors(heard.terms)):
+            self._unequal[form] = f"a number that forward makes is not for {n} what it is for {m}"
+            same = False
         grows = all(_grow(a, b, n, m) for a, b in pairs)  # and not by chance
         self._apart[form] = same and grows and not masked
         if any(_crossed(a, b, n, m) for a, b in pairs):
@@ -593,6 +597,12 @@ def _other_form(totals: list[Total], terms: Weighted) -> str:
 
 def _shapes(terms: Weighted) -> Shapes:
     return tuple((weight, tuple(term.shapes.values())) for weight, term in terms)
+
+
+def _factors(terms: Weighted) -> list[float]:
+    """Return the numbers that terms were multiplied by, where they have values."""
+    every = (one for _, term in terms for one in term.factors)
+    return [math.nan if is_fake(one) else float(one) for one in every]
 
 
 def _names(terms: Weighted) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial, reduce
 from numbers import Real
 from typing import Any
@@ -52,6 +52,7 @@ class HeardTerm(Term):
         recipes: for the arguments with rows, how they were made of the batch, where that is known.
         shapes: for the arguments with rows, what shape they had, the rows first.
         dtypes: of these arguments: whole numbers are classes, others probabilities.
+        factors: numbers that the model made, and the numerator was multiplied by; of no sample.
         bytes: of the first of them: the logits.
     """
 
@@ -60,6 +61,7 @@ class HeardTerm(Term):
     shapes: dict[str, torch.Size]
     dtypes: dict[str, torch.dtype]
     bytes: int
+    factors: tuple[Tensor, ...] = field(default=(), kw_only=True)
 
     @property
     def name(self) -> str:
@@ -71,7 +73,8 @@ class HeardTerm(Term):
     def form(self) -> tuple[Any, ...]:
         """What must be the same in every micro-batch."""
         options = {k: v for k, v in self.options().items() if k not in ALIKE}
-        return self.name, tuple(sorted(options.items(), key=lambda pair: pair[0]))
+        given = tuple(sorted(options.items(), key=lambda pair: pair[0]))
+        return self.name, given, len(self.factors)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class TermOfAll(HeardTerm):
 
 @dataclass(frozen=True)
 class Constant(TermOfAll):
-    """A number that the model adds to its loss: 1 in ``1 - cosine.mean()``."""
+    """A number that the model adds to its loss: 1 in ``1 - cosine.mean()``, or one it has made."""
 
     @property
     def name(self) -> str:
@@ -242,7 +245,8 @@ class Hearing(TorchFunctionMode):
 
     def weights(self) -> list[Tensor]:
         """Return the constants of the terms, which must be of no sample."""
-        found = (term.arguments[name] for term in self.terms for name in term.constants)
+        found = [term.arguments[name] for term in self.terms for name in term.constants]
+        found += [one for term in self.terms for one in term.factors]
         return [one for one in found if isinstance(one, Tensor)]
 
     @contextmanager
@@ -362,10 +366,48 @@ class Hearing(TorchFunctionMode):
         for index, factor in sums.items():
             given = {"input": self._values[index], "weight": weights, "reduction": "mean"}
             found[len(self.terms)] = factor
-            numerator = self.terms[index].numerator
-            self._note(result, known.own_weighted_values, given, numerator, weight.detach())
+            term = self.terms[index]
+            self._note(result, known.own_weighted_values, given, term.numerator, weight.detach())
+            self.terms[-1] = replace(self.terms[-1], factors=term.factors)
         self._combined(result, found)
         return True
+
+    def _with_value(self, name: str, operands: list[Any]) -> Sum | None:
+        """Return what a term and a number of the model's are together; None where they are none.
+
+        Learned weights of several losses are such numbers: ``(-s).exp() * loss + s``. That no
+        sample has a part in them, nor their number, the look at a model sees to.
+        """
+        match operands:
+            case [dict() as sums, Tensor() as value] if value.dim() == 0:
+                pass
+            case _:
+                return None
+        if not value.is_floating_point() or id(value) in self._weights:
+            return None
+        if name in ("mul", "div", "true_divide"):
+            factor, found = value if name == "mul" else 1 / value, Sum()
+            for index, weight in sums.items():
+                found[len(self.terms)] = weight
+                term = self.terms[index]
+                if index in self._values:
+                    self._values[len(self.terms)] = self._values[index]
+                self.terms.append(
+                    replace(
+                        term,
+                        index=len(self.terms),
+                        numerator=term.numerator * factor,
+                        factors=(*term.factors, value),
+                    )
+                )
+            return found
+        signs = {"add": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
+        if name not in signs:
+            return None
+        found = {**_times(sums, signs[name][0]), len(self.terms): signs[name][1]}
+        term = self._shared(Constant, None, value * self.rows)
+        self.terms.append(replace(term, factors=(value,)))
+        return found
 
     def _with_constant(self, name: str, operands: list[Any], result: Tensor) -> Sum | None:
         """Return the sum that a term and a number are together; None where they are not."""
@@ -443,12 +485,15 @@ class Hearing(TorchFunctionMode):
         for known_as in (self._sums, self._stacks, self._weights, self._numbers):
             known_as.pop(id(result), None)
         name = IN_PLACE.get(name, name)
-        if name in TURNED and len(operands) == 2 and isinstance(operands[0], Real):
+        plain = isinstance(operands[0], Real | Tensor) and len(operands) == 2
+        if name in TURNED and plain and isinstance(operands[1], dict):
             name, operands = TURNED[name], operands[::-1]
         first = operands[0]
         combined = None if kwargs else arithmetic(name, operands)
         if combined is None and not kwargs and result.dim() == 0:
             combined = self._with_constant(name, operands, result)
+        if combined is None and not kwargs and result.dim() == 0:
+            combined = self._with_value(name, operands)
         if combined is None and name in SAME and isinstance(first, dict) and result.numel() == 1:
             combined = first
         if combined is None:

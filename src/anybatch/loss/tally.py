@@ -82,3 +82,10 @@ def same(a: float, b: float) -> bool:
         return True
     whole = a.is_integer() and b.is_integer()
     return a == b if whole else math.isclose(a, b, rel_tol=ROUNDING)
+
+
+def agree(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Say whether numbers that were made twice are the same but for rounding; NaN is any."""
+    pairs = list(zip(some, others, strict=False))
+    close = (math.isclose(a, b, rel_tol=1e-6) or math.isnan(a) or math.isnan(b) for a, b in pairs)
+    return len(some) == len(others) and all(close)

@@ -171,10 +171,11 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
     for (path, mask, place, trains, _), axis in zip(run.outputs, axes, strict=False):
         if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
             return (
-                "the class weights of a loss inside the model must be the same for every part of "
-                f"a batch that is split, and {place or 'forward'} computes them from the samples: "
-                "compute them before the step and give them to the model as a buffer, take the "
-                f"loss outside of the model, or {WHOLE}"
+                "what weighs a loss inside the model, or is added to it, must be the same for "
+                "every part of a batch that is split (class weights, a factor, a penalty), and "
+                f"{place or 'forward'} computes it from the samples: mark the function that does "
+                "so with anybatch.coupled, compute it before the step and give it to the model as "
+                f"a buffer, take the loss outside of the model, or {WHOLE}"
             )
         if mask is None or axis is None:
             continue
