@@ -327,7 +327,7 @@ class OfModel(Loss):
             )
         if self._tally is not None:
             every = [term for _, term in terms]
-            self._tally.add(micro.size, [t.count for t in every], [t.name for t in every])
+            self._tally.add(micro, [t.count for t in every], [t.name for t in every])
         return [Part(term.numerator, lambda term=term: term.count) for _, term in terms]  # type: ignore[misc]
 
     def _refuse_joined(self, terms: Weighted) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 
@@ -37,26 +38,32 @@ class Tally:
 
     def __init__(self, size: int, wholes: Sequence[Count | None], *, waits: bool) -> None:
         self._size, self._wholes, self._waits = size, wholes, waits
-        self._samples = 0
-        self._sums: list[Count] = [0] * len(wholes)
+        self._parts: dict[int, tuple[int, Sequence[Count]]] = {}
         self.done = False
 
-    def add(self, samples: int, counts: Sequence[Count], names: Sequence[str]) -> None:
-        """Take in what a micro-batch is divided by.
+    def add(self, micro: MicroBatch, counts: Sequence[Count], names: Sequence[str]) -> None:
+        """Take in what a micro-batch is divided by; one that is run again in pieces is replaced.
 
         Args:
-            samples: that it holds.
+            micro: its rows.
             counts: of each term.
             names: of each term.
 
         Raises:
             LossError: it was the last one, and together they are not the whole.
         """
-        self._samples += samples
-        self._sums = [one + count for one, count in zip(self._sums, counts, strict=True)]
-        if self._samples != self._size:
+        end = micro.begin + micro.size
+        others = [
+            (at, n) for at, (n, _) in self._parts.items() if at < end and at + n > micro.begin
+        ]
+        for at, _ in others:
+            del self._parts[at]
+        self._parts[micro.begin] = micro.size, counts
+        if sum(n for n, _ in self._parts.values()) != self._size:
             return
-        for whole, found, name in zip(self._wholes, self._sums, names, strict=True):
+        every = [counts for _, counts in self._parts.values()]
+        sums = [sum(each[1:], each[0]) for each in zip(*every, strict=True)]
+        for whole, found, name in zip(self._wholes, sums, names, strict=True):
             if whole is None or not (self._here(whole) and self._here(found)):
                 continue
             if not same(float(found), float(whole)):
