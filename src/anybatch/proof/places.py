@@ -90,7 +90,7 @@ def counted_in(whole: Mapping[int, Made], part: Mapping[int, Made]) -> str:
     """
     pairs = zip(whole.values(), part.values(), strict=False)
     every = ((a.name, *one) for a, b in pairs for one in zip(a.made, b.made, strict=False))
-    return next((name for name, x, y in every if x.shape == y.shape and not torch.equal(x, y)), "")
+    return next((name for name, x, y in every if x.shape == y.shape and not _rounded(x, y)), "")
 
 
 def shapes(tensors: Iterable[Tensor]) -> Shapes:
