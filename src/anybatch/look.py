@@ -382,7 +382,7 @@ class _Look:
             return
         (path, _), step = places[0], self._step
         doubt = f"rows are padded to the longest of those that come along in {path}"
-        if step.budgeted:
+        if step.budgeted or self._every is not None:  # statistics are of the padding, too
             self.doubt(doubt)
             return
 

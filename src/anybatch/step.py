@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from anybatch import graph, tree
 from anybatch._memory import Inside, Room
@@ -78,6 +79,11 @@ NO_HOOKS = (
     "where saved tensors are to leave, forward must not differentiate with torch.func (grad, vjp, "
     "jacrev, hessian), which torch does not let leave: give more memory, so that none has to, or "
     "use torch.autograd.grad"
+)
+
+IN_CHECKPOINT = (
+    "a loss that the model returns must be taken outside of torch.utils.checkpoint, which computes "
+    "it again where nobody follows it: let the checkpoint end before the loss"
 )
 
 SQUEEZE = (
@@ -404,7 +410,12 @@ class Step(Repeatable):
         self._recognise([root for root, _ in pairs])
         with _outside_autocast(pairs[0][0].device.type):
             self.phase = "backward"
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
+            try:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
+            except CheckpointError as error:
+                if self.loss.takes_outputs:
+                    raise
+                raise LossError(IN_CHECKPOINT) from error
         return len(pairs)
 
     def _recognise(self, roots: list[Tensor]) -> None:

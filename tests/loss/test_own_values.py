@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tests.oracle import assert_exact, copy_of, state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine, LossError, NotExactError
 
@@ -50,6 +52,28 @@ def changed(total: Tensor) -> Tensor:
 def changed_beside(total: Tensor) -> Tensor:
     total.view(1).add_(1.0)
     return total
+
+
+def right(m: Own, x: Tensor, y: Tensor) -> float:
+    with torch.inference_mode():
+        return float((m.head(x).argmax(-1) == y).double().mean())
+
+
+def hooked(value: Tensor) -> Tensor:
+    value.register_hook(lambda grad: -0.1 * grad)
+    return value
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient that is turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return -0.3 * grads[0]
 
 
 def added(total: Tensor, *terms: Tensor) -> Tensor:
@@ -128,6 +152,12 @@ EXACT: dict[str, Lose] = {
     "learned weights of a weighted mean": lambda m, x, y, w: (
         m.gate.bias[0].exp() * (each(m, x, y) * w).sum() / w.sum()
     ),
+    "weighted by a rounded tensor": lambda m, x, y, w: (
+        each(m, x, y).mean() * torch.tensor(0.1, dtype=torch.bfloat16)
+        + m.gate(x).mean() * torch.tensor(0.1).to(torch.bfloat16)
+    ),
+    "with a metric": lambda m, x, y, w: each(m, x, y).mean() + 0.0 * right(m, x, y),
+    "of torch.vmap": lambda m, x, y, w: torch.vmap(F.mse_loss)(m.head(x), x[..., :3]).mean(),
     "minus a norm": lambda m, x, y, w: 0.1 * m.head.weight.norm() - each(m, x, y).mean(),
     "ctc": lambda m, x, y, w: ctc(m, x, y[:, :2].clamp(min=1)),
     "ctc, a sum": lambda m, x, y, w: ctc(m, x, y[:, :2].clamp(min=1), reduction="sum"),
@@ -164,6 +194,15 @@ REFUSED: dict[str, tuple[Lose, str]] = {
     "trained weights": (
         lambda m, x, y, w: (each(m, x, y) * m.gate(x)[..., 0]).sum() / m.gate(x).sum(),
         UNKNOWN,
+    ),
+    "hook on a term": (lambda m, x, y, w: hooked(each(m, x, y).mean()) + m.gate(x).mean(), UNKNOWN),
+    "hook on a known term": (
+        lambda m, x, y, w: hooked(F.mse_loss(m.head(x), x[..., :3])) + m.gate(x).mean(),
+        UNKNOWN,
+    ),
+    "reversed": (
+        lambda m, x, y, w: m.gate(x).mean() + Reversed.apply(each(m, x, y).mean()),
+        WEIGHS,
     ),
     "square": (lambda m, x, y, w: each(m, x, y).mean() ** 2, UNKNOWN),
     "largest": (lambda m, x, y, w: each(m, x, y).max(), UNKNOWN),
@@ -205,7 +244,8 @@ def test_a_loss_of_its_own_values_is_exact(name: str, micro_batch: int) -> None:
         loss = engine.backward(given)
         assert_exact(state_of(model, loss), state_of(whole, expected))
     assert engine.plan is not None
-    assert engine.plan.exact or name.startswith("ctc")  # it cannot be traced without data
+    # What has no data cannot be traced, and a number that is read may be another one.
+    assert engine.plan.exact or name.startswith(("ctc", "with a metric"))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -216,3 +256,17 @@ def test_what_is_no_sum_over_samples_is_refused(name: str) -> None:
     with pytest.raises((LossError, NotExactError), match=says):
         Engine(model, micro_batch=3).backward(batch())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_in_a_checkpoint_is_told_where_to_take_it() -> None:
+    """It was torch's own CheckpointError."""
+
+    def lose(m: Own, x: Tensor, y: Tensor, _w: Tensor) -> Tensor:
+        def inside(rows: Tensor) -> Tensor:
+            return F.cross_entropy(m.head(rows).flatten(0, 1), y.flatten())
+
+        found: Tensor = checkpoint(inside, x, use_reentrant=False)
+        return found
+
+    with pytest.raises(LossError, match="outside of torch.utils.checkpoint"):
+        Engine(Own(lose).double(), micro_batch=3).backward(batch())

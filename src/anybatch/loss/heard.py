@@ -33,7 +33,7 @@ from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import HeardTerm, Hearing, SumBySamples, TermOfAll
 from anybatch.loss.quiet import Quiet
-from anybatch.loss.tally import Tally, agree
+from anybatch.loss.tally import Tally, agree, rounding, same
 from anybatch.meeting import looks_here
 from anybatch.norm.alone import AloneNorms
 
@@ -421,7 +421,7 @@ class OfModel(Loss):
         if checked and torch.as_tensor(term.count).is_cuda:
             return True  # a device would have to be waited for
         first = _counted(term, scope.first.inputs, scope.first.size, scope.first.size)
-        if first is None or float(first) != float(term.count):
+        if first is None or not same(float(first), float(term.count), rounding(term.count)):
             return False
         parts = [] if checked else list(batch.micro_batches(scope.first.size))
         if sum(micro.size for micro in parts) != scope.size:
@@ -430,7 +430,7 @@ class OfModel(Loss):
             _counted(term, micro.inputs, micro.size, scope.first.size) for micro in parts
         ]
         there = [float(count) for count in counts if count is not None]
-        if len(there) < len(counts) or sum(there) != float(whole):
+        if len(there) < len(counts) or not same(sum(there), float(whole), rounding(whole)):
             return False
         self._tracer.sizes.checked.add(kind)
         return True

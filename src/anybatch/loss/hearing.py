@@ -15,6 +15,7 @@ else is done to a term makes the loss one that is not known; nothing is conclude
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,7 @@ class Hearing(TorchFunctionMode):
         self._numbers: dict[int, float] = {}
         self._values: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, tuple[int, Any]] = {}
         self._alive: list[Any] = []
 
     def combination(self, loss: Any) -> list[tuple[float, HeardTerm]] | None:
@@ -173,6 +174,9 @@ class Hearing(TorchFunctionMode):
         found = self._sums.get(id(loss)) if self._intact(loss) else None
         if any(self._lost_its_graph(value) for value in self._alive):
             self.odd.append("checkpoint, with use_reentrant=True")
+            return None
+        if any(value._backward_hooks for value in self._alive):
+            self.odd.append("register_hook")  # it would hear of another gradient, or of none
             return None
         return None if not found else [(c, self.terms[index]) for index, c in sorted(found.items())]
 
@@ -224,7 +228,7 @@ class Hearing(TorchFunctionMode):
     def _stacked(self, parts: Any, result: Tensor) -> None:
         """Note numbers that lie beside each other, and may be added up."""
         sums = [self._known(one) for one in parts]
-        if result.dim() == 1 and all(isinstance(one, dict) for one in sums):
+        if result.dim() == 1 and sums and all(isinstance(one, dict) for one in sums):
             self._stacks[id(result)] = sums
             self._keep(result)
 
@@ -233,14 +237,18 @@ class Hearing(TorchFunctionMode):
         if id(value) in self._weights:
             self._weigh(result, self._weights[id(value)])
         elif id(value) in self._numbers and self._intact(value):
-            self._numbers[id(result)] = self._numbers[id(value)]
-            self._keep(result)
+            self._count(self._numbers[id(value)], result)
 
     def _filled(self, name: str, first: Any, result: Tensor) -> None:
         """Note a tensor of one number, which a loss may begin with or be weighted by."""
         number = first if name == "tensor" else 0.0 if "zeros" in name else 1.0
         if result.numel() == 1 and isinstance(number, Real) and not result.requires_grad:
-            self._numbers[id(result)] = float(number)
+            self._count(float(number), result)
+
+    def _count(self, number: float, result: Tensor) -> None:
+        """Note a number, where a tensor of this type holds it as it is."""
+        if _is_held(number, result.dtype):
+            self._numbers[id(result)] = number
             self._keep(result)
 
     def weights(self) -> list[Tensor]:
@@ -293,13 +301,17 @@ class Hearing(TorchFunctionMode):
 
     def _keep(self, result: Tensor) -> None:
         """Keep a tensor, whose id is known from now on; what is written to it later shows."""
-        self._versions[id(result)] = result._version
+        version = -1 if result.is_inference() else result._version
+        self._versions[id(result)] = version, result.grad_fn
         self._alive.append(result)
 
     def _intact(self, value: Any) -> bool:
         """Say whether a tensor has been followed, and nothing has been written to it since."""
-        version = self._versions.get(id(value))
-        return version is not None and version == value._version
+        known_as = self._versions.get(id(value))
+        if known_as is None or known_as[0] != (-1 if value.is_inference() else value._version):
+            return False
+        # That of a function of one's own is put in its place when its forward has ended.
+        return known_as[1] is value.grad_fn
 
     def _known(self, value: Any) -> Any:
         """Return the weighted sum, or the number, that a value is; the value where it is none."""
@@ -309,7 +321,7 @@ class Hearing(TorchFunctionMode):
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
         """Return the value of a known functional, from its numerator; None where it is not one."""
         entry, divides = known.TABLE[func], known.divides(func, arguments)
-        if divides is None:
+        if divides is None or any(map(_is_wrapped, arguments.values())):
             return None
         if (
             func is F.ctc_loss
@@ -332,7 +344,7 @@ class Hearing(TorchFunctionMode):
         """Note a mean or a sum of all values of a tensor as a term of a loss."""
         if not isinstance(values, Tensor) or not isinstance(result, Tensor):
             return
-        if result.dim() or not values.dim():
+        if result.dim() or not values.dim() or _is_wrapped(values) or result.is_inference():
             return
         if id(values) in self._stacks and self._intact(values):
             stack = self._stacks[id(values)]
@@ -502,6 +514,25 @@ class Hearing(TorchFunctionMode):
                 self.odd.append(name)
             return
         self._combined(result, combined)
+
+
+def _is_wrapped(value: Any) -> bool:
+    """Say whether a tensor stands for many, in a function of torch.func's."""
+    wrapped: bool = isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
+        value
+    )
+    return wrapped
+
+
+DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+"""Binary digits of a number of each type."""
+
+
+def _is_held(number: float, dtype: torch.dtype) -> bool:
+    """Say whether a type holds a number without rounding it."""
+    if dtype not in DIGITS or abs(number) > 2.0**15 or (number and abs(number) < 2.0**-14):
+        return False
+    return (math.frexp(number)[0] * 2.0 ** DIGITS[dtype]).is_integer()
 
 
 def _times(sums: Sum, factor: float) -> Sum:

@@ -69,7 +69,10 @@ class Quiet:
         self._stacks.setdefault(get_ident(), []).append(there)
 
     def _leave(self, part: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        there = self._stacks[get_ident()].pop()
+        stack = self._stacks.get(get_ident())
+        if not stack:  # a checkpoint computes it again, and the last forward has ended meanwhile
+            return
+        there = stack.pop()
         if isinstance(there, Hearing):
             _push_mode(there)  # type: ignore[no-untyped-call]
         elif there is not None:

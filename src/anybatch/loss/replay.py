@@ -106,6 +106,8 @@ class Recipes:
     def _forget(self, written: Any) -> None:
         if not isinstance(written, Tensor):
             return
+        if torch._C._functorch.is_functorch_wrapped_tensor(written):
+            return  # it has no memory, and what it stands for was made inside of torch.func
         place = storage_of(written)
         for key in [key for key, t in self._alive.items() if storage_of(t) == place]:
             del self._made[key]

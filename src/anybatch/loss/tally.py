@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from anybatch.batch import MicroBatch
@@ -66,7 +67,7 @@ class Tally:
         for whole, found, name in zip(self._wholes, sums, names, strict=True):
             if whole is None or not (self._here(whole) and self._here(found)):
                 continue
-            if not same(float(found), float(whole)):
+            if not same(float(found), float(whole), *map(rounding, (found, whole))):
                 raise LossError(
                     "a loss inside the model must be divided by what all samples have whatever "
                     f"comes along, and {name} is divided by {float(found):g} in the micro-batches "
@@ -83,12 +84,24 @@ class Tally:
         return not is_fake(count) and (self._waits or count.device.type == "cpu")
 
 
-def same(a: float, b: float) -> bool:
-    """Say whether two counts agree: whole numbers exactly, others but for rounding."""
+def same(a: float, b: float, *rounding: float) -> bool:
+    """Say whether two counts agree: whole numbers exactly, others but for rounding.
+
+    Args:
+        a: a count.
+        b: another.
+        rounding: by which they may differ all the same, relative to themselves. Default: none.
+    """
     if math.isnan(a) or math.isnan(b):
         return True
     whole = a.is_integer() and b.is_integer()
-    return a == b if whole else math.isclose(a, b, rel_tol=ROUNDING)
+    return math.isclose(a, b, rel_tol=max((0.0 if whole else ROUNDING), *rounding, 0.0))
+
+
+def rounding(count: Count) -> float:
+    """Return what sums of a type in half precision may be off by; 0 for all other counts."""
+    half = isinstance(count, Tensor) and count.dtype in (torch.bfloat16, torch.float16)
+    return 4 * torch.finfo(count.dtype).eps if half and isinstance(count, Tensor) else 0.0
 
 
 def agree(some: Sequence[float], others: Sequence[float]) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from anybatch.proof.verdict import WHOLE
 PADS = "_pad_packed_sequence"
 """torch's function: data, sizes of the steps, whether the batch is first, padding, steps."""
 
-CALLER = "pad_packed_sequence"
+CALLER, NEAR = "pad_packed_sequence", 8
+"""Whose argument says how long rows are to be, and how many frames away it may be."""
 
 ROUNDING = 1e-3
 """What is averaged over a thousand steps moves by as much where there is one more."""
@@ -34,9 +36,11 @@ ROUNDING = 1e-3
 
 def as_long_as_the_longest(args: tuple[Any, ...]) -> bool:
     """Say whether a call of `PADS` that a mode has just been told of pads to its longest row."""
-    frame = sys._getframe(2)
-    if frame.f_code.co_name == CALLER and "total_length" in frame.f_locals:
-        return frame.f_locals["total_length"] is None
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(NEAR):  # other modes may have been told before
+        if frame is not None and frame.f_code.co_name == CALLER:
+            return frame.f_locals.get("total_length") is None
+        frame = None if frame is None else frame.f_back
     return bool(args[-1] == len(args[1]))
 
 
@@ -77,14 +81,19 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
         outputs: what it gave.
         draws: it draws numbers, which one step more would change.
     """
-    with Longer(math.nan):
-        of_nan = call()
-    if not any(map(_holds_nan, tree.flat(of_nan))) and (draws or _alike(of_nan, outputs)):
-        return False
+    try:
+        with Longer(math.nan):
+            of_nan = call()
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return True  # something else is as long as the longest row
+    read = any(map(_holds_nan, tree.flat(of_nan)))
     if draws:
-        return None
+        return None if read else False
     with Longer():
-        return True if not _alike(call(), outputs) else None
+        padded = call()
+    if not _alike(padded, outputs):  # also where nanmean, or a comparison, has left NaN out
+        return True
+    return None if read or not _alike(of_nan, outputs) else False
 
 
 def depends(path: str) -> str:

@@ -75,6 +75,8 @@ DEPENDS: dict[str, Pool] = {
     "mean": mean,
     "largest": lambda m, h, n, _: h.amax(1),
     "last step": lambda m, h, n, _: h[:, -1],
+    "mean but for NaN": lambda m, h, n, _: h.nanmean(1),
+    "median but for NaN": lambda m, h, n, _: h.nanmedian(1)[0],
     "convolution": lambda m, h, n, _: F.avg_pool1d(h.mT, 3, 1, 1).mean(2),
     "softmax": lambda m, h, n, _: (m.score(h).softmax(1) * h).sum(1),
 }
@@ -132,3 +134,53 @@ def test_rows_of_one_length_are_exact_and_not_shown(name: str) -> None:
     engine = exactly(Sentences(DEPENDS[name]).double(), *rows(equal=True))
     assert engine.plan is not None
     assert not engine.plan.exact
+
+
+class Normalised(Sentences):
+    """BatchNorm over the padded steps."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda m, h, n, _: h)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """[n, T] and [n] -> [n, 4]."""
+        rows = pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        steps = pad_packed_sequence(self.rnn(rows)[0], batch_first=True)[0]
+        last = (lengths - 1)[:, None, None].expand(-1, 1, 16)
+        return self.head(self.norm(steps.mT).mT.gather(1, last).squeeze(1))
+
+
+def test_batchnorm_over_padding_is_not_shown() -> None:
+    """What it normalises is as long as the longest row; it was shown, and wrong."""
+    inputs, y = rows()
+    engine = Engine(Normalised().double(), F.cross_entropy, micro_batch=3)
+    engine.backward(inputs, y)
+    assert engine.plan is not None
+    assert not engine.plan.exact
+
+
+class Tokens(Sentences):
+    """Returns its loss of each step."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """[n, T] and [n] -> the loss."""
+        rows = pack_padded_sequence(self.embed(x), lengths, batch_first=True, enforce_sorted=False)
+        steps = pad_packed_sequence(self.rnn(rows)[0], batch_first=True, **self.padding)[0]
+        there = (torch.arange(steps.shape[1])[None] < lengths[:, None]).double()
+        each = F.cross_entropy(self.head(steps).mT, x % 4, reduction="none")
+        return (each * there).sum() / there.sum()
+
+
+def test_a_row_as_long_as_all_are_padded_to_is_no_longest_row() -> None:
+    """Where a mode had been told before, the length that was given was not seen: it crashed."""
+    (x, lengths), _ = rows()
+    lengths[0] = lengths[5] = T
+    model = Tokens(mean, total_length=T).double()
+    whole = copy_of(model)
+    loss = whole(x, lengths)
+    loss.backward()
+    engine = Engine(model, micro_batch=3)
+    assert_exact(state_of(model, engine.backward((x, lengths))), state_of(whole, loss))
+    assert engine.plan is not None
+    assert engine.plan.exact
