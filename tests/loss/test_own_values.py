@@ -99,6 +99,8 @@ EXACT: dict[str, Lose] = {
     "mean of both dimensions": lambda m, x, y, w: each(m, x, y).mean((0, 1)),
     "mean of sums": lambda m, x, y, w: each(m, x, y).sum(1).mean(),
     "mean along the samples": lambda m, x, y, w: each(m, x, y).mean(1).mean(0),
+    "steps first": lambda m, x, y, w: each(m, x, y).T.mean(),
+    "weighted, steps first": lambda m, x, y, w: (each(m, x, y) * w).T.sum() / w.T.sum(),
     "sum": lambda m, x, y, w: each(m, x, y).sum(),
     "sum by samples": lambda m, x, y, w: each(m, x, y).sum() / len(x),
     "sum by numbers": lambda m, x, y, w: each(m, x, y).sum() / y.numel(),

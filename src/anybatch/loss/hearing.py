@@ -445,7 +445,9 @@ class Hearing(TorchFunctionMode):
         """Take in a term with what it was called with."""
         entry = known.TABLE[func]
         given = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
-        with_rows = {n: t.movedim(entry.rows[n] or 0, 0) for n, t in given.items()}
+        own = func in (known.own_values, known.own_weighted_values)
+        axes = {n: self._axis(t) if own else entry.rows[n] or 0 for n, t in given.items()}
+        with_rows = {n: t.movedim(axes[n], 0) for n, t in given.items()}
         left_out = {*with_rows, *entry.parameters}  # what a graph would be kept for
         first = next(iter(with_rows.values()))
         self.arguments.append(list(with_rows.values()))
@@ -464,6 +466,15 @@ class Hearing(TorchFunctionMode):
                 bytes=first.numel() * first.element_size(),
             ),
         )
+
+    def _axis(self, values: Tensor) -> int:
+        """Return the dimension of a model's own values in which the samples lie: first, or [T, n].
+
+        Where it is another one, their rows belong to others, which the look at a model sees.
+        """
+        if not self.rows or values.shape[0] % self.rows == 0:
+            return 0
+        return next((d for d, size in enumerate(values.shape) if size == self.rows), 0)
 
     def _fits(self, entry: known.Known, arguments: dict[str, Any]) -> bool:
         """Say whether the rows come first, and no weight belongs to a sample."""
