@@ -72,6 +72,9 @@ WITHOUT_DATA = (
     "micro_batch >= the batch size"
 )
 
+OF_NORMS = "more than 1 value per channel"
+"""In torch's error where a batch normalisation has one value."""
+
 HOOKED = "support saved tensor hooks"
 """In torch's error where torch.func differentiates what would leave."""
 
@@ -283,6 +286,7 @@ class Step(Repeatable):
             NotExactError: it does, and the batch holds more.
         """
         own = isinstance(error, AnybatchError) or looks_here() or out_of_memory(error)
+        own |= OF_NORMS in str(error)
         if (
             own
             or micro.size > 1

@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[Lose, str]] = {
     ),
     "reversed": (
         lambda m, x, y, w: m.gate(x).mean() + Reversed.apply(each(m, x, y).mean()),
-        WEIGHS,
+        UNKNOWN,
     ),
     "square": (lambda m, x, y, w: each(m, x, y).mean() ** 2, UNKNOWN),
     "largest": (lambda m, x, y, w: each(m, x, y).max(), UNKNOWN),

@@ -395,8 +395,8 @@ class Hearing(TorchFunctionMode):
                 pass
             case _:
                 return None
-        if not value.is_floating_point() or id(value) in self._weights:
-            return None
+        if not value.is_floating_point() or id(value) in self._versions:
+            return None  # what was followed, and has changed since
         if name in ("mul", "div", "true_divide"):
             factor, found = value if name == "mul" else 1 / value, Sum()
             for index, weight in sums.items():
