@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
 from anybatch.functions import named
+from anybatch.memory_errors import out_of_memory
 from anybatch.proof.verdict import WHOLE
 
 PADS = "_pad_packed_sequence"
@@ -84,7 +85,9 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
     try:
         with Longer(math.nan):
             of_nan = call()
-    except (RuntimeError, ValueError, IndexError, TypeError):
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if out_of_memory(error):
+            raise
         return True  # something else is as long as the longest row
     read = any(map(_holds_nan, tree.flat(of_nan)))
     if draws:
