@@ -342,7 +342,9 @@ def test_a_term_without_a_graph_is_not_heard(marked: bool) -> None:
         return plain(model, x, y) + aux
 
     model = made(again)
-    with pytest.raises(LossError, match=r"something else \(add, checkpoint, with use_reentrant=True\)"):
+    with pytest.raises(
+        LossError, match=r"something else \(add, checkpoint, with use_reentrant=True\)"
+    ):
         heard(model, micro_batch=4).backward(batch())
     model, rows = made(again), batch()
     if marked:

@@ -113,6 +113,16 @@ EXACT: dict[str, Lose] = {
     "masked": lambda m, x, y, w: (each(m, x, y) * (w > 0)).sum() / (w > 0).sum(),
     "masked in floats": lambda m, x, y, w: (each(m, x, y) * w).sum() / (w > 0).float().sum(),
     "floats of a count": lambda m, x, y, w: (each(m, x, y) * w).sum() / (w > 0).sum().double(),
+    "with a bound": lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(min=1),
+    "with a bound by name": lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp_min(1.0),
+    "with a bound on a count": lambda m, x, y, w: (
+        (each(m, x, y) * (w > 0)).sum() / torch.clamp((w > 0).sum(), min=1)
+    ),
+    "with a number": lambda m, x, y, w: (each(m, x, y) * w).sum() / (w.sum() + 1e-2),
+    "with a large bound": lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(min=99),
+    "with both": lambda m, x, y, w: (
+        (each(m, x, y) * w).sum() / (w.sum().float().clamp(min=1).double() + 0.5)
+    ),
     "shifted": lambda m, x, y, w: (each(m, x, y)[:, 1:] * w[:, 1:]).sum() / w[:, 1:].sum(),
     "by labels": lambda m, x, y, w: (each(m, x, y) * (y != 1)).sum() / (y != 1).sum(),
     "by the model": lambda m, x, y, w: (
@@ -182,7 +192,6 @@ REFUSED: dict[str, tuple[Lose, str]] = {
         lambda m, x, y, w: doubled(torch.stack([each(m, x, y).mean(), m.gate(x).mean()])).sum(),
         OF_ITS_OWN,
     ),
-    "and a bound": (lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(min=1), WEIGHS),
     "times a spread": (lambda m, x, y, w: each(m, x, y).mean() * m.gate(x).detach().std(), WEIGHS),
     "plus a spread": (lambda m, x, y, w: each(m, x, y).mean() + m.gate(x).std(), WEIGHS),
     "times a tensor of the samples": (
@@ -205,6 +214,10 @@ REFUSED: dict[str, tuple[Lose, str]] = {
     "reversed": (
         lambda m, x, y, w: m.gate(x).mean() + Reversed.apply(each(m, x, y).mean()),
         UNKNOWN,
+    ),
+    "bound from above": (
+        lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(1, 9),
+        WEIGHS,
     ),
     "square": (lambda m, x, y, w: each(m, x, y).mean() ** 2, UNKNOWN),
     "largest": (lambda m, x, y, w: each(m, x, y).max(), UNKNOWN),
@@ -271,4 +284,22 @@ def test_a_loss_in_a_checkpoint_is_told_where_to_take_it() -> None:
         return found
 
     with pytest.raises(LossError, match="outside of torch.utils.checkpoint"):
+        Engine(Own(lose).double(), micro_batch=3).backward(batch())
+
+
+def test_nothing_that_counts_is_what_a_bound_makes_of_it() -> None:
+    torch.manual_seed(0)
+    model = Own(EXACT["with a bound"]).double()
+    x, y, w = batch()
+    loss = Engine(model, micro_batch=3).backward((x, y, 0 * w))
+    assert loss == 0
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_bound_of_what_cannot_be_counted_is_refused() -> None:
+    def lose(m: Own, x: Tensor, y: Tensor, _w: Tensor) -> Tensor:
+        there = (m.gate(x)[..., 0] > 0).double()
+        return (each(m, x, y) * there).sum() / there.sum().clamp(min=1)
+
+    with pytest.raises(LossError, match="a count with a bound"):
         Engine(Own(lose).double(), micro_batch=3).backward(batch())

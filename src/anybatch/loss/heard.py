@@ -31,7 +31,8 @@ from anybatch.fakes import is_fake
 from anybatch.graph import name_of
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
-from anybatch.loss.hearing import HeardTerm, Hearing, SumBySamples, TermOfAll
+from anybatch.loss.hearing import Hearing
+from anybatch.loss.model_terms import HeardTerm, SumBySamples, TermOfAll
 from anybatch.loss.quiet import Quiet
 from anybatch.loss.tally import Tally, agree, rounding, same
 from anybatch.meeting import looks_here
@@ -299,6 +300,12 @@ class OfModel(Loss):
                 f"the denominators of a loss of several terms must be countable from the batch, "
                 f"and that of {_names(terms)} is not: {self._way_out}"
             )
+        bounded = [term.bounds for _, term in terms]
+        if any(bounded) and (None in counts or scope.everyone):
+            raise LossError(
+                "a count with a bound (clamp, + 1e-8) inside the model must be countable from the "
+                f"batch of one process, and that of {_names(terms)} is not: {self._way_out}"
+            )
         compared = self._tally is not None and self._tally.done
         wholes = [
             None if isinstance(term, TermOfAll) or not term.divides else count
@@ -306,7 +313,8 @@ class OfModel(Loss):
         ]
         self._tally = Tally(scope.size, wholes, waits=not compared)
         return [
-            Total(weight, count, term) for (weight, term), count in zip(terms, counts, strict=True)
+            Total(weight, None if count is None else term.bounded(count), term)
+            for (weight, term), count in zip(terms, counts, strict=True)
         ]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial, reduce
 from numbers import Real
 from typing import Any
@@ -31,92 +31,17 @@ from torch.overrides import TorchFunctionMode
 from anybatch import tree
 from anybatch.functions import named
 from anybatch.loss import known
-from anybatch.loss.replay import Recipe, Recipes, name_of, touches
+from anybatch.loss.model_terms import Constant, HeardTerm, TermOfAll, Weighed
+from anybatch.loss.replay import Recipes, name_of, touches
 from anybatch.loss.sums import Sum, arithmetic
-from anybatch.loss.terms import Term
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
 """Functions that leave a single number what it is."""
 IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
 TURNED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsub", "rsub": "sub"}
 """Functions of a number and a term, as functions of the term and the number."""
-ALIKE = frozenset(["ignore_index"])
-"""Options that may depend on the length of the samples."""
-
-
-@dataclass(frozen=True)
-class HeardTerm(Term):
-    """A known functional that a model called: `numerator`, and what it was divided by.
-
-    Attributes:
-        count: the denominator of these rows; 1 for a sum.
-        recipes: for the arguments with rows, how they were made of the batch, where that is known.
-        shapes: for the arguments with rows, what shape they had, the rows first.
-        dtypes: of these arguments: whole numbers are classes, others probabilities.
-        factors: numbers that the model made, and the numerator was multiplied by; of no sample.
-        bytes: of the first of them: the logits.
-    """
-
-    count: known.Count
-    recipes: dict[str, Recipe | None]
-    shapes: dict[str, torch.Size]
-    dtypes: dict[str, torch.dtype]
-    bytes: int
-    factors: tuple[Tensor, ...] = field(default=(), kw_only=True)
-
-    @property
-    def name(self) -> str:
-        """What was called; of values that the model has computed itself, how they are reduced."""
-        own = {known.own_values: "", known.own_weighted_values: "weighted "}.get(self.function)
-        return super().name if own is None else f"{own}{self.arguments['reduction']} of its own"
-
-    @property
-    def form(self) -> tuple[Any, ...]:
-        """What must be the same in every micro-batch."""
-        options = {k: v for k, v in self.options().items() if k not in ALIKE}
-        given = tuple(sorted(options.items(), key=lambda pair: pair[0]))
-        return self.name, given, len(self.factors)
-
-
-@dataclass(frozen=True)
-class TermOfAll(HeardTerm):
-    """A value that all parts of the batch share: its mean over samples is the value."""
-
-    @property
-    def name(self) -> str:
-        """What was called."""
-        names = (getattr(self.function, name, None) for name in ("co_name", "__name__"))
-        return f"coupled {next(filter(None, names), type(self.function).__name__)}"
-
-    @property
-    def divides(self) -> bool:
-        """Always: by the samples."""
-        return True
-
-    def options(self) -> dict[str, Any]:
-        """It has none."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Constant(TermOfAll):
-    """A number that the model adds to its loss: 1 in ``1 - cosine.mean()``, or one it has made."""
-
-    @property
-    def name(self) -> str:
-        """It is the same in all parts of the batch."""
-        return "a constant"
-
-
-@dataclass(frozen=True)
-class SumBySamples(HeardTerm):
-    """A sum that the model divides by the number of samples it is called with."""
-
-    @property
-    def divides(self) -> bool:
-        """Always: by the samples."""
-        return True
-
+BOUNDS = {"clamp": "least", "clamp_min": "least", "add": "plus", "__add__": "plus"}
+"""Functions that keep a count from being 0: ``mask.sum().clamp(min=1)``, ``mask.sum() + 1e-8``."""
 
 PLAIN, TOUCHES, LOSS, REDUCES, STACKS, FILLED = 1, 2, 3, 4, 5, 6
 FILLS = frozenset(
@@ -165,7 +90,7 @@ class Hearing(TorchFunctionMode):
         self._stacks: dict[int, list[Sum]] = {}
         self._numbers: dict[int, float] = {}
         self._values: dict[int, Tensor] = {}
-        self._weights: dict[int, Tensor] = {}
+        self._weights: dict[int, Weighed] = {}
         self._versions: dict[int, tuple[int, Any]] = {}
         self._alive: list[Any] = []
 
@@ -210,10 +135,10 @@ class Hearing(TorchFunctionMode):
             self._follow(name_of(func).strip("_"), operands, args, kwargs, result)
         elif kind == TOUCHES:
             self._recipes.follow(func, args, kwargs, result)
-            if args and name_of(func) in CONVERTS:
-                self._converted(args[0], result)
         elif kind in (STACKS, FILLED, REDUCES):
             self._made(kind, func, (*args, *kwargs.values())[0], result)
+        if args and (id(args[0]) in self._weights or id(args[0]) in self._numbers):
+            self._changed(name_of(func), args, kwargs, result)
         return result
 
     def _made(self, kind: int, func: Callable[..., Any], first: Any, result: Any) -> None:
@@ -232,12 +157,25 @@ class Hearing(TorchFunctionMode):
             self._stacks[id(result)] = sums
             self._keep(result)
 
-    def _converted(self, value: Any, result: Tensor) -> None:
-        """Note what a count, or a number, is in another type."""
-        if id(value) in self._weights:
-            self._weigh(result, self._weights[id(value)])
-        elif id(value) in self._numbers and self._intact(value):
-            self._count(self._numbers[id(value)], result)
+    def _changed(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Note what a count, or a number, is in another type, or with a bound."""
+        value = args[0]
+        if not isinstance(result, Tensor) or result is value or not self._intact(value):
+            return
+        number = self._numbers.get(id(value))
+        if number is not None:
+            if name in CONVERTS:
+                self._count(number, result)
+            return
+        weights, bounded = self._weights[id(value)], BOUNDS.get(name)
+        given = [one for one in (*args[1:], *kwargs.values()) if one is not None]
+        if bounded and len(given) == 1 and isinstance(given[0], Real) and "max" not in kwargs:
+            bounds = (*weights.bounds, (bounded, float(given[0])))
+            self._weigh(result, replace(weights, bounds=bounds))
+        elif name in CONVERTS:
+            self._weigh(result, weights)
 
     def _filled(self, name: str, first: Any, result: Tensor) -> None:
         """Note a tensor of one number, which a loss may begin with or be weighted by."""
@@ -352,7 +290,7 @@ class Hearing(TorchFunctionMode):
             self._combined(result, reduce(_plus, [_times(one, share) for one in stack]))
             return
         if reduction == "sum" and not result.requires_grad:
-            self._weigh(result, values)
+            self._weigh(result, Weighed(values, result.detach()))
         if not values.is_floating_point():
             return
         count = values.numel() if reduction == "mean" else 1
@@ -361,7 +299,7 @@ class Hearing(TorchFunctionMode):
         self._values[len(self.terms)] = values
         self._note(result, known.own_values, given, wide * count, count)
 
-    def _weigh(self, result: Tensor, weights: Tensor) -> None:
+    def _weigh(self, result: Tensor, weights: Weighed) -> None:
         self._weights[id(result)] = weights
         self._keep(result)
 
@@ -376,11 +314,12 @@ class Hearing(TorchFunctionMode):
             return False
         found = Sum()
         for index, factor in sums.items():
-            given = {"input": self._values[index], "weight": weights, "reduction": "mean"}
+            given = {"input": self._values[index], "weight": weights.values, "reduction": "mean"}
             found[len(self.terms)] = factor
             term = self.terms[index]
-            self._note(result, known.own_weighted_values, given, term.numerator, weight.detach())
-            self.terms[-1] = replace(self.terms[-1], factors=term.factors)
+            self._note(result, known.own_weighted_values, given, term.numerator, weights.total)
+            made = replace(self.terms[-1], factors=term.factors, bounds=weights.bounds)
+            self.terms[-1] = made
         self._combined(result, found)
         return True
 

@@ -24,7 +24,7 @@ from anybatch.errors import LossError
 from anybatch.fakes import is_fake
 from anybatch.loss.declared import Inside, Loss, Number, Part, Scope, Total, loss_among
 from anybatch.loss.heard import Heard, OfModel, Tracer
-from anybatch.loss.hearing import TermOfAll
+from anybatch.loss.model_terms import TermOfAll
 from anybatch.loss.tally import same
 
 WAY_OUT = (

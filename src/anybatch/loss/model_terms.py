@@ -1,0 +1,121 @@
+"""The terms of a loss that a model computes inside: what it called, its sum, and what divides it.
+
+F.cross_entropy(a, t)          HeardTerm      sum of the rows, and what these are divided by
+1 in 1 - cosine.mean()         Constant       the same in all parts of the batch
+anybatch.coupled(fn)(z)        TermOfAll      a value that all parts share
+nll.sum() / len(x)             SumBySamples   a sum that is divided by the samples
+w.sum() in v.sum() / w.sum()   Weighed        no term: what one may be divided by
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.loss import known
+from anybatch.loss.replay import Recipe
+from anybatch.loss.terms import Term
+
+ALIKE = frozenset(["ignore_index"])
+"""Options that may depend on the length of the samples."""
+
+
+@dataclass(frozen=True)
+class HeardTerm(Term):
+    """A known functional that a model called: `numerator`, and what it was divided by.
+
+    Attributes:
+        count: the denominator of these rows; 1 for a sum.
+        recipes: for the arguments with rows, how they were made of the batch, where that is known.
+        shapes: for the arguments with rows, what shape they had, the rows first.
+        dtypes: of these arguments: whole numbers are classes, others probabilities.
+        factors: numbers that the model made, and the numerator was multiplied by; of no sample.
+        bytes: of the first of them: the logits.
+        bounds: what the denominator of the whole batch goes through: ("least", 1), ("plus", 1e-8).
+    """
+
+    count: known.Count
+    recipes: dict[str, Recipe | None]
+    shapes: dict[str, torch.Size]
+    dtypes: dict[str, torch.dtype]
+    bytes: int
+    factors: tuple[Tensor, ...] = field(default=(), kw_only=True)
+    bounds: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
+
+    @property
+    def name(self) -> str:
+        """What was called; of values that the model has computed itself, how they are reduced."""
+        own = {known.own_values: "", known.own_weighted_values: "weighted "}.get(self.function)
+        return super().name if own is None else f"{own}{self.arguments['reduction']} of its own"
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What must be the same in every micro-batch."""
+        options = {k: v for k, v in self.options().items() if k not in ALIKE}
+        given = tuple(sorted(options.items(), key=lambda pair: pair[0]))
+        return self.name, given, len(self.factors), self.bounds
+
+    def bounded(self, count: known.Count) -> known.Count:
+        """Return the denominator of the whole batch that its count makes."""
+        for kind, number in self.bounds:
+            count = torch.as_tensor(count)
+            count = count.clamp(min=number) if kind == "least" else count + number
+        return count
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A sum without a gradient, by which a loss may be divided.
+
+    Attributes:
+        values: what was added up.
+        total: the sum.
+        bounds: what it went through since, as in `HeardTerm`.
+    """
+
+    values: Tensor
+    total: Tensor
+    bounds: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class TermOfAll(HeardTerm):
+    """A value that all parts of the batch share: its mean over samples is the value."""
+
+    @property
+    def name(self) -> str:
+        """What was called."""
+        names = (getattr(self.function, name, None) for name in ("co_name", "__name__"))
+        return f"coupled {next(filter(None, names), type(self.function).__name__)}"
+
+    @property
+    def divides(self) -> bool:
+        """Always: by the samples."""
+        return True
+
+    def options(self) -> dict[str, Any]:
+        """It has none."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Constant(TermOfAll):
+    """A number that the model adds to its loss: 1 in ``1 - cosine.mean()``, or one it has made."""
+
+    @property
+    def name(self) -> str:
+        """It is the same in all parts of the batch."""
+        return "a constant"
+
+
+@dataclass(frozen=True)
+class SumBySamples(HeardTerm):
+    """A sum that the model divides by the number of samples it is called with."""
+
+    @property
+    def divides(self) -> bool:
+        """Always: by the samples."""
+        return True
