@@ -110,7 +110,20 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(N, T, 5).double(), torch.randint(3, (N,))
 
 
-@pytest.mark.parametrize("name", SHOWN)
+SAVES = "a function that saves its output"
+NO_FRAME = "from torch 2.14 on no frame tells such a function from TorchScript: exact, not shown"
+FROM_2_14 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.xfail(FROM_2_14, reason=NO_FRAME, strict=True))
+        if n == SAVES
+        else n
+        for n in SHOWN
+    ],
+)
 def test_it_is_shown_and_exact(name: str) -> None:
     torch.manual_seed(1)
     engine = exactly(Body(SHOWN[name]).double(), F.cross_entropy, *batch())
