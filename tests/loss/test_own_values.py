@@ -49,6 +49,12 @@ def changed(total: Tensor) -> Tensor:
     return total
 
 
+def changed_below(total: Tensor) -> Tensor:
+    bounded = total.clamp(min=1)
+    total += 1.0
+    return bounded
+
+
 def changed_beside(total: Tensor) -> Tensor:
     total.view(1).add_(1.0)
     return total
@@ -213,6 +219,18 @@ REFUSED: dict[str, tuple[Lose, str]] = {
     ),
     "reversed": (
         lambda m, x, y, w: m.gate(x).mean() + Reversed.apply(each(m, x, y).mean()),
+        UNKNOWN,
+    ),
+    "bound from above alone": (
+        lambda m, x, y, w: (each(m, x, y) * w).sum() / w.sum().clamp(max=9),
+        WEIGHS,
+    ),
+    "bound from above by place": (
+        lambda m, x, y, w: (each(m, x, y) * w).sum() / torch.clamp(w.sum(), None, 9),
+        WEIGHS,
+    ),
+    "count that changes below its bound": (
+        lambda m, x, y, w: (each(m, x, y) * w).sum() / changed_below(w.sum()),
         UNKNOWN,
     ),
     "bound from above": (

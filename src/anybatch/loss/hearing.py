@@ -31,15 +31,17 @@ from torch.overrides import TorchFunctionMode
 from anybatch import tree
 from anybatch.functions import named
 from anybatch.loss import known
-from anybatch.loss.model_terms import Constant, HeardTerm, TermOfAll, Weighed
+from anybatch.loss.model_terms import Constant, HeardTerm, Record, TermOfAll, Weighed
 from anybatch.loss.replay import Recipes, name_of, touches
 from anybatch.loss.sums import Sum, arithmetic
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
 """Functions that leave a single number what it is."""
 IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
-TURNED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsub", "rsub": "sub"}
+SWAPPED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsub", "rsub": "sub"}
 """Functions of a number and a term, as functions of the term and the number."""
+SIGNS = {"add": (1.0, 1.0), "radd": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
+"""Functions of a term and a number that add: the sign of each."""
 BOUNDS = {"clamp": "least", "clamp_min": "least", "add": "plus", "__add__": "plus"}
 """Functions that keep a count from being 0: ``mask.sum().clamp(min=1)``, ``mask.sum() + 1e-8``."""
 
@@ -86,30 +88,28 @@ class Hearing(TorchFunctionMode):
         self.arguments: list[list[Tensor]] = []
         self.odd: list[str] = []
         self._recipes = Recipes(inputs)
-        self._sums: dict[int, Sum] = {}
-        self._stacks: dict[int, list[Sum]] = {}
-        self._numbers: dict[int, float] = {}
+        self._records: dict[int, Record] = {}
+        self._replaced: list[Record] = []
         self._values: dict[int, Tensor] = {}
-        self._weights: dict[int, Weighed] = {}
-        self._versions: dict[int, tuple[int, Any]] = {}
-        self._alive: list[Any] = []
 
     def combination(self, loss: Any) -> list[tuple[float, HeardTerm]] | None:
         """Return ``[(c_k, term_k)]`` of the model's loss, or None where it is not one."""
-        found = self._sums.get(id(loss)) if self._intact(loss) else None
-        if any(self._lost_its_graph(value) for value in self._alive):
+        every = [*self._replaced, *self._records.values()]
+        if any(map(self._lost_its_graph, every)):
             self.odd.append("checkpoint, with use_reentrant=True")
             return None
-        if any(value._backward_hooks for value in self._alive):
-            self.odd.append("register_hook")  # it would hear of another gradient, or of none
+        if any(record.tensor._backward_hooks for record in every):
+            self.odd.append("register_hook")  # it would get another gradient, or none
             return None
-        return None if not found else [(c, self.terms[index]) for index, c in sorted(found.items())]
+        found = self._operand(loss)
+        if not isinstance(found, dict) or not found:
+            return None
+        return [(c, self.terms[index]) for index, c in sorted(found.items())]
 
-    def _lost_its_graph(self, value: Tensor) -> bool:
+    def _lost_its_graph(self, record: Record) -> bool:
         """Say whether a value has got a graph that its terms have not: they were made without."""
-        terms = [self.terms[index] for index in self._sums.get(id(value), {})]
-        graphs = [term.numerator.requires_grad for term in terms]
-        return bool(graphs) and value.requires_grad and not any(graphs)
+        graphs = [self.terms[index].numerator.requires_grad for index in record.sums or ()]
+        return bool(graphs) and record.tensor.requires_grad and not any(graphs)
 
     def __torch_function__(
         self,
@@ -123,13 +123,14 @@ class Hearing(TorchFunctionMode):
         if self._aside:
             return func(*args, **kwargs)
         kind = _kind(func)
-        if kind == PLAIN and not self._sums:
+        if kind == PLAIN and not self._records:
             return func(*args, **kwargs)
         if kind == LOSS:
             value = self._term(func, known.bind(func, args, kwargs))
             if value is not None:
                 return value
-        operands = [self._known(arg) for arg in args] if self._sums else []
+        operands = [self._operand(arg) for arg in args] if self._records else []
+        first = self._intact(args[0]) if args else None
         result = func(*args, **kwargs)
         if any(isinstance(one, dict) for one in operands):
             self._follow(name_of(func).strip("_"), operands, args, kwargs, result)
@@ -137,8 +138,8 @@ class Hearing(TorchFunctionMode):
             self._recipes.follow(func, args, kwargs, result)
         elif kind in (STACKS, FILLED, REDUCES):
             self._made(kind, func, (*args, *kwargs.values())[0], result)
-        if args and (id(args[0]) in self._weights or id(args[0]) in self._numbers):
-            self._changed(name_of(func), args, kwargs, result)
+        if first is not None and isinstance(result, Tensor) and result is not args[0]:
+            self._convert(name_of(func), first, (args[1:], kwargs), result)
         return result
 
     def _made(self, kind: int, func: Callable[..., Any], first: Any, result: Any) -> None:
@@ -152,42 +153,32 @@ class Hearing(TorchFunctionMode):
 
     def _stacked(self, parts: Any, result: Tensor) -> None:
         """Note numbers that lie beside each other, and may be added up."""
-        sums = [self._known(one) for one in parts]
+        sums = [self._operand(one) for one in parts]
         if result.dim() == 1 and sums and all(isinstance(one, dict) for one in sums):
-            self._stacks[id(result)] = sums
-            self._keep(result)
+            self._record(result).stack = sums
 
-    def _changed(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Note what a count, or a number, is in another type, or with a bound."""
-        value = args[0]
-        if not isinstance(result, Tensor) or result is value or not self._intact(value):
+    def _convert(self, name: str, source: Record, options: tuple[Any, Any], result: Tensor) -> None:
+        """Record a number, or a sum of weights, in another type or with a bound."""
+        if name in CONVERTS and source.number is not None:
+            self._record_number(source.number, result)
+        if source.weights is None:
             return
-        number = self._numbers.get(id(value))
-        if number is not None:
-            if name in CONVERTS:
-                self._count(number, result)
-            return
-        weights, bounded = self._weights[id(value)], BOUNDS.get(name)
-        given = [one for one in (*args[1:], *kwargs.values()) if one is not None]
-        if bounded and len(given) == 1 and isinstance(given[0], Real) and "max" not in kwargs:
-            bounds = (*weights.bounds, (bounded, float(given[0])))
-            self._weigh(result, replace(weights, bounds=bounds))
-        elif name in CONVERTS:
-            self._weigh(result, weights)
+        if name in CONVERTS:
+            self._record(result).weights = source.weights
+        elif (number := _lower_bound(name, *options)) is not None:
+            bounds = (*source.weights.bounds, (BOUNDS[name], number))
+            self._record(result).weights = replace(source.weights, bounds=bounds)
 
     def _filled(self, name: str, first: Any, result: Tensor) -> None:
         """Note a tensor of one number, which a loss may begin with or be weighted by."""
         number = first if name == "tensor" else 0.0 if "zeros" in name else 1.0
         if result.numel() == 1 and isinstance(number, Real) and not result.requires_grad:
-            self._count(float(number), result)
+            self._record_number(float(number), result)
 
-    def _count(self, number: float, result: Tensor) -> None:
-        """Note a number, where a tensor of this type holds it as it is."""
-        if _is_held(number, result.dtype):
-            self._numbers[id(result)] = number
-            self._keep(result)
+    def _record_number(self, number: float, result: Tensor) -> None:
+        """Record a number, where a tensor of this type does not round it."""
+        if _is_exact(number, result.dtype):
+            self._record(result).number = number
 
     def weights(self) -> list[Tensor]:
         """Return the constants of the terms, which must be of no sample."""
@@ -230,31 +221,33 @@ class Hearing(TorchFunctionMode):
         )
 
     def _add(self, value: Tensor, term: HeardTerm) -> None:
-        self._combined(value, {len(self.terms): 1.0})
+        self._record(value).sums = {len(self.terms): 1.0}
         self.terms.append(term)
 
-    def _combined(self, result: Tensor, sums: Sum) -> None:
-        self._sums[id(result)] = sums
-        self._keep(result)
+    def _record(self, tensor: Tensor) -> Record:
+        """Return the record of a tensor, a new one where it has changed."""
+        found = self._records.get(id(tensor))
+        if found is None or not found.intact:
+            found = self._records[id(tensor)] = Record.of(tensor)
+        return found
 
-    def _keep(self, result: Tensor) -> None:
-        """Keep a tensor, whose id is known from now on; what is written to it later shows."""
-        version = -1 if result.is_inference() else result._version
-        self._versions[id(result)] = version, result.grad_fn
-        self._alive.append(result)
+    def _intact(self, value: Any) -> Record | None:
+        """Return the record of a tensor; None where it has none, or has changed since."""
+        found = self._records.get(id(value))
+        return found if found is not None and found.intact else None
 
-    def _intact(self, value: Any) -> bool:
-        """Say whether a tensor has been followed, and nothing has been written to it since."""
-        known_as = self._versions.get(id(value))
-        if known_as is None or known_as[0] != (-1 if value.is_inference() else value._version):
-            return False
-        # That of a function of one's own is put in its place when its forward has ended.
-        return known_as[1] is value.grad_fn
-
-    def _known(self, value: Any) -> Any:
+    def _operand(self, value: Any) -> Any:
         """Return the weighted sum, or the number, that a value is; the value where it is none."""
-        found = self._sums.get(id(value), self._numbers.get(id(value)))
-        return value if found is None or not self._intact(value) else found
+        found = self._intact(value)
+        if found is None:
+            return value
+        return (
+            found.sums
+            if found.sums is not None
+            else value
+            if found.number is None
+            else found.number
+        )
 
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
         """Return the value of a known functional, from its numerator; None where it is not one."""
@@ -284,13 +277,13 @@ class Hearing(TorchFunctionMode):
             return
         if result.dim() or not values.dim() or _is_wrapped(values) or result.is_inference():
             return
-        if id(values) in self._stacks and self._intact(values):
-            stack = self._stacks[id(values)]
-            share = 1.0 / len(stack) if reduction == "mean" else 1.0
-            self._combined(result, reduce(_plus, [_times(one, share) for one in stack]))
+        stacked = self._intact(values)
+        if stacked is not None and stacked.stack is not None:
+            share = 1.0 / len(stacked.stack) if reduction == "mean" else 1.0
+            self._record(result).sums = reduce(_plus, [_times(one, share) for one in stacked.stack])
             return
         if reduction == "sum" and not result.requires_grad:
-            self._weigh(result, Weighed(values, result.detach()))
+            self._record(result).weights = Weighed(values, Record.of(result.detach()))
         if not values.is_floating_point():
             return
         count = values.numel() if reduction == "mean" else 1
@@ -299,78 +292,68 @@ class Hearing(TorchFunctionMode):
         self._values[len(self.terms)] = values
         self._note(result, known.own_values, given, wide * count, count)
 
-    def _weigh(self, result: Tensor, weights: Weighed) -> None:
-        self._weights[id(result)] = weights
-        self._keep(result)
-
-    def _by_weights(self, operands: list[Any], weight: Any, result: Tensor) -> bool:
-        """Note a sum that is divided by a sum of weights as a term; say whether it is one."""
-        sums, weights = operands[0], self._weights.get(id(weight))
-        if weights is None or not self._intact(weight):
-            return False
-        if not isinstance(sums, dict) or result.dim():
-            return False
-        if any(index not in self._values or self.terms[index].divides for index in sums):
-            return False
+    def _by_weights(self, sums: Any, weight: Any, result: Tensor) -> Sum | None:
+        """Return sums that are divided by a sum of weights, as terms; None where they are none."""
+        record = self._intact(weight)
+        weights = None if record is None else record.weights
+        if weights is None or not weights.total.intact or result.dim():
+            return None
+        if not isinstance(sums, dict) or not all(map(self._is_own_sum, sums)):
+            return None
         found = Sum()
         for index, factor in sums.items():
             given = {"input": self._values[index], "weight": weights.values, "reduction": "mean"}
             found[len(self.terms)] = factor
             term = self.terms[index]
-            self._note(result, known.own_weighted_values, given, term.numerator, weights.total)
-            made = replace(self.terms[-1], factors=term.factors, bounds=weights.bounds)
-            self.terms[-1] = made
-        self._combined(result, found)
-        return True
-
-    def _with_value(self, name: str, operands: list[Any]) -> Sum | None:
-        """Return what a term and a number of the model's are together; None where they are none.
-
-        Learned weights of several losses are such numbers: ``(-s).exp() * loss + s``. That no
-        sample has a part in them, nor their number, the look at a model sees to.
-        """
-        match operands:
-            case [dict() as sums, Tensor() as value] if value.dim() == 0:
-                pass
-            case _:
-                return None
-        if not value.is_floating_point() or id(value) in self._versions:
-            return None  # what was followed, and has changed since
-        if name in ("mul", "div", "true_divide"):
-            factor, found = value if name == "mul" else 1 / value, Sum()
-            for index, weight in sums.items():
-                found[len(self.terms)] = weight
-                term = self.terms[index]
-                if index in self._values:
-                    self._values[len(self.terms)] = self._values[index]
-                self.terms.append(
-                    replace(
-                        term,
-                        index=len(self.terms),
-                        numerator=term.numerator * factor,
-                        factors=(*term.factors, value),
-                    )
-                )
-            return found
-        signs = {"add": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
-        if name not in signs:
-            return None
-        found = {**_times(sums, signs[name][0]), len(self.terms): signs[name][1]}
-        term = self._shared(Constant, None, value * self.rows)
-        self.terms.append(replace(term, factors=(value,)))
+            self._note(
+                result, known.own_weighted_values, given, term.numerator, weights.total.tensor
+            )
+            bounds = weights.bounds
+            self.terms[-1] = replace(self.terms[-1], factors=term.factors, bounds=bounds)
         return found
 
-    def _with_constant(self, name: str, operands: list[Any], result: Tensor) -> Sum | None:
-        """Return the sum that a term and a number are together; None where they are not."""
-        signs = {"add": (1.0, 1.0), "radd": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
+    def _is_own_sum(self, index: int) -> bool:
+        return index in self._values and not self.terms[index].divides
+
+    def _with_number(self, name: str, operands: list[Any], result: Tensor) -> Sum | None:
+        """Return a sum of terms after arithmetic with one number; None where that is no such sum.
+
+        The number may be a 0-dim tensor that the model has computed, such as a learned weight:
+        ``(-s).exp() * loss + s``. The look at the model shows that neither a sample nor the number
+        of samples has a part in it (test_what_is_no_sum_over_samples_is_refused).
+        """
+        factors: tuple[Tensor, ...] = ()
         match operands:
-            case [dict() as sums, Real() as number] if name in signs:
-                of_sums, of_number = signs[name]
+            case [dict() as sums, Real() as number]:
+                value, weight = torch.ones_like(result.detach()), float(number)
+            case [dict() as sums, Tensor() as value] if self._is_new_number(value):
+                factors, weight = (value,), 1.0
             case _:
                 return None
-        found = {**_times(sums, of_sums), len(self.terms): of_number * float(number)}
-        ones = torch.ones_like(result.detach()) * self.rows
-        self.terms.append(self._shared(Constant, None, ones))
+        if name in SIGNS:
+            sign, other = SIGNS[name]
+            found = {**_times(sums, sign), len(self.terms): other * weight}
+            term = self._shared(Constant, None, value * self.rows)
+            self.terms.append(replace(term, factors=factors))
+            return found
+        if not factors or name not in ("mul", "div", "true_divide"):
+            return None
+        return self._times_value(sums, value, inverse=name != "mul")
+
+    def _is_new_number(self, value: Tensor) -> bool:
+        """Say whether a tensor is one number without a record: none that was written to since."""
+        return not value.dim() and value.is_floating_point() and id(value) not in self._records
+
+    def _times_value(self, sums: Sum, value: Tensor, *, inverse: bool) -> Sum:
+        """Return a sum of terms, each multiplied by a value or divided by it."""
+        factor, found = 1 / value if inverse else value, Sum()
+        for index, weight in sums.items():
+            term, place = self.terms[index], len(self.terms)
+            found[place] = weight
+            if index in self._values:
+                self._values[place] = self._values[index]
+            numerator, factors = term.numerator * factor, (*term.factors, value)
+            self.terms.append(replace(term, index=place, numerator=numerator, factors=factors))
         return found
 
     def _note(
@@ -444,26 +427,34 @@ class Hearing(TorchFunctionMode):
         """Note arithmetic on terms, where it gives a weighted sum of them."""
         if not isinstance(result, Tensor):
             return  # a question
-        for known_as in (self._sums, self._stacks, self._weights, self._numbers):
-            known_as.pop(id(result), None)
+        replaced = self._records.pop(id(result), None)
+        if replaced is not None:  # written to in place
+            self._replaced.append(replaced)
         name = IN_PLACE.get(name, name)
         plain = isinstance(operands[0], Real | Tensor) and len(operands) == 2
-        if name in TURNED and plain and isinstance(operands[1], dict):
-            name, operands = TURNED[name], operands[::-1]
+        if name in SWAPPED and plain and isinstance(operands[1], dict):
+            name, operands = SWAPPED[name], operands[::-1]
         first = operands[0]
         combined = None if kwargs else arithmetic(name, operands)
+        if combined is None and name in ("div", "true_divide") and len(args) == 2:
+            combined = self._by_weights(first, args[1], result)
         if combined is None and not kwargs and result.dim() == 0:
-            combined = self._with_constant(name, operands, result)
-        if combined is None and not kwargs and result.dim() == 0:
-            combined = self._with_value(name, operands)
+            combined = self._with_number(name, operands, result)
         if combined is None and name in SAME and isinstance(first, dict) and result.numel() == 1:
             combined = first
         if combined is None:
-            divides = name in ("div", "true_divide") and len(args) == 2
-            if not divides or not self._by_weights(operands, args[1], result):
-                self.odd.append(name)
-            return
-        self._combined(result, combined)
+            self.odd.append(name)
+        else:
+            self._record(result).sums = combined
+
+
+def _lower_bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return the number that keeps a count from being 0; None where a call does something else."""
+    numbers = [one for one in (*args, *kwargs.values()) if one is not None]
+    below = kwargs.get("max") is None and (len(args) < 2 or args[1] is None)
+    if name not in BOUNDS or len(numbers) != 1 or not below or not isinstance(numbers[0], Real):
+        return None
+    return float(numbers[0])
 
 
 def _is_wrapped(value: Any) -> bool:
@@ -478,7 +469,7 @@ DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64
 """Binary digits of a number of each type."""
 
 
-def _is_held(number: float, dtype: torch.dtype) -> bool:
+def _is_exact(number: float, dtype: torch.dtype) -> bool:
     """Say whether a type holds a number without rounding it."""
     if dtype not in DIGITS or abs(number) > 2.0**15 or (number and abs(number) < 2.0**-14):
         return False

@@ -5,6 +5,7 @@ F.cross_entropy(a, t)          HeardTerm      sum of the rows, and what these ar
 anybatch.coupled(fn)(z)        TermOfAll      a value that all parts share
 nll.sum() / len(x)             SumBySamples   a sum that is divided by the samples
 w.sum() in v.sum() / w.sum()   Weighed        no term: what one may be divided by
+loss, w.sum(), zeros(())       Record         what a tensor on the way to the loss is
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from anybatch.loss import known
 from anybatch.loss.replay import Recipe
+from anybatch.loss.sums import Sum
 from anybatch.loss.terms import Term
 
 ALIKE = frozenset(["ignore_index"])
@@ -77,8 +79,48 @@ class Weighed:
     """
 
     values: Tensor
-    total: Tensor
+    total: Record
     bounds: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass
+class Record:
+    """One tensor that is followed.
+
+    Attributes:
+        tensor: its id is a name for as long as it lives.
+        version: of what was written to it when it was recorded.
+        node: its autograd node then.
+        sums: the weighted sum of terms that it is; None where it is none.
+        stack: those that it holds beside each other; None where it holds none.
+        number: the number that it was filled with; None where it was not.
+        weights: the sum of weights that it is; None where it is none.
+    """
+
+    tensor: Tensor
+    version: int
+    node: Any
+    sums: Sum | None = None
+    stack: list[Sum] | None = None
+    number: float | None = None
+    weights: Weighed | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Record:
+        """Return a record of a tensor as it is now."""
+        return cls(tensor, _version(tensor), tensor.grad_fn)
+
+    @property
+    def intact(self) -> bool:
+        """Whether nothing has been written to it since, and no function has taken its graph.
+
+        An ``autograd.Function`` puts its own node in the place of that which its forward has made.
+        """
+        return self.version == _version(self.tensor) and self.node is self.tensor.grad_fn
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
