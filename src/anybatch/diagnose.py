@@ -29,7 +29,7 @@ from anybatch.batch import TensorBatch
 from anybatch.batchnorm import counters
 from anybatch.errors import AnybatchError
 from anybatch.execution.hooks import KINDS
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.modules import walk
 from anybatch.norm.alone import AloneNorms
 from anybatch.step import call_model
@@ -319,7 +319,7 @@ class _Reads(TorchFunctionMode):
             while frame.f_back and "/torch/" in frame.f_code.co_filename:
                 frame = frame.f_back
             self.places.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        return func(*args, **named(func, kwargs))
+        return func(*args, **keywords(func, kwargs))
 
 
 def _outputs_by_module(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch import tree
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.modules import local
 from anybatch.paged import paged
 from anybatch.undo import HeldBack, uninterrupted
@@ -195,7 +195,7 @@ class _Listens(TorchFunctionMode):
         self._held.let_through()
         if func in BY_NUMBER:
             raise NotImplementedError(f"{func.__name__} reads numbers, and there are none")
-        return func(*args, **named(func, kwargs))
+        return func(*args, **keywords(func, kwargs))
 
 
 @contextmanager

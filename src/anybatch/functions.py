@@ -1,4 +1,4 @@
-"""What torch tells a function mode of a call, made whole.
+"""Complete the arguments that torch passes to a function mode.
 
 ``F.l1_loss(input, target, weight=w)`` reaches a mode without its weight (torch 2.6 to 2.14): with
 any mode on, the loss would be another one. The frame of the function still has it.
@@ -17,12 +17,12 @@ NEAR = 6
 """Frames between a mode and the function that called it."""
 
 
-def named(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments that a function was called with.
+def keywords(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call, with the one that torch drops.
 
     Args:
-        func: what a mode is told of.
-        kwargs: the keyword arguments that it is told.
+        func: the function that a mode receives.
+        kwargs: the keyword arguments that it receives.
     """
     kwargs = kwargs or {}
     if func is not F.l1_loss or "weight" in kwargs:

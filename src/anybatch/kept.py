@@ -141,7 +141,7 @@ class Kept:
                 self._global(fn.__globals__, name)
 
     def _global(self, held: dict[str, Any], name: str) -> None:
-        """Note what a name of a file stands for, and what a function, a class or an object holds.
+        """Note the value of a global name, and the state that a function, class or object holds.
 
         A table that a helper keeps by size would hold tensors without data
         (test_tables_of_helpers_hold_no_fakes).
@@ -197,7 +197,8 @@ def of_library(name: str) -> bool:
     return name.split(".", maxsplit=1)[0] in LIBRARIES
 
 
-LIBRARIES = {"torch", "numpy", "anybatch", "builtins", *sys.stdlib_module_names} - {"__main__"}
+LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
+"""Top-level packages that keep no state of a person's forward."""
 
 
 def _theirs(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from anybatch import tree
-from anybatch.kept import HOOKS, Attributes, names_of
+from anybatch.kept import HOOKS, LIBRARIES, Attributes, names_of
 from anybatch.proof.places import in_rows
 
 NUMBERS = (int, float, bool, str)
@@ -42,8 +42,6 @@ FEW = 64
 
 MOST = 500
 """Functions that are followed."""
-
-LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
 
 DEPTH = 3
 """Lists, dicts and objects in each other that are looked into."""

@@ -279,7 +279,7 @@ class Step(Repeatable):
         everyone = self.everyone.size if self.everyone.several else 0
         return Scope(self.batch.size, self.count, whole, outputs, first, layout, everyone)
 
-    def _refuse_alone(self, error: Exception, micro: MicroBatch) -> None:
+    def _refuse_single_sample(self, error: Exception, micro: MicroBatch) -> None:
         """Say in one sentence that a forward fails where a micro-batch holds one sample.
 
         Raises:
@@ -346,14 +346,14 @@ class Step(Repeatable):
             try:
                 outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
-                self._refuse_alone(error, micro)
+                self._refuse_single_sample(error, micro)
                 if HOOKED in str(error) and not looks_here():
                     raise NotYetError(NO_HOOKS) from error
                 if torch.is_grad_enabled() or graph.NONE not in str(error):
                     raise
                 raise NotExactError(NO_GRAPH) from error
             except (ValueError, IndexError, TypeError) as error:
-                self._refuse_alone(error, micro)
+                self._refuse_single_sample(error, micro)
                 raise
         if micro.size == 1 and self.layout and self.divided:
             _check_single(outputs, self.layout)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch import Engine
-from anybatch.functions import named
+from anybatch.functions import keywords
 
 
 class Hears(TorchFunctionMode):
@@ -26,8 +26,8 @@ class Hears(TorchFunctionMode):
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.l1_loss:
-            self.told = named(func, kwargs)
-        return func(*args, **named(func, kwargs))
+            self.told = keywords(func, kwargs)
+        return func(*args, **keywords(func, kwargs))
 
 
 @pytest.mark.parametrize("weighted", [True, False])

@@ -24,7 +24,7 @@ from anybatch import tree
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState
@@ -173,7 +173,7 @@ class _Gradients(TorchFunctionMode):
                 "reads .grad of a parameter of the model: compute what it takes of them before the "
                 "step and keep that number, or give micro_batch >= the batch size"
             )
-        return func(*args, **named(func, kwargs))
+        return func(*args, **keywords(func, kwargs))
 
 
 GRAD: Any = vars(torch._C.TensorBase)["grad"]

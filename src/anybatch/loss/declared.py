@@ -247,7 +247,7 @@ class Ratio(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's sum and count."""
         del totals
-        with ForwardOf(micro.size, alone=True), _told_of_derivatives():
+        with ForwardOf(micro.size, alone=True), _derivative_errors():
             numerator = self._numerator(outputs, micro)
         return [Part(numerator, lambda: self._den(micro.targets))]
 
@@ -283,7 +283,7 @@ class PerSample(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the sum over the micro-batch."""
         del totals
-        with ForwardOf(micro.size, alone=True), _told_of_derivatives():
+        with ForwardOf(micro.size, alone=True), _derivative_errors():
             losses = self._losses(outputs, micro)
         return [Part(losses.sum(), lambda: micro.size)]
 
@@ -370,8 +370,8 @@ class Algorithm1(Loss):
 
 
 @contextmanager
-def _told_of_derivatives() -> Iterator[None]:
-    """Say in one sentence what a loss may differentiate.
+def _derivative_errors() -> Iterator[None]:
+    """Turn torch's error about an unused tensor into one sentence.
 
     Raises:
         LossError: it differentiates by something that the outputs were not computed from.

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.loss import known
 from anybatch.loss.model_terms import Constant, HeardTerm, Record, TermOfAll, Weighed
 from anybatch.loss.replay import Recipes, name_of, touches
@@ -119,7 +119,7 @@ class Hearing(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer a known functional, follow its result and the labels, and let all else be."""
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         if self._aside:
             return func(*args, **kwargs)
         kind = _kind(func)
@@ -143,7 +143,7 @@ class Hearing(TorchFunctionMode):
         return result
 
     def _made(self, kind: int, func: Callable[..., Any], first: Any, result: Any) -> None:
-        """Take in what a function made that no term has come into yet."""
+        """Record the result of a function of tensors that are no terms."""
         if kind == STACKS:
             self._stacked(first, result)
         elif kind == FILLED:
@@ -152,7 +152,7 @@ class Hearing(TorchFunctionMode):
             self._reduced(REDUCTIONS[func], first, result)
 
     def _stacked(self, parts: Any, result: Tensor) -> None:
-        """Note numbers that lie beside each other, and may be added up."""
+        """Record a tensor of several terms, which a later sum or mean adds up."""
         sums = [self._operand(one) for one in parts]
         if result.dim() == 1 and sums and all(isinstance(one, dict) for one in sums):
             self._record(result).stack = sums
@@ -170,7 +170,7 @@ class Hearing(TorchFunctionMode):
             self._record(result).weights = replace(source.weights, bounds=bounds)
 
     def _filled(self, name: str, first: Any, result: Tensor) -> None:
-        """Note a tensor of one number, which a loss may begin with or be weighted by."""
+        """Record a tensor of one number, with which a loss may begin or be multiplied."""
         number = first if name == "tensor" else 0.0 if "zeros" in name else 1.0
         if result.numel() == 1 and isinstance(number, Real) and not result.requires_grad:
             self._record_number(float(number), result)

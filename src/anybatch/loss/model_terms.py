@@ -49,13 +49,13 @@ class HeardTerm(Term):
 
     @property
     def name(self) -> str:
-        """What was called; of values that the model has computed itself, how they are reduced."""
+        """The functional's name; for the model's own values the name of their reduction."""
         own = {known.own_values: "", known.own_weighted_values: "weighted "}.get(self.function)
         return super().name if own is None else f"{own}{self.arguments['reduction']} of its own"
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What must be the same in every micro-batch."""
+        """Name, options, factors and bounds, which must be the same in every micro-batch."""
         options = {k: v for k, v in self.options().items() if k not in ALIKE}
         given = tuple(sorted(options.items(), key=lambda pair: pair[0]))
         return self.name, given, len(self.factors), self.bounds
@@ -129,7 +129,7 @@ class TermOfAll(HeardTerm):
 
     @property
     def name(self) -> str:
-        """What was called."""
+        """The name of the coupled function."""
         names = (getattr(self.function, name, None) for name in ("co_name", "__name__"))
         return f"coupled {next(filter(None, names), type(self.function).__name__)}"
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch.batch import TensorBatch
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.step import call_model
 
 
@@ -39,7 +39,7 @@ class Partners(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Hear one function."""
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         if func is F.cross_entropy:
             given = dict(zip(("input", "target"), args, strict=False)) | kwargs
             self.directions += self._pairs(given.get("input"), given.get("target"))

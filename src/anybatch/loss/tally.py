@@ -1,4 +1,4 @@
-"""What the micro-batches of a step are divided by, added up, and compared with the whole batch's.
+"""Add up the denominators of the micro-batches of a step, and compare them with the whole batch's.
 
 A denominator is counted before the first backward, as if every micro-batch had the shapes of the
 first one. A model that cuts its rows to the longest of those that come along has other ones:
@@ -22,7 +22,7 @@ from anybatch.fakes import is_fake
 Count = float | int | Tensor
 
 ROUNDING = 1e-4
-"""What counts that are no whole numbers, such as sums of class weights, may differ by."""
+"""Relative difference of counts that are no whole numbers, such as sums of class weights."""
 
 
 class Tally:
@@ -43,7 +43,7 @@ class Tally:
         self.done = False
 
     def add(self, micro: MicroBatch, counts: Sequence[Count], names: Sequence[str]) -> None:
-        """Take in what a micro-batch is divided by; one that is run again in pieces is replaced.
+        """Add the denominators of a micro-batch; pieces of one that is run again replace it.
 
         Args:
             micro: its rows.
@@ -99,7 +99,7 @@ def same(a: float, b: float, *rounding: float) -> bool:
 
 
 def rounding(count: Count) -> float:
-    """Return what sums of a type in half precision may be off by; 0 for all other counts."""
+    """Return the relative error of a sum in half precision; 0 for all other counts."""
     half = isinstance(count, Tensor) and count.dtype in (torch.bfloat16, torch.float16)
     return 4 * torch.finfo(count.dtype).eps if half and isinstance(count, Tensor) else 0.0
 

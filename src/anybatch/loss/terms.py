@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from anybatch.fakes import is_fake
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.loss import known
 
 
@@ -115,7 +115,7 @@ class Numerators(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Answer a known functional that is a term with its numerator."""
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         if func in known.TABLE:
             term = self._terms.get(self._calls)
             self._calls += 1

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.loss import known, rows
 from anybatch.loss.sums import Sum, arithmetic
 from anybatch.loss.terms import Term
@@ -92,7 +92,7 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Note what `func` does to samples and terms, and let it."""
         try:
-            return self._call(func, args, named(func, kwargs))
+            return self._call(func, args, keywords(func, kwargs))
         except UnfollowableError:
             self._failed = True  # whoever catches it
             raise

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch.errors import NotExactError
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.meeting import samples_here
 
 OWN = torch.batch_norm
@@ -73,7 +73,7 @@ class Norms(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Take normalisation and counting over; leave everything else alone."""
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         if func is F.batch_norm:
             return self._function(*args, **kwargs)
         if func is OWN:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.batchnorm import counters
 from anybatch.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.kept import Kept
 from anybatch.meeting import samples_here
 from anybatch.modules import Modules, walk
@@ -117,7 +117,7 @@ class _Functions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         name, given = getattr(func, "__name__", ""), (args, kwargs)
         name = PROPERTIES.get(func, name) if name == "__get__" else name
         kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it

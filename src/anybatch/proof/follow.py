@@ -155,7 +155,7 @@ class Notes:
             they are of several lengths.
         counters: where a person's code computes with the counter of a batch normalisation.
         few: where rows were brought together that are chosen by their values, and too few were.
-        beside: rows in an order met rows that are in none.
+        mixes_orders: a kernel computed with rows in an order and with rows in none.
         cuts: rows are sliced along the samples.
         given: Python makes numbers that are as many as the samples.
         local: some rows were normalised by themselves, as was asked for.
@@ -185,7 +185,7 @@ class Notes:
     longest: list[tuple[str, bool]] = field(default_factory=list)
     counters: list[str] = field(default_factory=list)
     few: list[str] = field(default_factory=list)
-    beside: bool = False
+    mixes_orders: bool = False
     cuts: bool = False
     given: bool = False
     local: bool = False
@@ -280,8 +280,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values, counts = torch.unique(mask & SAMPLES, return_counts=True)
         each = x.numel() // mask.numel()
         pairs = zip(values.tolist(), counts.tolist(), strict=True)
-        # Not rounded: where samples are channels, 8 values of 4 and of 3 would be 2 for each, as
-        # in test_samples_that_are_channels_are_refused
+        # As fractions: where samples are channels, 8 // 4 and 8 // 3 values are both 2
+        # (test_samples_that_are_channels_are_refused).
         rows = {value: Fraction(count * each, channels) for value, count in pairs}
         cut = bool((mask & CUT).any())
         self.notes.norms.append(NormCall(self.path, rows, cut, x.numel() // channels))
@@ -349,7 +349,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 getattr(notes, name).extend(getattr(inner, name))
 
     def pads(self, sizes: Tensor) -> None:
-        """Take in that rows are padded to the longest of them.
+        """Note that rows are padded to the longest of them.
 
         Args:
             sizes: how many rows each step has.
@@ -612,7 +612,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
         found = masks_after(call)
-        self.notes.beside |= call.beside
+        self.notes.mixes_orders |= call.mixes_orders
         if found is None:
 
             def unfollowed(error: str) -> None:

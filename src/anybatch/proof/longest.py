@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from anybatch import tree
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.memory_errors import out_of_memory
 from anybatch.proof.verdict import WHOLE
 
@@ -29,14 +29,14 @@ PADS = "_pad_packed_sequence"
 """torch's function: data, sizes of the steps, whether the batch is first, padding, steps."""
 
 CALLER, NEAR = "pad_packed_sequence", 8
-"""Whose argument says how long rows are to be, and how many frames away it may be."""
+"""The function whose argument is the length, and the most frames up to it."""
 
 ROUNDING = 1e-3
-"""What is averaged over a thousand steps moves by as much where there is one more."""
+"""Relative change of a mean over a thousand steps that gets one step more."""
 
 
 def as_long_as_the_longest(args: tuple[Any, ...]) -> bool:
-    """Say whether a call of `PADS` that a mode has just been told of pads to its longest row."""
+    """Say whether a call of `PADS` pads to its longest row; a mode asks when it receives it."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(NEAR):  # other modes may have been told before
         if frame is not None and frame.f_code.co_name == CALLER:
@@ -64,7 +64,7 @@ class Longer(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Pad one step more."""
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         if getattr(func, "__name__", "") != PADS or not as_long_as_the_longest(args):
             return func(*args, **kwargs)
         *given, steps = args
@@ -100,7 +100,7 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
 
 
 def depends(path: str) -> str:
-    """Return what is said of outputs that depend on the longest row."""
+    """Return the refusal of outputs that depend on the longest row."""
     return (
         "each row must be computed alike whatever comes along when the batch is split, and "
         f"pad_packed_sequence in {path} makes rows as long as the longest of those that come "
@@ -120,7 +120,7 @@ def _alike(one: Any, other: Any) -> bool:
 def _close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
-    # An eighth of the digits and more: a sum over one zero more is rounded otherwise.
+    # Half of the digits: a sum with one more zero may be rounded in another way.
     bound = min(ROUNDING, torch.finfo(a.dtype).eps ** 0.5)
     largest = max(float(b.abs().max()) if b.numel() else 0.0, torch.finfo(a.dtype).tiny)
     return bool(torch.allclose(a, b, rtol=0.0, atol=bound * largest, equal_nan=True))

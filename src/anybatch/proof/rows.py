@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from anybatch import graph, tree
 from anybatch.batch import MicroBatch
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.proof.follow import Follow, ours
 from anybatch.proof.longest import PADS, as_long_as_the_longest
 from anybatch.proof.masks import ROWS, several
@@ -102,7 +102,7 @@ class Reads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at one call, and let it."""
-        kwargs = named(func, kwargs)
+        kwargs = keywords(func, kwargs)
         if func in SIZES and not (args and id(args[0]) in self._weights):
             caller = sys._getframe(1).f_globals.get("__name__", "")
             self._follow.notes.sizes |= not caller.startswith(TRUSTED)

@@ -53,7 +53,7 @@ class Call:
         written: the tensors that it has written to and does not return.
         filled: ids of operands that forward has made of one number, and nobody has written to.
         alike: ids of operands that were made without samples, and tell no row from another.
-        beside: rows in an order met rows that are in none, as far as the marks of these tell.
+        mixes_orders: the kernel computes with rows in an order and with rows in none.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Call:
     written: list[Tensor] = field(default_factory=list)
     filled: Container[int] = ()
     alike: Container[int] = ()
-    beside: bool = False
+    mixes_orders: bool = False
 
     def mask(self, value: Any) -> Tensor | None:
         """Return the mask of an operand; None where it has none."""
@@ -247,7 +247,7 @@ def _in_one_order(call: Call, every: Tensor) -> Tensor:
     assert loose is not None
     assert own is not None
     both = loose & own
-    call.beside = bool(both.any())
+    call.mixes_orders = bool(both.any())
     return every | both.to(torch.uint8) * ALL
 
 

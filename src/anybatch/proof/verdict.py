@@ -121,16 +121,13 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
         part: of the last of these; None where the model takes no fewer rows.
         axes: where each output holds the samples; None where it holds none.
     """
-    if part is not None and part.notes.beside and not whole.notes.beside:
-        part = _without_orders(part)
+    part = None if part is None else _without_refuted(whole, part)
     runs = [whole] if part is None else [whole, part]
     meets = _in_norms(whole, part)
     for run in runs:
         meets = meets or in_outputs(run, axes) or _in_backward(run)
     if part is not None:
         meets = meets or _in_shuffles(whole, part)
-    if part is not None and not whole.notes.collisions:
-        part.notes.collisions.clear()  # an arange of rows told it nothing: its length was not known
     doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run))
     doubts.update(dict.fromkeys(unfollowed(runs, axes)))
     for place in whole.notes.few[:1]:  # of fewer rows fewer are chosen
@@ -148,17 +145,21 @@ def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> V
     return Verdict(meets, tuple(doubts))
 
 
-def _without_orders(part: Forward) -> Forward:
-    """Return a forward that tells of earlier calls alone.
+def _without_refuted(whole: Forward, part: Forward) -> Forward:
+    """Return the forward of fewer rows without findings that the forward of all rows refutes.
 
-    An ``arange`` of the rows is none before its length is known: an order that is undone with it
-    (pack_padded_sequence) is not undone in the first forwards, and rows in it are beside others.
-    The forward of all rows is followed again, and shows whether samples meet.
+    An ``arange`` of the rows has no marks before its length is known. So in the first forwards an
+    order that is undone with it (pack_padded_sequence) stays, and entries that are written to at it
+    may collide. The forward of all rows is followed again with these marks, and decides; of fewer
+    rows samples of an earlier call are still found.
     """
-    outputs = [
-        one._replace(mask=None if one.mask is None else one.mask & EARLIER) for one in part.outputs
-    ]
-    return replace(part, outputs=outputs)
+    outputs, notes = part.outputs, part.notes
+    if notes.mixes_orders and not whole.notes.mixes_orders:
+        masks = [None if one.mask is None else one.mask & EARLIER for one in outputs]
+        outputs = [one._replace(mask=mask) for one, mask in zip(outputs, masks, strict=True)]
+    if not whole.notes.collisions:
+        notes = replace(notes, collisions=[])
+    return replace(part, outputs=outputs, notes=notes)
 
 
 def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from anybatch.execution.hooks import service
-from anybatch.functions import named
+from anybatch.functions import keywords
 from anybatch.hold import Hold
 from anybatch.meter import Meter
 from anybatch.norm.intercept import ESCAPES
@@ -219,7 +219,7 @@ class _Addresses(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 for key, _ in _keys(args, writes=True):
                     self._pages.keep(key)
-        return func(*args, **named(func, kwargs))
+        return func(*args, **keywords(func, kwargs))
 
 
 def _keys(value: Any, writes: bool) -> Iterator[tuple[int, bool]]:  # noqa: FBT001

@@ -160,7 +160,9 @@ def test_a_cache_among_the_outputs_is_no_state() -> None:
     def loss(outputs: dict[str, Any], y: Tensor) -> Tensor:
         return F.cross_entropy(outputs["scores"], y)
 
-    Engine(model, loss, micro_batch=3).backward(x, y)
+    engine = exactly(model, loss, x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, engine.plan.exact
 
 
 class Generator(nn.Module):

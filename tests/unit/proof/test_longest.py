@@ -184,3 +184,11 @@ def test_a_row_as_long_as_all_are_padded_to_is_no_longest_row() -> None:
     assert_exact(state_of(model, engine.backward((x, lengths))), state_of(whole, loss))
     assert engine.plan is not None
     assert engine.plan.exact
+
+
+def test_a_loss_of_as_many_steps_as_the_longest_row_is_refused() -> None:
+    """It fails where rows are one step longer."""
+    (x, lengths), _ = rows(equal=True)
+    lengths[1] = 2
+    with pytest.raises(NotExactError, match=r"total_length=x.shape\[1\]"):
+        Engine(Tokens(mean).double(), micro_batch=4).backward((x, lengths))
