@@ -6,15 +6,20 @@ from functools import partial
 import pytest
 import torch
 
+from anybatch import workers
 from anybatch.copier import Copier
 
 CPU = torch.device("cpu")
 
 
-def test_jobs_are_done_in_order_in_another_thread_that_ends() -> None:
-    before, done = threading.active_count(), []
+def busy() -> int:
+    return threading.active_count() - workers.idle()
+
+
+def test_jobs_are_done_in_order_in_another_thread_that_waits_for_others() -> None:
+    before, done = busy(), []
     copier = Copier(CPU)
-    assert threading.active_count() == before
+    assert busy() == before
     jobs = [
         copier.start(lambda number=number: done.append((number, threading.get_ident())))  # type: ignore[misc]
         for number in range(20)
@@ -24,7 +29,7 @@ def test_jobs_are_done_in_order_in_another_thread_that_ends() -> None:
     assert threading.get_ident() not in {thread for _, thread in done}
     assert all(job.done for job in jobs)
     copier.close()
-    assert threading.active_count() == before
+    assert busy() == before
     copier.close()
 
 
@@ -58,6 +63,7 @@ def test_where_no_thread_starts_a_job_is_done_at_once(monkeypatch: pytest.Monkey
     copier, done = Copier(CPU), []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
+        patch.setattr(workers, "_IDLE", [])
         job = copier.start(lambda: done.append(threading.current_thread()))
         copier.wait(job)
         fault = copier.start(partial(int, "no number"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from anybatch import LaneMismatchError
+from anybatch import LaneMismatchError, workers
 from anybatch.lanes import Lanes
 from anybatch.meeting import exchange, reduce
 
@@ -37,11 +37,11 @@ class Heard:
 
 
 def run(count: int, work: Callable[[int], None]) -> Heard:
-    heard, before = Heard(), threading.active_count()
+    heard, before = Heard(), threading.active_count() - workers.idle()
     try:
         Lanes(count, heard, contextlib.nullcontext).run(work)
     finally:
-        assert threading.active_count() == before
+        assert threading.active_count() - workers.idle() == before
     return heard
 
 
@@ -134,6 +134,7 @@ def test_a_system_that_starts_no_more_threads_is_reported(monkeypatch: pytest.Mo
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(workers, "_IDLE", [])
     with pytest.raises(
         RuntimeError, match=r"of 5 threads the system started 3.*larger micro_batch"
     ):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from anybatch import threads
+from anybatch import workers
 from anybatch.undo import uninterrupted
 
 
@@ -42,7 +42,7 @@ class Job:
 
 
 class Copier:
-    """Does jobs in order, in a thread that begins with the first of them, or before.
+    """Does jobs in order, in a thread of the pool from the first of them on, or before.
 
     Where no thread can be had, who asks for a job does it.
 
@@ -53,18 +53,15 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._done = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: workers.Task | None = None
         self._device = device if device.type == "cuda" else None
         self._stream: Any = None
 
     def begin(self) -> None:
         """Have the thread, where it is not there yet, while there is memory for it."""
         if self._thread is None:
-            with uninterrupted():  # one that has not begun cannot be waited for
-                thread = threading.Thread(target=self._run, daemon=True)
-                with suppress(MemoryError, RuntimeError):
-                    threads.start(thread)
-                    self._thread = thread
+            with uninterrupted(), suppress(MemoryError, RuntimeError):
+                self._thread = workers.start(self._run)
 
     def start(self, work: Callable[[], None]) -> Job:
         """Have it done when all earlier jobs are."""
@@ -94,11 +91,11 @@ class Copier:
             raise job.error
 
     def close(self) -> None:
-        """Return when all jobs have ended, and the thread with them."""
+        """Return when all jobs have ended, and the thread waits for others."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
-            thread.join()
+            thread.wait()
 
     def _run(self) -> None:
         while True:

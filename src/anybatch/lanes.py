@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from anybatch import threads
+from anybatch import threads, workers
 from anybatch.errors import LaneMismatchError
 from anybatch.meeting import meeting_in
 from anybatch.undo import uninterrupted
@@ -114,14 +115,12 @@ class Lanes:
             NoThreadError: the system starts no thread for each of them.
             BaseException: what the first lane that failed has raised; the others were unwound.
         """
-        started: list[threading.Thread] = []
+        started: list[workers.Task] = []
         begun = False
         try:
             with uninterrupted():
                 for lane in self._order:
-                    thread = threading.Thread(target=self._lane, args=(lane, work))
-                    self._start(thread, len(started))
-                    started.append(thread)
+                    started.append(self._start(partial(self._lane, lane, work), len(started)))
                     self._alive.add(lane)
                 self._go[0].release()
                 begun = True
@@ -132,10 +131,10 @@ class Lanes:
             with uninterrupted():
                 if started and not begun:  # no more threads could be started
                     self._go[0].release()
-                _join(started)
+                _wait(started)
         else:
             with uninterrupted():
-                _join(started)
+                _wait(started)
         failure, self._failure = self._failure, None
         if failure is not None:
             try:
@@ -143,9 +142,9 @@ class Lanes:
             finally:
                 del failure
 
-    def _start(self, thread: threading.Thread, started: int) -> None:
+    def _start(self, work: Callable[[], None], started: int) -> workers.Task:
         try:
-            threads.start(thread)
+            return workers.start(work)
         except (RuntimeError, MemoryError) as error:
             stack = threads.stack_size() or "of the system's size (ulimit -s)"
             raise NoThreadError(
@@ -250,11 +249,12 @@ class Lanes:
         drain = torch.ones((), requires_grad=True).clone()  # before all that the lane will make
         try:
             if self._failure is None:
-                self._turns.begin(lane)
+                # Copies at the first and the last turn are on the person's stream, too.
                 with self._entered(), meeting_in(self):
+                    self._turns.begin(lane)
                     work(lane)
-                self._come(END)  # where nobody waits
-                self._leave(lane)
+                    self._come(END)  # where nobody waits
+                    self._leave(lane)
                 self._at += 1
         except LaneLeft:
             _drain(drain)
@@ -282,21 +282,17 @@ def _way_out(places: tuple[str, str]) -> str:
     return 'Use batchnorm="local", '
 
 
-def _join(threads: list[threading.Thread]) -> None:
-    """Wait until threads have ended.
-
-    Before Python 3.13 an interrupt in the middle of ``Thread.join`` marks a thread as ended that
-    still runs (python/cpython#90882), so this is nothing to wait in while Ctrl-C may come.
-    """
-    for thread in threads:
-        thread.join()
+def _wait(started: list[workers.Task]) -> None:
+    """Wait until all tasks have ended."""
+    for task in started:
+        task.wait()
 
 
 def _drain(first: Tensor) -> None:
     """Empty autograd's queue of this thread.
 
-    What a failed backward has left in it would go with the thread, after Python has lost sight of
-    that.
+    What a failed backward has left in it would be run by the next backward of this thread, or go
+    with it, after Python has lost sight of that.
 
     Args:
         first: made before all else in this thread, so that its backward comes after all else.

@@ -81,6 +81,9 @@ class LaneTurns:
             self._gradients.collect()
         if self._pager is not None:
             self._pager.leave(lane, coming)
+        if self._cuda:
+            # Of each thread and stream, 8 to 32 MiB: one for each lane was over the budget.
+            torch._C._cuda_clearCublasWorkspaces()
         self._slots.leave(lane)
         cuda = torch.cuda.get_rng_state_all() if self._cuda else []
         self._kept[lane] = torch.get_rng_state(), cuda

@@ -39,7 +39,7 @@ TIERS = {
     "first_pass second_pass retry hidden meter tracing fakes case given discover memory kinds kept "
     "reach updates measure repeatable stage full_size "
     "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "
-    "slots turns lanes notes surroundings ranks dice gathered segments states.optimizers "
+    "slots turns workers lanes notes surroundings ranks dice gathered segments states.optimizers "
     "states.parts prepared proof execution",
     "mechanisms": "undivided stream gather",
     "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
