@@ -29,6 +29,11 @@ $(PEERS): $(READY)
 # A test process that has died is not replaced: its test would run again, and end the next one too.
 HANGS := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true --max-worker-restart=0
 
+# What runs on a GPU runs on a stand-in where there is none: processes of their own, because in those
+# torch has a CUDA device.
+CPU := --ignore=tests/devices --ignore=tests/gpu
+STAND_IN := -p tests.devices.stand_in tests/devices tests/gpu
+
 demo: $(READY)  ## train digits at batch 1024 in micro-batches of 64 and show the table
 	$(BIN)/python -m benchmarks.mbs.demo.run
 
@@ -36,7 +41,8 @@ test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every lar
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory --jobs=2 $(FIRST)
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(HANGS)  # a file's fixtures are made once
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(HANGS) $(CPU)  # a file's fixtures are made once
+	$(PYTEST) -n 4 $(HANGS) $(STAND_IN)
 
 types: $(READY)
 	$(BIN)/mypy

@@ -23,12 +23,14 @@ RESULTS = ROOT / "benchmarks" / "mbs" / "soak" / "results.json"
 PASSED, FAILED = 0, 1
 """What pytest returns where it has come to its end."""
 PYTEST = (sys.executable, "-m", "pytest", "--soak")
+ON_STAND_IN = ("tests/devices", "tests/gpu")
+PLUGIN = ("-p", "tests.devices.stand_in")
 
 
 def files() -> list[str]:
     """Return the test files that hold a large count."""
     found = subprocess.run(
-        [*PYTEST, "--collect-only", "-q", "-n", "0"],
+        [*PYTEST, *PLUGIN, "--collect-only", "-q", "-n", "0"],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -42,7 +44,8 @@ def soaked(file: str) -> dict[str, Any]:
     """Run one file in full; return its outcomes and counts."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "found.json"
-        words = (*PYTEST, "-n", "2", f"--soak-results={target}", file)
+        plugin = PLUGIN if file.startswith(ON_STAND_IN) else ()
+        words = (*PYTEST, *plugin, "-n", "2", f"--soak-results={target}", file)
         ended = subprocess.run(words, cwd=ROOT, check=False).returncode
         if ended not in (PASSED, FAILED):
             raise typer.Exit(ended)

@@ -32,7 +32,8 @@ def test_a_step_is_right_and_every_kernel_keeps_to_its_workspace() -> None:
     F.cross_entropy(true(x.double()), y).backward()
     with anybatch.convolutions("64MiB", cache=False) as found:
         F.cross_entropy(model(x), y).backward()
-    assert len(found.chosen) == 5
+    there = [problem for problem, _ in found.chosen if problem.device == "cuda"]
+    assert len(there) == 5  # the stand-in's kernels are those of the CPU, and may be chosen, too
     assert all(c.workspace <= 64 << 20 for c in found.configurations)
     for mine, its in zip(model.parameters(), true.parameters(), strict=True):
         assert mine.grad is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from tests.frames import roomy
 
 PROCESSES = mp.get_context("forkserver")
 """Starts processes that have torch imported already, which is most of what such a start costs."""
-PROCESSES.set_forkserver_preload(["anybatch", "torch._dynamo", "tests.ranks.pool"])
+STAND_IN = [name for name in ("tests.devices.stand_in",) if name in sys.modules]
+"""It must be there before torch is."""
+PROCESSES.set_forkserver_preload([*STAND_IN, "anybatch", "torch._dynamo", "tests.ranks.pool"])
 
 PATIENCE = 120
 """Seconds after which a rank that does not answer counts as hanging."""
