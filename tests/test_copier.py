@@ -5,15 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from tests.busy import busy
 
 from anybatch import workers
 from anybatch.copier import Copier
 
 CPU = torch.device("cpu")
-
-
-def busy() -> int:
-    return threading.active_count() - workers.idle()
 
 
 def test_jobs_are_done_in_order_in_another_thread_that_waits_for_others() -> None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tests.busy import busy
 
 from anybatch import LaneMismatchError, workers
 from anybatch.lanes import Lanes
@@ -37,11 +38,11 @@ class Heard:
 
 
 def run(count: int, work: Callable[[int], None]) -> Heard:
-    heard, before = Heard(), threading.active_count() - workers.idle()
+    heard, before = Heard(), busy()
     try:
         Lanes(count, heard, contextlib.nullcontext).run(work)
     finally:
-        assert threading.active_count() - workers.idle() == before
+        assert busy() == before
     return heard
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.busy import busy
 from tests.outofcore.steps import (
     LOTS,
     NAMES,
@@ -45,11 +46,11 @@ def offload(memory: int = LOTS, **given: Any) -> anybatch.Offload:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Any:
-    before, files = threading.active_count(), _files()
+    before, files = busy(), _files()
     yield
     if set(_files()) > set(files):
         gc.collect()
-    assert threading.active_count() == before
+    assert busy() == before
     assert set(_files()) <= set(files)
 
 
@@ -386,7 +387,7 @@ def test_an_error_in_a_step_leaves_nothing_and_the_next_is_right(at: str) -> Non
     model, x = mlp()
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
     wanted = plain(model, lambda ours: ours(x).sum().backward(), 1)[0]
-    off, losses, threads = offload((low + high) // 2), [], threading.active_count()
+    off, losses, threads = offload((low + high) // 2), [], busy()
     for fails in (True, False, False, True, False):
         model.zero_grad()
         try:
@@ -400,7 +401,7 @@ def test_an_error_in_a_step_leaves_nothing_and_the_next_is_right(at: str) -> Non
                 loss.backward()
         except KeyboardInterrupt:
             assert fails
-            assert threading.active_count() == threads
+            assert busy() == threads
             if at == "forward":
                 with pytest.raises(StoreError, match="run forward again"):
                     loss.backward()

@@ -5,7 +5,6 @@ import gc
 import io
 import pickle
 import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.busy import busy
 from tests.states.trainings import CPU, equal, gradients, network, pair, trained, values
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
@@ -35,11 +35,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    threads, files = threading.active_count(), _files()
+    threads, files = busy(), _files()
     yield
     if _files() > files:
         gc.collect()
-    assert threading.active_count() == threads
+    assert busy() == threads
     assert _files() <= files
 
 

@@ -6,7 +6,6 @@ import io
 import random
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.busy import busy
 from tests.outofcore.steps import network as known
 from tests.states.trainings import CPU, equal
 from torch import Tensor, nn, optim
@@ -38,9 +38,9 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
-    threads = threading.active_count()
+    threads = busy()
     yield
-    assert threading.active_count() == threads
+    assert busy() == threads
 
 
 def all_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
