@@ -233,7 +233,8 @@ def _patch_storages() -> None:
     def resize_(self: Any, count: int) -> Any:
         if self.device.type != "cuda":
             return resize(self, count)
-        torch.ops.stand_in.resize_(self, int(count))
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # it is no kernel
+            torch.ops.stand_in.resize_(self, int(count))
         return self
 
     def cloned(self: Any) -> Any:

@@ -62,6 +62,7 @@ class Device:
     def restore(self) -> None:
         """Set every lever as it is at the beginning, and forget faults and counts."""
         for index in range(MOST_DEVICES):
+            self.synchronize(index)
             self.cap(CAP, index)
         self._library.standin_fail(ctypes.c_int64(-1), ctypes.c_int64(0))
         self._library.standin_interrupt(ctypes.c_int64(-1))

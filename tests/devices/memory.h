@@ -34,6 +34,7 @@ inline void free_block(void* pointer) {
       if (block.recorded[s]) held.until.at[s] = world.streams[s].at[s];
       else if (last.epoch > known)
         fault("race: " + std::to_string(block.bytes) + " bytes of " + stream_name(block.stream) +
+              (block.written_by.empty() ? "" : ", written last by " + block.written_by + " on " + stream_name(block.writer) + ",") +
               " are freed while " + stream_name(s) + " may still use them (no wait, no record_stream)",
               last.launch, (uint64_t)world.launches);
     }
