@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
+from anybatch.accelerator import of
 from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.device import CudaLink, HostLink, Shipment, feed, link_to
+from anybatch.device import HostLink, Shipment, StreamLink, feed, link_to
 
 
 class RecordingLink:
@@ -92,7 +93,7 @@ def test_the_cuda_link_waits_for_just_the_right_copy(monkeypatch: pytest.MonkeyP
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda n, dtype, pin_memory: empty(n, dtype=dtype))
     host = torch.device("cpu")
-    link = CudaLink(host)
+    link = StreamLink(host, of("cuda"))
     x, y = torch.randn(7, 3), torch.arange(7)
     copies = []
     for part in feed(TensorBatch.of([x], y).micro_batches(3), link):

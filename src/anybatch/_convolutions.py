@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 import platformdirs
-import torch
 
+from anybatch.accelerators import with_plans
 from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs
 from anybatch.conv.intercept import intercepted
@@ -139,7 +139,7 @@ def chooser_of(
 
 def devices() -> list[str]:
     """Return the types of devices whose convolutions are computed here."""
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return with_plans()
 
 
 def cache_file(cache: Cache) -> Path | None:

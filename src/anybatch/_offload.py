@@ -17,6 +17,8 @@ from typing import Self
 
 import torch
 
+from anybatch import accelerator
+from anybatch.accelerators import default_device
 from anybatch.outofcore.course import Course, too_little
 from anybatch.outofcore.execute import Step
 from anybatch.outofcore.hooked import Hooked
@@ -246,15 +248,11 @@ def offload(
 
     Source: Hayakawa and Narihira, Out-of-core training, section 3.
     """
-    where = torch.device(device) if device is not None else _default()
+    where = torch.device(device) if device is not None else default_device()
     make = maker(store, where, check=check)
     return Offload(parse_bytes(memory), make, where, recompute=recompute)
 
 
 def allocated(device: torch.device) -> int:
     """Return the bytes that the process has allocated on a GPU; 0 for the CPU."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _default() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return accelerator.of(device).allocated(device)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from anybatch import accelerator
 from anybatch._pace import Pace
 from anybatch.as_it_was import as_it_was
 from anybatch.engine import Engine
@@ -187,13 +188,13 @@ def _conditions(
     timed = () if memory is None else memory.candidates
     stays = [c for c in timed if c.seconds is not None and not c.away]
     data = loader if isinstance(loader, DataLoader) else None
-    options = optimizer.defaults
+    options, there = optimizer.defaults, accelerator.of(engine._given.device)
     return Conditions(
         cores=_cores(),
         workers=None if data is None else data.num_workers,
-        cuda=engine._given.device.type == "cuda",
+        cuda=not there.host,
         persistent=data is not None and data.persistent_workers,
-        pinned=data is not None and data.pin_memory,
+        pinned=not there.facts.pins or (data is not None and data.pin_memory),
         fused="fused" not in options or bool(options["fused"]),
         ranks=group_of().size if several() else 1,
         gradient_bytes=exchanged,

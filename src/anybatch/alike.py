@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
+from anybatch.accelerator import home
 from anybatch.beside import held
 from anybatch.errors import LossError
 from anybatch.gathered import Around
@@ -113,7 +114,7 @@ def meets_alike(name: str, fn: Callable[..., Any], given: Any, place: Around) ->
     for number in own.numbers:
         values += [number.real, number.imag]
     device = next((tensor.device for tensor in tree.flat(given)), torch.device("cpu"))
-    row = torch.tensor([values], dtype=torch.float64, device=device)
+    row = torch.tensor([values], dtype=torch.float64, device=home(device))
     where = Place(f"coupled {name}, with {len(own.numbers)} numbers", "alike")
     every, _ = place.meeting.gather(where, row[:0] if place.empty else row)
 

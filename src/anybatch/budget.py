@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from anybatch import accelerator
 from anybatch.case import Case
 from anybatch.errors import BudgetError
 from anybatch.forecast import WORKSPACE, Forecast
@@ -42,7 +43,7 @@ def on_cuda(found: Forecast, case: Case, optimizer: torch.optim.Optimizer | None
     """Return the forecast with what only CUDA's allocator knows: workspace, and other tensors."""
     states = _bytes_of_states(case)
     grown = found.undivided.at(SMALL).peak - states
-    other = torch.cuda.memory_allocated(case.device) - states - state_bytes(optimizer)
+    other = accelerator.of(case.device).allocated(case.device) - states - state_bytes(optimizer)
     more = found.with_more("workspace", workspace(case, found.look, SMALL, grown))
     return more.with_more("other tensors", max(0, other))
 

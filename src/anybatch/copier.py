@@ -2,8 +2,8 @@
 
 A copy to a file or from it waits for the kernel of the system, not for Python: the thread gives the
 interpreter away meanwhile. Jobs are done in the order in which they were started, so what is read
-back was written before. On CUDA they run on a stream of their own, which waits for all that was
-computed until then.
+back was written before. Where the device has streams they run on one of their own, which waits for
+all that was computed until then.
 
     lane with the baton:  kernels of lane 1 ....... kernels of lane 2 ....... kernels of lane 3
     this thread:          lane 0 goes, lane 2 comes │ lane 1 goes, lane 3 comes
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from anybatch import workers
+from anybatch import accelerator, workers
 from anybatch.undo import uninterrupted
 
 
@@ -54,7 +54,7 @@ class Copier:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._done = threading.Condition()
         self._thread: workers.Task | None = None
-        self._device = device if device.type == "cuda" else None
+        self._device, self._there = device, accelerator.of(device)
         self._stream: Any = None
 
     def begin(self) -> None:
@@ -66,10 +66,10 @@ class Copier:
     def start(self, work: Callable[[], None]) -> Job:
         """Have it done when all earlier jobs are."""
         after = None
-        if self._device is not None:
-            after = torch.cuda.current_stream(self._device).record_event()
+        if self._there.streams:
+            after = self._there.current_stream(self._device).record_event()
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._stream = self._there.stream(self._device)
         job = Job(work, after)
         self.begin()
         if self._thread is None:
@@ -108,7 +108,7 @@ class Copier:
     def _do(self, job: Job) -> None:
         try:
             assert job.work is not None
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with nullcontext() if self._stream is None else self._there.on(self._stream):
                 if job.after is not None:
                     self._stream.wait_event(job.after)
                 job.work()

@@ -1,9 +1,10 @@
 """Micro-batches on their way to the device, one ahead of the one being computed (MBS, Fig. 1).
 
 ``tensor.to(device, non_blocking=True)`` overlaps nothing unless the source is pinned and another
-stream does the copy. `CudaLink` copies each micro-batch into one of two pinned buffers, sends it on
-a stream of its own, and lets the computing stream wait for just that copy. `HostLink` is its null
-object: the same calls, nothing to do. The streaming code knows neither.
+stream does the copy. `StreamLink` copies each micro-batch into one of two pinned buffers, sends it
+on a stream of its own, and lets the computing stream wait for just that copy. `HostLink` is its
+null object: the same calls, and a plain copy where a tensor is elsewhere, as on a device that has
+no streams. The streaming code knows neither.
 
     copy stream      mu_0   mu_1   mu_2   mu_3
     compute stream          mu_0   mu_1   mu_2   mu_3
@@ -19,7 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from anybatch import tree
+from anybatch import accelerator, tree
+from anybatch.accelerator import Accelerator, of
 from anybatch.batch import MicroBatch
 
 
@@ -67,11 +69,17 @@ def feed(
 
 def link_to(device: torch.device) -> Link:
     """Return the link to `device`."""
-    return CudaLink(device) if device.type == "cuda" else HostLink(device)
+    there = accelerator.of(device)
+    fast = there.streams and there.facts.pins
+    return StreamLink(device, there) if fast else HostLink(device)
 
 
 class HostLink:
-    """The null object: on the CPU a micro-batch is already where it is needed."""
+    """The null object: on the CPU a micro-batch is already where it is needed.
+
+    Args:
+        device: the host, or one whose copies run in the stream of its kernels.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -88,14 +96,19 @@ class HostLink:
         return shipment.micro_batch
 
 
-class CudaLink:
-    """Two sets of pinned buffers, a copy stream, and an event for each copy."""
+class StreamLink:
+    """Two sets of pinned buffers, a copy stream, and an event for each copy.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    Args:
+        device: where micro-batches are needed.
+        there: its accelerator, which has streams.
+    """
+
+    def __init__(self, device: torch.device, there: Accelerator) -> None:
+        self.device, self._there = device, there
+        self.stream = there.stream(device)
         self._buffers: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
-        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._copied: list[Any] = [None, None]
         self._turn = 0
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
@@ -105,20 +118,20 @@ class CudaLink:
         if before is not None:
             before.synchronize()  # what these buffers held has left them
         leaf = itertools.count()
-        with torch.cuda.stream(self.stream):
+        with self._there.on(self.stream):
             sent = micro_batch.map(lambda t: self._copy(t, self._buffers[turn], next(leaf)))
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = self._there.event()
             copied.record(self.stream)
         self._copied[turn] = copied
         borrowed = any(
-            tensor.device.type == "cpu" and tensor.is_pinned()
+            of(tensor.device).host and tensor.is_pinned()
             for _, tensor in tree.tensors((micro_batch.inputs, micro_batch.targets))
         )
         return Shipment(sent, copied, borrowed)
 
     def receive(self, shipment: Shipment) -> MicroBatch:
         """Let the computing stream wait for the copy, and tell the allocator who uses it."""
-        compute = torch.cuda.current_stream(self.device)
+        compute = self._there.current_stream(self.device)
         compute.wait_event(shipment.copied)
         if shipment.borrowed:  # the caller may write to its own pinned memory after the step
             shipment.copied.synchronize()
@@ -128,7 +141,7 @@ class CudaLink:
         return micro_batch
 
     def _copy(self, tensor: Tensor, buffers: dict[int, Tensor], leaf: int) -> Tensor:
-        if tensor.device.type != "cpu":
+        if not of(tensor.device).host:
             return tensor.to(self.device)
         if tensor.is_pinned() or tensor.requires_grad or tensor.dim() == 0:
             return tensor.to(self.device, non_blocking=True)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from anybatch import accelerator
 from anybatch._plan import Plan, decide
 from anybatch._states import OffloadedStates
 from anybatch.arranged import Arranged, Arranger
@@ -357,8 +358,9 @@ class Engine:
             kernels = None if self._planner is None else self._planner.workspaces.kernels
             convolutions = self._convolutions.record(kernels)
             self._plan = replace(decided, states=states, convolutions=convolutions)
-        if loss.is_cuda:
-            peak = torch.cuda.max_memory_allocated()
+        where = accelerator.of(loss.device)
+        if where.peaks:
+            peak = where.peak(loss.device)
         self._last = StepReport(
             loss=loss,
             samples=step.everyone.size,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from anybatch import accelerator
 from anybatch.budget import on_cuda
 from anybatch.case import MICRO_BATCHES, Case, stretched
 from anybatch.forecast import Forecast
@@ -97,7 +98,7 @@ class Foreseen:
         if found is None:
             bound = kind
             found = forecast(case, optimizer, room=room, verify=True)
-            if case.device.type == "cuda":
+            if not accelerator.of(case.device).host:
                 found = on_cuda(found, case, optimizer)
         found = found.with_more("activations", self._more) if self._more else found
         self._known.append((bound, found))
@@ -154,7 +155,7 @@ def _at(
     rows = stretched(case.rows, kind.shapes, count)
     larger = replace(case, size=kind.size, rows=rows, everyone=kind.everyone)
     try:
-        found = forecast(larger, optimizer, room=room, verify=case.device.type != "cuda")
+        found = forecast(larger, optimizer, room=room, verify=accelerator.of(case.device).host)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # longer than its table of positions, or whatever else

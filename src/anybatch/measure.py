@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from anybatch import accelerator
 from anybatch.look import eager
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import Modules, tensors_of
@@ -27,7 +28,8 @@ def measured(
     """Count what the body holds at its peak, and what is there beside it.
 
     Args:
-        device: CUDA counts for itself; elsewhere the body runs under the meter.
+        device: an allocator that tells its peak counts for itself; elsewhere the body runs under
+            the meter.
         modules: their tensors are there.
         optimizer: and its state.
         before: and the gradients that were there.
@@ -36,9 +38,10 @@ def measured(
     Yields:
         What returns the bytes once the body is done.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        yield lambda: torch.cuda.max_memory_allocated(device)
+    counts = accelerator.of(device)
+    if counts.peaks:
+        counts.reset_peak(device)
+        yield lambda: counts.peak(device)
         return
     every = [module for _, module in modules]
     pages = paged()

@@ -2,7 +2,7 @@
 
 On the CPU a process can be limited by its control group, by ``setrlimit``, and by what the machine
 has left; whichever ends first ends the training, and the first of them by a kill that no program
-can catch. A fifth of it is left alone. On CUDA it is what the driver says is free, less a
+can catch. A fifth of it is left alone. On a GPU it is what the driver says is free, less a
 twentieth: the allocator rounds up, and libraries take workspace.
 
     budget = what the tensors of the process hold now + share * what is left
@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 
+from anybatch import accelerator
+
 if sys.platform != "win32":
     import resource
 
 SHARE_CPU = 0.8
-SHARE_CUDA = 0.95
+SHARE_THERE = 0.95
 
 
 def left(device: torch.device) -> tuple[int, str]:
@@ -33,10 +35,9 @@ def left(device: torch.device) -> tuple[int, str]:
     Returns:
         ``(bytes, words)``; the share that is left alone is taken off.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(SHARE_CUDA * (free + idle)), f"free on {device}, less 5 %"
+    there = accelerator.of(device)
+    if not there.host:
+        return int(SHARE_THERE * there.left(device)), f"free on {device}, less 5 %"
     limits = sorted(_shared(_host_limits(Path("/"))))
     if not limits:
         raise ValueError(

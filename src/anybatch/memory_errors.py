@@ -29,9 +29,16 @@ WORDS = (
     "could not create a memory",  # oneDNN
     "could not create a primitive",
     "cuda out of memory",
+    "hip out of memory",
+    "xpu out of memory",
     "mps backend out of memory",
     "cuda error: out of memory",  # from the driver: a context, a stream, a kernel's code
+    "hip error: out of memory",
+    "ur_result_error_out_of_device_memory",  # an XPU's runtime, from Level Zero or OpenCL
+    "ur_result_error_out_of_host_memory",
     "cublas_status_alloc_failed",
+    "hipblas_status_alloc_failed",
+    "miopenstatusallocfailed",
     "cudnn_status_alloc_failed",
     "cudnn_status_internal_error_host_allocation_failed",
     "cudnn_status_internal_error_device_allocation_failed",

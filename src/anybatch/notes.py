@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import home
 from anybatch.norm.moments import Moments
 
 
@@ -158,5 +159,5 @@ def shapes_of_moments(rows: Tensor) -> Moments:
 
     They count one value more a channel, as there are other rows.
     """
-    mean = rows.new_zeros(rows.shape[1], dtype=torch.float64)
+    mean = rows.new_zeros(rows.shape[1], dtype=torch.float64, device=home(rows.device))
     return Moments(rows.numel() // max(rows.shape[1], 1) + 1, mean, torch.zeros_like(mean))

@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from anybatch import tree
+from anybatch import accelerator, tree
 from anybatch.batch import MicroBatch
 from anybatch.case import Case, few
 from anybatch.device import link_to
@@ -111,12 +111,13 @@ def workspace(case: Case, seen: Look, n: int, grown: int) -> int:
     Returns:
         Bytes of workspace and of rounding up; 0 on a device that does not tell.
     """
-    if case.device.type != "cuda":
+    there = accelerator.of(case.device)
+    if not there.peaks:
         return 0
-    before = torch.cuda.memory_allocated(case.device)
-    torch.cuda.reset_peak_memory_stats(case.device)
+    before = there.allocated(case.device)
+    there.reset_peak(case.device)
     seconds(case, seen, n)
-    return max(0, torch.cuda.max_memory_allocated(case.device) - before - grown)
+    return max(0, there.peak(case.device) - before - grown)
 
 
 def _timed(step: Step, micro: MicroBatch) -> float:
@@ -147,5 +148,4 @@ def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:
 
 def finish(device: torch.device) -> None:
     """Wait for a device that computes on its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.of(device).synchronise(device)

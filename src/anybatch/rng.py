@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import States, of
+from anybatch.accelerators import put_random_states, random_states
 from anybatch.generators import memory
 
 
@@ -22,22 +24,24 @@ class Dice(NamedTuple):
     """The state of torch's, Python's and numpy's global generators at one moment."""
 
     cpu: Tensor
-    cuda: tuple[Tensor, ...]
+    devices: States
     python: tuple[Any, ...]
     numpy: Any
 
     @classmethod
     def now(cls) -> Dice:
         """Return the state as it is, without drawing."""
-        cpu, *cuda = torch_state()
-        return cls(cpu, tuple(cuda), *_host())
+        return cls(torch.get_rng_state(), random_states(), *_host())
 
     def same_as(self, other: Dice) -> bool:
         """Say whether nothing was drawn between the two moments."""
         return (
             torch.equal(self.cpu, other.cpu)
-            and len(self.cuda) == len(other.cuda)
-            and all(map(torch.equal, self.cuda, other.cuda))
+            and len(self.devices) == len(other.devices)
+            and all(
+                name == its_name and torch.equal(state, its)
+                for (name, state), (its_name, its) in zip(self.devices, other.devices, strict=True)
+            )
             and self.others_as(other)
         )
 
@@ -50,25 +54,24 @@ class Dice(NamedTuple):
     def put_back(self) -> None:
         """Make this state the present one."""
         self._put_host()
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        put_random_states(self.devices)
 
     @classmethod
     def on(cls, devices: Sequence[torch.device]) -> Dice:
-        """Return the state as another process may put it on: of the host, and of CUDA `devices`."""
-        cuda = tuple(torch.cuda.get_rng_state(device) for device in devices)
-        return cls.now()._replace(cuda=cuda)
+        """Return the state as another process may put it on: of the host, and of `devices`."""
+        states = tuple((str(device), of(device).random_state(device)) for device in devices)
+        return cls.now()._replace(devices=states)
 
     def put_on(self, devices: Sequence[torch.device]) -> None:
         """Make a state that came from `on` the present one, its devices' that of `devices`."""
         self._put_host()
-        for device, state in zip(devices, self.cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
+        for device, (_, state) in zip(devices, self.devices, strict=True):
+            of(device).put_random_state(state, device)
 
     def checksum(self) -> int:
         """Return a number of 32 bits that tells one state from another."""
         check = zlib.crc32(repr((self.python, _parts(self.numpy))).encode())
-        for part in (self.cpu, *self.cuda):
+        for part in (self.cpu, *(state for _, state in self.devices)):
             check = zlib.crc32(part.cpu().numpy().tobytes(), check)
         return check
 
@@ -88,9 +91,8 @@ def _parts(state: Any) -> Any:
 
 
 def torch_state() -> tuple[Tensor, ...]:
-    """Return the state of torch's generators: of the host, and of each CUDA device in use."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return (torch.get_rng_state(), *cuda)
+    """Return the state of torch's generators: of the host, and of each accelerator in use."""
+    return (torch.get_rng_state(), *(state for _, state in random_states()))
 
 
 def _host() -> tuple[tuple[Any, ...], Any]:

@@ -21,6 +21,8 @@ from typing import Protocol
 
 import torch
 
+from anybatch import accelerator
+
 SETTING = "expandable_segments:True"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where a person says it, the first one that is set counts."""
@@ -38,7 +40,11 @@ class Segments(Protocol):
 
 def segments_of(device: torch.device) -> Segments:
     """Return how the memory of a device is kept."""
-    return CudaSegments(device) if device.type == "cuda" else HostSegments()
+    return (
+        CudaSegments(device)
+        if accelerator.of(device).has("get_allocator_backend")
+        else HostSegments()
+    )
 
 
 class HostSegments:
@@ -57,11 +63,11 @@ class CudaSegments:
     """torch's allocator for a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._there = device, accelerator.of(device)
 
     def told(self) -> str:
         """Return how it is, and how to change it."""
-        if torch.cuda.get_allocator_backend() != "native":
+        if self._there.allocator != "native":
             return ""
         if SETTING in _settings():
             return "CUDA memory is in expandable segments: fragments cost little"
@@ -72,12 +78,12 @@ class CudaSegments:
 
     def ask(self) -> str:
         """Ask for pages, unless somebody has chosen or it is too late."""
-        settings, backend = _settings(), torch.cuda.get_allocator_backend()
+        settings, backend = _settings(), self._there.allocator
         if backend != "native":
             return f"CUDA segments: none, the allocator is {backend}"
         if "expandable_segments" in settings:
             return f"CUDA segments: as was set ({settings})"
-        if torch.cuda.memory_reserved(self._device):
+        if self._there.reserved(self._device):
             return "CUDA segments: fixed (memory was taken before they could be made expandable)"
         chosen = f"{settings},{SETTING}" if settings else SETTING  # it replaces all that was set
         torch._C._accelerator_setAllocatorSettings(chosen)

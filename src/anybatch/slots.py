@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.accelerators import library_switches
 from anybatch.errors import NotExactError
 from anybatch.kept import Kept, fill
 from anybatch.meeting import forwards_here
@@ -129,8 +130,6 @@ def _settings() -> Any:
     return (
         torch.get_default_dtype(),
         backends.mkldnn.enabled,
-        backends.cudnn.enabled,
-        backends.cudnn.benchmark,
-        backends.cudnn.deterministic,
+        *library_switches(),
         torch.are_deterministic_algorithms_enabled(),
     )

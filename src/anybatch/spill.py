@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from anybatch import stores
+from anybatch import accelerator, stores
 from anybatch.errors import StoreError
 from anybatch.outofcore.mover import SENT
 from anybatch.outofcore.saved import empty
@@ -102,12 +102,12 @@ def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
 
 def store_of(device: torch.device) -> str:
     """Return "host" or "file": what is nearest to a device."""
-    return "file" if device.type == "cpu" else "host"
+    return "file" if accelerator.of(device).host else "host"
 
 
 def takes(device: torch.device) -> tuple[str, ...]:
     """Return all of these where tensors of a device can go."""
-    return ("file",) if device.type == "cpu" else ("host", "file")
+    return ("file",) if accelerator.of(device).host else ("host", "file")
 
 
 def maker(

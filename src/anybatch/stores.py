@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import of
 from anybatch.checksums import Sums, checksums, require_same
 from anybatch.errors import StoreError
 from anybatch.nameless import left_for, nameless, read_at, write_at
@@ -111,7 +112,7 @@ def room_of(store: Store) -> int | None:
 
 
 class HostStore:
-    """Host memory, page-locked where that makes copies from CUDA faster.
+    """Host memory, page-locked where that makes copies from the device faster.
 
     Args:
         check: compare checksums of what returns with those of what had left. Default False.
@@ -131,7 +132,7 @@ class HostStore:
 
     def put(self, key: Hashable, data: Tensor) -> None:
         """Keep a copy."""
-        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=data.is_cuda)
+        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=of(data.device).facts.pins)
         host.copy_(data)
         self._kept[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
 
@@ -199,6 +200,7 @@ class FileStore:
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return what writes a copy."""
+        self._require(storage)
         size = storage.nbytes()
         whole = self._whole(size)
         free = self._free.get(whole)
@@ -209,7 +211,15 @@ class FileStore:
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return what reads into a storage."""
+        self._require(storage)
         return partial(self._read, storage, self._places[key])
+
+    def _require(self, storage: Any) -> None:
+        if not of(storage.device).host:  # its pointer means nothing here
+            raise StoreError(
+                "a FileStore must be given memory of the host, and the storage is on "
+                f"{storage.device}: take StagedStore, or HostStore"
+            )
 
     def _write(self, storage: Any, place: _Place) -> None:
         if self._check:
@@ -298,7 +308,7 @@ def _flat(storage: Any) -> Tensor:
 
 
 class StagedStore(FileStore):
-    """A file for storages of another device, by way of page-locked host memory.
+    """A file for storages of another device, by way of host memory, page-locked where that helps.
 
     Args:
         folder: as of `FileStore`.
@@ -312,8 +322,11 @@ class StagedStore(FileStore):
         super().__init__(folder, direct=direct, check=check)
         self._stages = threading.local()
 
+    def _require(self, storage: Any) -> None:
+        """Take any: bytes are copied to the host first."""
+
     def _write(self, storage: Any, place: _Place) -> None:
-        flat, (host, view) = _flat(storage), self._stage()
+        flat, (host, view) = _flat(storage), self._stage(storage.device)
         with _unseen():
             if self._check:
                 place.sums = checksums(_memory(flat.cpu().untyped_storage()))
@@ -322,7 +335,7 @@ class StagedStore(FileStore):
                 self._put_all(view[: self._whole(part)], place.begin + at)
 
     def _read(self, storage: Any, place: _Place) -> None:
-        flat, (host, view) = _flat(storage), self._stage()
+        flat, (host, view) = _flat(storage), self._stage(storage.device)
         with _unseen():
             for at, part in _parts(place.size):
                 self._get_all(view[: self._whole(part)], place.begin + at)
@@ -330,12 +343,12 @@ class StagedStore(FileStore):
             if place.sums is not None:
                 require_same(_memory(flat.cpu().untyped_storage()), place.sums, "the spill file")
 
-    def _stage(self) -> tuple[Tensor, memoryview]:
+    def _stage(self, device: torch.device) -> tuple[Tensor, memoryview]:
         """Return host memory of this thread's own, as a tensor and as bytes; it begins a block."""
         found: tuple[Tensor, memoryview] | None = getattr(self._stages, "memory", None)
         if found is None:
             with _unseen():
-                pinned = torch.cuda.is_available()
+                pinned = of(device).facts.pins
                 whole = torch.empty(BOUNCE + BLOCK, dtype=torch.uint8, pin_memory=pinned)
                 host = whole[-whole.data_ptr() % BLOCK :][:BOUNCE]
             view = memoryview((ctypes.c_char * BOUNCE).from_address(host.data_ptr())).cast("B")
@@ -351,13 +364,13 @@ def _unseen() -> Iterator[None]:
 
 
 def store_on(device: torch.device, given: str | None = None) -> Store:
-    """Return where bytes of a device go: host memory from CUDA, a file from the host's own.
+    """Return where bytes of a device go: host memory from a GPU, a file from the host's own.
 
     Args:
         device: that is left.
         given: "host", "file", or the folder of the file; None (default) is what the device takes.
     """
     folder = None if given in (None, "host", "file") else Path(str(given))
-    if device.type != "cuda":
+    if of(device).host:
         return FileStore(folder)
     return HostStore() if given in (None, "host") else StagedStore(folder)

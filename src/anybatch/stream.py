@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch import accelerator
 from anybatch.batch import MicroBatch
 from anybatch.fakes import is_fake
 from anybatch.gradients import HALF
@@ -237,8 +238,8 @@ def _number(value: Number | None) -> Number:
     """Return a host number for what has one; what lies on a device, or is fake, stays there."""
     assert value is not None
     if isinstance(value, Tensor):
-        here = value.device.type == "cpu" and not is_fake(value)
-        return float(value) if here else value.detach().double()
+        here = accelerator.of(value.device).host and not is_fake(value)
+        return float(value) if here else accelerator.wide(value.detach())
     return float(value)
 
 

@@ -21,10 +21,9 @@ from torch.utils._python_dispatch import (
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from anybatch import accelerators
+from anybatch.accelerator import Accelerator
 from anybatch.meter import Meter
-
-AUTOCAST = ("cpu", "cuda")
-"""Devices whose autocast is carried over."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Surroundings:
     dispatches: tuple[Any, ...]
     hooks: tuple[Any, ...]
     variables: contextvars.Context
-    stream: Any
+    streams: tuple[tuple[Accelerator, Any], ...]
 
     @classmethod
     def now(cls) -> Surroundings:
@@ -48,14 +47,14 @@ class Surroundings:
             grad=torch.is_grad_enabled(),
             autocast=tuple(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in AUTOCAST
+                for kind in accelerators.autocast_types()
             ),
             cache=torch.is_autocast_cache_enabled(),
             functions=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
             dispatches=tuple(_get_current_dispatch_mode_stack()),
             hooks=tuple(top) if top else (),
             variables=contextvars.copy_context(),
-            stream=torch.cuda.current_stream() if torch.cuda.is_initialized() else None,  # type: ignore[no-untyped-call]
+            streams=tuple(accelerators.streams()),
         )
 
     @contextmanager
@@ -69,8 +68,8 @@ class Surroundings:
         for variable, value in self.variables.items():
             variable.set(value)
         with ExitStack() as stack:
-            if self.stream is not None:
-                stack.enter_context(torch.cuda.stream(self.stream))
+            for there, stream in self.streams:
+                stack.enter_context(there.on(stream))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             for kind, enabled, dtype in self.autocast:

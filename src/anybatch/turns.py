@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch import accelerators
+from anybatch.accelerator import States
 from anybatch.gradients import Gradients
 from anybatch.pager import Pager
 from anybatch.rng import Dice
@@ -45,13 +47,12 @@ class LaneTurns:
         self._pager, self._gradients = pager, gradients
         self._slots = LaneSlots(slots, lanes)
         self._start = torch.get_rng_state()
-        there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._cuda = torch.cuda.get_rng_state_all() if there else []
+        self._states = accelerators.random_states()
         source = torch.Generator("cpu")
         source.set_state(self._start)
         self._seeds = torch.randint(2**62, (lanes,), generator=source, device="cpu").tolist()
         self._dice: dict[int, Dice] | None = {} if everything else None
-        self._kept: list[tuple[Tensor, list[Tensor]] | None] = [None] * lanes
+        self._kept: list[tuple[Tensor, States] | None] = [None] * lanes
 
     def begin(self, lane: int) -> None:
         """Make the lane's state the present one."""
@@ -62,11 +63,11 @@ class LaneTurns:
         if kept is not None:
             self._put_back(*kept)
         elif lane == 0:
-            self._put_back(self._start, self._cuda)
+            self._put_back(self._start, self._states)
         else:
             torch.default_generator.manual_seed(self._seeds[lane])
-            if self._cuda:
-                torch.cuda.manual_seed_all(self._seeds[lane])
+            if self._states:
+                accelerators.seed(self._seeds[lane])
         if self._dice and lane in self._dice:
             self._dice[lane].put_back()
 
@@ -81,12 +82,11 @@ class LaneTurns:
             self._gradients.collect()
         if self._pager is not None:
             self._pager.leave(lane, coming)
-        if self._cuda:
-            # Of each thread and stream, 8 to 32 MiB: one for each lane was over the budget.
-            torch._C._cuda_clearCublasWorkspaces()
+        if self._states:
+            accelerators.clear_workspaces()
         self._slots.leave(lane)
-        cuda = torch.cuda.get_rng_state_all() if self._cuda else []
-        self._kept[lane] = torch.get_rng_state(), cuda
+        states = accelerators.random_states() if self._states else ()
+        self._kept[lane] = torch.get_rng_state(), states
         if self._dice is not None:
             self._dice[lane] = Dice.now()
 
@@ -103,7 +103,6 @@ class LaneTurns:
         """Leave attributes as they were before a step that failed."""
         self._slots.put_back()
 
-    def _put_back(self, cpu: Tensor, cuda: list[Tensor]) -> None:
+    def _put_back(self, cpu: Tensor, states: States) -> None:
         torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        accelerators.put_random_states(states)

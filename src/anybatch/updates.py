@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from anybatch import tree
+from anybatch import accelerator, tree
 from anybatch.fakes import Fakes, interrupted_between_functions
 from anybatch.look import quietly
 from anybatch.meter import FOREIGN, Meter
@@ -58,8 +58,9 @@ def update(
             beside = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        foreach = accelerator.of(device).facts.foreach
         for group in twin.param_groups:
-            if device.type == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
+            if foreach and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch does there, and not for fakes
         pairs = [*zip(others, beside, strict=True), *((p, p.grad) for p in stepped)]
         made = [(p, gradient) for p, gradient in pairs if gradient is not None]

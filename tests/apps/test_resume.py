@@ -340,7 +340,7 @@ def change(folder: Path, name: str, value: Any, *path: str) -> None:
 def test_other_versions_are_said_or_refused(stopped: Path) -> None:
     state = checkpoint(stopped)
     torch.save({**state, "format": 0}, stopped / "checkpoint.pt")
-    with pytest.raises(RunFolderError, match=r"must be of format 1 to be resumed; it is of forma"):
+    with pytest.raises(RunFolderError, match=r"must be of format 2 to be resumed; it is of forma"):
         resume(stopped)
     torch.save({**state, "model": {}}, stopped / "checkpoint.pt")
     with pytest.raises(

@@ -33,7 +33,8 @@ TIERS = {
     "scale": "scale",
     "scaled": "scaled",
     "generators": "generators",
-    "ground": "functions tree modules rng exactness batch device undo gradients buffers batchnorm "
+    "ground": "accelerator accelerators "
+    "functions tree modules rng exactness batch device undo gradients buffers batchnorm "
     "joint loss graph step taken _coupled beside collated hanging outside alike encoders parts "
     "guard look records refusals memory_errors "
     "first_pass second_pass retry hidden meter tracing fakes case given discover memory kinds kept "

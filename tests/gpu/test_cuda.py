@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, LazyBatch
+from anybatch.accelerator import of
 from anybatch.batch import TensorBatch
-from anybatch.device import CudaLink, feed
+from anybatch.device import StreamLink, feed
 from anybatch.exactness import error_of
 from anybatch.tree import map_tensors
 
@@ -44,7 +45,7 @@ def test_a_batch_on_the_host_is_streamed_exactly(loss: object, where: str) -> No
 
 def test_many_micro_batches_through_two_pinned_buffers_stay_in_order() -> None:
     x = torch.arange(1000 * 257, dtype=torch.float32).view(1000, 257)
-    link = CudaLink(torch.device("cuda"))
+    link = StreamLink(torch.device("cuda"), of("cuda"))
     parts = []
     for part in feed(TensorBatch.of(x, None).micro_batches(7), link):
         torch.cuda._sleep(100_000)  # the copies run ahead of the computation

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from anybatch import Loss
 from anybatch._convolutions import devices as divides_on
+from anybatch.accelerators import forked
 from anybatch.apps import allocator
 from anybatch.apps.data import Data, open_data
 from anybatch.apps.devices import find_device
@@ -159,8 +160,7 @@ def seeded(seed: int, threads: int | None) -> Iterator[None]:
     """
     before = torch.get_num_threads()
     python, numpy = random.getstate(), np.random.get_state()
-    devices = range(torch.cuda.device_count())
-    with torch.random.fork_rng(devices=list(devices)):
+    with forked():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)

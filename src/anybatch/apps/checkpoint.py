@@ -15,6 +15,7 @@ every time such a time: a step that does not come to its end leaves nothing behi
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,12 +25,13 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
+from anybatch import accelerator
 from anybatch.apps.faults import RunFolderError
 from anybatch.apps.interrupts import unbroken
 from anybatch.apps.metrics import Metric
 from anybatch.rng import Dice
 
-FORMAT = 1  # raised when what a checkpoint holds changes its meaning
+FORMAT = 2  # raised when what a checkpoint holds changes its meaning
 
 State = dict[str, Any]  # tensors, numbers, texts, and lists and dicts of them
 
@@ -144,23 +146,29 @@ def dice() -> State:
     words = torch.from_numpy(np.asarray(keys, np.int64))
     return {
         "torch": now.cpu,
-        "cuda": list(now.cuda),
+        "devices": list(now.devices),
         "python": now.python,
         "numpy": (str(kind), words, int(position), int(has_normal), float(normal)),
     }
 
 
 def put_dice_back(state: State) -> None:
-    """Put back what `dice` returned; the CUDA devices' only where there are as many."""
-    cuda = state["cuda"] if len(state["cuda"]) == torch.cuda.device_count() else ()
+    """Put back what `dice` returned; the accelerators' only where there are as many of them."""
+    states = [(name, found) for name, found in state["devices"]]
+    number = Counter(accelerator.of(name).type for name, _ in states)
     version, words, normal = state["python"]
     kind, keys, *rest = state["numpy"]
     Dice(
         cpu=state["torch"],
-        cuda=tuple(cuda),
+        devices=tuple(one for one in states if _as_many(one[0], number)),
         python=(version, tuple(words), normal),
         numpy=(kind, keys.numpy().astype(np.uint32), *rest),
     ).put_back()
+
+
+def _as_many(name: str, number: Counter[str]) -> bool:
+    there = accelerator.of(name)
+    return number[there.type] == there.count
 
 
 class WholeStep:

@@ -19,6 +19,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from anybatch import accelerator
 from anybatch.apps.build import build, seeded
 from anybatch.apps.faults import SettingsError, TrainingError
 from anybatch.apps.limited import READY, Ended, allowance
@@ -107,7 +108,8 @@ def table(rows: Mapping[str, Ended], batch: int, budget: int) -> Table:
 
 
 def _refuse_device(device: torch.device) -> None:
-    if device.type == "cuda" or (device.type == "cpu" and sys.platform == "linux"):
+    there = accelerator.of(device)
+    if there.facts.limits or (there.host and sys.platform == "linux"):
         return
     raise SettingsError(
         f"compare needs a device whose memory the system can limit: cuda, or cpu on Linux; got "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from anybatch.accelerators import default_device
 from anybatch.apps.faults import SettingsError
 
 
@@ -14,7 +15,7 @@ def find_device(name: str | None) -> torch.device:
         SettingsError: when there is no such device here.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import AnybatchError, Engine, Plan
+from anybatch import AnybatchError, Engine, Plan, accelerator
 from anybatch import plan as foresee
 from anybatch.apps.build import Parts, build, seeded
 from anybatch.apps.checkpoint import dice, put_dice_back
@@ -150,7 +150,7 @@ def _plain(settings: Settings, parts: Parts) -> Step:
     model, loss_fn = parts.model, plain_loss(parts.recipe.loss)
     update = _update(settings, parts, make_optimizer(parts.recipe, model.parameters()))
     meter = Meter(parts.device, {"parameters": model.parameters(), "buffers": model.buffers()})
-    counts = [contextlib.nullcontext() if parts.device.type == "cuda" else meter]
+    counts = [contextlib.nullcontext() if accelerator.of(parts.device).peaks else meter]
 
     def take(batch: Batch) -> Tensor:
         with counts.pop() if counts else contextlib.nullcontext():
@@ -160,7 +160,7 @@ def _plain(settings: Settings, parts: Parts) -> Step:
         update()
         return loss.detach()
 
-    return take, lambda: _most_on_cuda(parts.device) or meter.peak
+    return take, lambda: _most_there(parts.device) or meter.peak
 
 
 def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
@@ -179,7 +179,7 @@ def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
         update()
         return loss
 
-    return take, lambda: _most_on_cuda(parts.device) or next(iter(peaks), None)
+    return take, lambda: _most_there(parts.device) or next(iter(peaks), None)
 
 
 def _update(
@@ -211,9 +211,9 @@ def _batches(settings: Settings, parts: Parts, steps: int) -> Iterator[Batch]:
 def _limit(device: torch.device, budget: int) -> Limited:
     """Return what limits a block, from what is held now."""
     more = budget + allowance(budget)
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, more / total), device)
+    there = accelerator.of(device)
+    if there.facts.limits:
+        there.limit(more, device)
         return contextlib.nullcontext
     most = _status("VmData") + more
 
@@ -248,8 +248,9 @@ def _status(name: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
 
 
-def _most_on_cuda(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+def _most_there(device: torch.device) -> int:
+    there = accelerator.of(device)
+    return there.peak(device) if there.peaks else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anybatch import RankError
+from anybatch import RankError, accelerator
+from anybatch.accelerators import default_device
 from anybatch.apps.alike import same_buffers
 from anybatch.apps.devices import find_device
 from anybatch.apps.faults import SettingsError
@@ -118,24 +119,24 @@ class Team:
         Raises:
             SettingsError: one GPU is named for all.
         """
-        cuda = torch.cuda.is_available() if name is None else name.startswith("cuda")
-        if not self.several or not cuda:
+        there = accelerator.of(default_device() if name is None else name)
+        if not self.several or not there.facts.each:
             return name
-        if name not in (None, "cuda"):
+        if name not in (None, there.type):
             raise SettingsError(
-                f"device must be cuda where several processes train, each on its own; got {name}. "
-                "Leave the number out."
+                f"device must be {there.type} where several processes train, each on its own; got "
+                f"{name}. Leave the number out."
             )
-        return f"cuda:{os.environ.get('LOCAL_RANK', self.rank)}"
+        return f"{there.type}:{os.environ.get('LOCAL_RANK', self.rank)}"
 
     def meet(self, device: str | None) -> None:
         """Make the process group, if there are others and there is none; `device` is for all."""
         if not self.several or dist.is_initialized():
             return
         found = find_device(self.device(device))
-        if found.type == "cuda":
-            torch.cuda.set_device(found)
-        dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
+        there = accelerator.of(found)
+        there.choose(found)
+        dist.init_process_group(there.backend)
         self._made = True
 
     def __enter__(self) -> Team:

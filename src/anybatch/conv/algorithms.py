@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anybatch import accelerator
 from anybatch.conv.circles import Circle, tiled, whole
 from anybatch.conv.fourier import HALVES, Fourier
 from anybatch.conv.plans import PLANS, Planned, available
@@ -213,6 +214,6 @@ def candidates(problem: Problem) -> list[str]:
         found.append("fft")
         if tiled(problem) is not None:
             found.append("overlap_save")
-    if problem.device == "cuda" and problem.dtype in known and available():
+    if accelerator.of(problem.device).cudnn and problem.dtype in known and available():
         found += [f"cudnn:{number}" for number in range(PLANS)]
     return found

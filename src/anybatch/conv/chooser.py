@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch import accelerator
 from anybatch.conv.algorithms import NATIVE
 from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration, Part, front
@@ -270,8 +271,8 @@ class Chooser:
 
 
 def _captured(problem: Problem) -> bool:
-    """Say whether a CUDA graph is being captured, in which nothing can be measured."""
-    return problem.device == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Say whether a graph of the device is being captured, in which nothing can be measured."""
+    return accelerator.of(problem.device).capturing
 
 
 def own_of(parts: Iterable[Part], size: int) -> Part:

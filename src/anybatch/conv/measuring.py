@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from anybatch import accelerator
+from anybatch.accelerators import kernel_switches
 from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, native
 from anybatch.conv.divide import Configuration
 from anybatch.conv.execute import run
@@ -131,22 +133,23 @@ def allocated(device: torch.device) -> Iterator[Callable[[], int]]:
     Yields:
         What returns the bytes at the peak; 0 on a device whose allocator does not tell.
     """
-    if device.type != "cuda":
+    there = accelerator.of(device)
+    if not there.peaks:
         yield lambda: 0
         return
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    yield lambda: int(torch.cuda.max_memory_allocated(device)) - before
+    before = there.allocated(device)
+    there.reset_peak(device)
+    yield lambda: there.peak(device) - before
 
 
 def machine(device: str) -> str:
     """Return what times depend on beside the kernel."""
     named = platform.processor() or platform.machine()
     found = [torch.__version__, device, torch.get_num_threads(), REVISION]
-    if device == "cuda":
-        named = torch.cuda.get_device_name()
-        cudnn = torch.backends.cudnn
-        found += [cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32]
+    there = accelerator.of(device)
+    if not there.host:
+        named = there.describe()
+        found += kernel_switches(device)
     return json.dumps([*found, named])
 
 
@@ -161,5 +164,4 @@ def _made(
 
 
 def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator.of(device).synchronise(device)

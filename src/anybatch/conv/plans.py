@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anybatch.accelerators import cudnn_stream
 from anybatch.conv.problem import Problem
 
 PLANS = 6
@@ -174,6 +175,6 @@ def _handle(device: torch.device) -> Any:
     known: dict[Any, Any] = _KNOWN.__dict__.setdefault("handles", {})
     if device not in known:
         known[device] = cudnn.create_handle()
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = cudnn_stream(device)
     cudnn.set_stream(handle=known[device], stream=stream)
     return known[device]

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import of
 from anybatch.dice.law import Law, Pattern, Rows, contiguous, empty, pattern_of
 from anybatch.errors import NotExactError
 
@@ -173,9 +174,9 @@ class Draw:
 
     def _dropout(self, law: Law, full: Pattern, rows: Rows) -> tuple[Tensor, Tensor]:
         own, p = self.args[0], self.args[1]
-        if own.is_cuda and not _aligned(own, rows):
+        if not of(own.device).host and not _aligned(own, rows):
             raise NotExactError(
-                "what dropout draws on CUDA depends on where its input lies, and it lies in the "
+                "what dropout draws on a GPU depends on where its input lies, and it lies in the "
                 "middle of another tensor: give dropout a tensor of its own, such as x.clone()"
             )
         mask = self.func(empty(full, own).fill_(1), *self.args[1:], **self.kwargs)[1]

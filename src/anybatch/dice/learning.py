@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch import accelerators
 from anybatch.dice.kernels import Draw, kind_of
 from anybatch.dice.law import Law, Pattern, Rows
 from anybatch.dice.refuse import refuse_generator, state_now, unmoved
@@ -150,5 +151,4 @@ def _drawn(draw: Draw, law: Law, rows: Rows) -> Any:
 
 def _set_dice(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(seed)
+    accelerators.seed(seed)

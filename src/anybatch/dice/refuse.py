@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.accelerators import random_states
 from anybatch.dice.kernels import STATEFUL, Draw
 from anybatch.errors import NotExactError
 from anybatch.modules import in_training
@@ -17,9 +18,8 @@ WAY_OUT = 'Use rng="lane", or give micro_batch >= the batch size'
 def state_now() -> Any:
     """Return what tells one state of torch's generators from another."""
     cpu = hash(torch.get_rng_state().numpy().tobytes())
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return cpu
-    return (cpu, *(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()))
+    others = random_states()
+    return (cpu, *(state.numpy().tobytes() for _, state in others)) if others else cpu
 
 
 def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from anybatch import tree
+from anybatch.accelerator import wide
 from anybatch.fakes import is_fake
 from anybatch.integrations.lightning_step import Log
 from anybatch.meeting import looks_here
@@ -60,7 +61,7 @@ def _of_samples(value: Any, given: list[Tensor]) -> Any:
     """
     if not given:
         return value
-    every = torch.stack([one.detach().sum().real.double().cpu() for one in given]).sum()
+    every = torch.stack([wide(one.detach().sum().real).cpu() for one in given]).sum()
 
     def marked(one: Tensor) -> Tensor:
         always = torch.ones((), dtype=torch.bool, device=one.device)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from anybatch import tree
+from anybatch import accelerator, tree
 from anybatch.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
@@ -426,7 +426,7 @@ class OfModel(Loss):
         shapes = tuple(t.shape[1:] for _, t in tree.tensors(batch.inputs))
         kind = term.form, term.index, scope.size, scope.first.size, shapes
         checked = kind in self._tracer.sizes.checked
-        if checked and torch.as_tensor(term.count).is_cuda:
+        if checked and not accelerator.of(torch.as_tensor(term.count).device).host:
             return True  # a device would have to be waited for
         first = _counted(term, scope.first.inputs, scope.first.size, scope.first.size)
         if first is None or not same(float(first), float(term.count), rounding(term.count)):
@@ -510,7 +510,9 @@ def _by_sample(tensor: Tensor, rows: int) -> Tensor:
     What is whole numbers is made what the look at a model compares: labels that belong to another
     sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
     """
-    tensor = tensor if tensor.is_floating_point() or tensor.is_complex() else tensor.double()
+    tensor = (
+        tensor if tensor.is_floating_point() or tensor.is_complex() else accelerator.wide(tensor)
+    )
     whole = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
     return tensor.reshape(rows, -1) if whole else tensor
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from anybatch.accelerator import of
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
@@ -205,7 +206,10 @@ class Counts:
     @property
     def on_device(self) -> bool:
         """Whether reading them waits for a device."""
-        return any(isinstance(one, Tensor) and one.is_cuda for one in (self.declared, self.traced))
+        return any(
+            isinstance(one, Tensor) and not of(one.device).host
+            for one in (self.declared, self.traced)
+        )
 
     def numbers(self) -> tuple[float, float]:
         """Return both as numbers."""

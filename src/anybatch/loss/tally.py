@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import of
 from anybatch.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.fakes import is_fake
@@ -81,7 +82,7 @@ class Tally:
     def _here(self, count: Count) -> bool:
         if not isinstance(count, Tensor):
             return True
-        return not is_fake(count) and (self._waits or count.device.type == "cpu")
+        return not is_fake(count) and (self._waits or of(count.device).host)
 
 
 def same(a: float, b: float, *rounding: float) -> bool:

@@ -27,10 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import of
 from anybatch.fakes import is_fake
 
-SIDE = {"cpu": 512, "cuda": 4096}
-"""Rows and columns of a tile at most; 4096 on other devices, too."""
+SIDE, SIDE_THERE = 512, 4096
+"""Rows and columns of a tile at most, on the host and on an accelerator."""
 
 LEAST = 256
 """Rows and columns at least; between them a tile is no larger than what it is computed from."""
@@ -152,7 +153,8 @@ def add_weighted(
 
 def _tiles(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield the rows of `a` and of `b` in each tile; where they are one, each pair of them once."""
-    side = min(max(LEAST, isqrt(b.numel())), SIDE.get(a.device.type, SIDE["cuda"]))
+    most = SIDE if of(a.device).host else SIDE_THERE
+    side = min(max(LEAST, isqrt(b.numel())), most)
     every = (
         (slice(i, min(i + side, len(a))), slice(j, min(j + side, len(b))))
         for i in range(0, len(a), side)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from anybatch.accelerator import of
 from anybatch.errors import NotExactError
 from anybatch.meeting import here, meeting_in, reduce
 from anybatch.norm.intercept import Norms
@@ -242,7 +243,7 @@ def batch_norm(
                 "Expected more than 1 value per channel when training, got input size "
                 f"{tuple(x.shape)}"
             )
-        return total.to(accumulated(x.dtype))
+        return total.to(x.device, accumulated(x.dtype))
 
     with torch.no_grad():
         words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
@@ -319,7 +320,7 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
     dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
     ones, saved = weight, None
-    if not x.is_cpu:  # CUDA's kernel takes no None, and without weights it has no sums
+    if not of(x.device).host:  # CUDA's kernel takes no None, and without weights it has no sums
         with Unseen(x):
             saved = x.new_empty(0, dtype=total.mean.dtype)
             ones = torch.ones_like(total.mean) if weight is None else weight

@@ -28,6 +28,8 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import of, wide
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -50,8 +52,8 @@ class Moments:
 
     def packed(self) -> Tensor:
         """Return count, mean and squares in one tensor, [1 + 2 C] float64."""
-        count = self.mean.new_tensor([self.count], dtype=torch.float64)
-        return torch.cat([count, self.mean.double(), self.squares.double()])
+        mean, squares = wide(self.mean), wide(self.squares)
+        return torch.cat([mean.new_tensor([self.count]), mean, squares])
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> Moments:
@@ -60,9 +62,9 @@ class Moments:
         mean, squares = rest.chunk(2)
         return cls(count, mean, squares)
 
-    def to(self, dtype: torch.dtype) -> Moments:
-        """Return them in another dtype."""
-        return Moments(self.count, self.mean.to(dtype), self.squares.to(dtype))
+    def to(self, device: torch.device, dtype: torch.dtype) -> Moments:
+        """Return them on a device, in another dtype."""
+        return Moments(self.count, self.mean.to(device, dtype), self.squares.to(device, dtype))
 
 
 def moments_of(x: Tensor) -> Moments:
@@ -78,7 +80,7 @@ def moments_of(x: Tensor) -> Moments:
     if count == 0:
         zeros = x.new_zeros(x.shape[1], dtype=accumulated(x.dtype))
         return Moments(0, zeros, zeros)
-    if x.device.type != "cpu":
+    if not of(x.device).host:
         over = [d for d in range(x.dim()) if d != 1]
         variance, mean = torch.var_mean(x.to(accumulated(x.dtype)), over, correction=0)
         return Moments(count, mean, variance * count)
@@ -110,9 +112,9 @@ def merged(one: Moments, other: Moments) -> Moments:
     count = one.count + other.count
     if count == 0:
         return one
-    share, mean = other.count / count, one.mean.double()
-    apart = other.mean.double() - mean
-    squares = one.squares.double() + other.squares.double()
+    share, mean = other.count / count, wide(one.mean)
+    apart = wide(other.mean) - mean
+    squares = wide(one.squares) + wide(other.squares)
     return Moments(
         count,
         torch.add(mean, apart, alpha=share),

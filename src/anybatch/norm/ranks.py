@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
+from anybatch.accelerator import home, wide
 from anybatch.errors import NotExactError
 from anybatch.meeting import meeting_in
 from anybatch.norm.batchnorm import BatchPlace, batch_norm
@@ -63,10 +64,10 @@ class GroupMeeting:
         del key
         if isinstance(part, Moments):
             rows = self._group.gather(part.packed())
-            return finish(merged_in_order([row.to(part.mean.device) for row in rows], add))
-        wide = part.double()
+            return finish(merged_in_order([row.to(home(part.mean.device)) for row in rows], add))
+        numbers = wide(part)
         few = part.numel() * self._group.size <= FEW
-        total = torch.stack(self._group.gather(wide)).sum(0) if few else self._group.sum(wide)
+        total = torch.stack(self._group.gather(numbers)).sum(0) if few else self._group.sum(numbers)
         return finish(total.to(part.device, part.dtype))
 
 

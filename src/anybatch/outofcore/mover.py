@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from anybatch import accelerator
 from anybatch.copier import Copier, Job
 from anybatch.errors import StoreError
 from anybatch.outofcore.saved import Saved, empty
@@ -147,8 +148,7 @@ class Mover:
 
     def now(self) -> float:
         """Return the time in seconds when all that was begun on the device has ended."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator.of(self._device).synchronise(self._device)
         return perf_counter()
 
     def settle(self) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import of
+
 aten = torch.ops.aten
 
 EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
@@ -57,7 +59,7 @@ def _batch_norm(
 ) -> Tensor:
     """Normalise with what was saved; on the CPU the kernel multiplies weight and invstd itself."""
     given: tuple[Any, ...] = (weight, bias, None, None, True, 0.0, eps)
-    if x.is_cpu:
+    if of(x.device).host:
         given = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
     found: Tensor = aten.native_batch_norm(x, *given)[0]
     return found

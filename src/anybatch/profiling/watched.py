@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import tree
+from anybatch import accelerator, tree
 from anybatch.batch import count_micro_batches
 from anybatch.engine import Engine
 from anybatch.kinds import bytes_of
@@ -118,7 +118,9 @@ class Watched:
         ended = wall()
         shows = _loading(loaded - start, busy, hidden)
         takes = {} if hidden is None else {LOAD: hidden.load, PREPARE: hidden.prepare}
-        if self._device.type == "cuda":  # its copies and its sums are waited for by no host
+        if not accelerator.of(
+            self._device
+        ).host:  # its copies and its sums are waited for by no host
             shows[TRANSFER], takes[TRANSFER] = self._transfer(inputs, targets)
             waited = alone or 0.0
         shows[EXCHANGE], takes[EXCHANGE] = waited, alone or 0.0

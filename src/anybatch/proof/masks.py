@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from anybatch.accelerator import of
+
 SAMPLES, EARLIER, PLACE, LOOSE, CUT = 0x1F, 0x10, 0x20, 0x40, 0x80
 ALL = 0x0F
 """What a number gets that no sample has a part in by its value, and all have by their places."""
@@ -76,7 +78,7 @@ def beside(masks: dict[int, Tensor]) -> dict[int, Tensor]:
     devices = {mask.device for mask in masks.values()}
     if len(devices) < 2:
         return masks
-    device = next(one for one in devices if one.type != "cpu")
+    device = next(one for one in devices if not of(one).host)
     return {key: mask.to(device) for key, mask in masks.items()}
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
+from anybatch.accelerator import home
 from anybatch.proof.masks import ALL, INTEGERS, PLACE
 
 CONSTANT = frozenset(
@@ -366,6 +367,6 @@ def _others(tensor: Tensor, alike: set[int], seed: int) -> Tensor:
     """Return numbers between 0.1 and 0.9 that differ along all dimensions but those."""
     shape = [1 if d in alike else size for d, size in enumerate(tensor.shape)]
     count = torch.Size(shape).numel()
-    steps = torch.arange(count, dtype=torch.float64, device=tensor.device)
+    steps = torch.arange(count, dtype=torch.float64, device=home(tensor.device))
     numbers = ((steps + 1) * 0.7548776662 + seed * 0.5698402909) % 1 * 0.8 + 0.1
-    return numbers.to(tensor.dtype).reshape(shape).expand(tensor.shape)
+    return numbers.to(tensor.device, tensor.dtype).reshape(shape).expand(tensor.shape)

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from anybatch.accelerator import of
 from anybatch.errors import NotExactError, RankError
 from anybatch.ranks.unison import Unison
 from anybatch.rng import Dice
@@ -27,9 +28,9 @@ LEADER = 0
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """Return the CUDA devices on which the parameters of a model lie, in their order."""
+    """Return the accelerators on which the parameters of a model lie, in their order."""
     every = dict.fromkeys(parameter.device for parameter in model.parameters())
-    return [device for device in every if device.type == "cuda"]
+    return [device for device in every if not of(device).host]
 
 
 def same_dice(unison: Unison, devices: Sequence[torch.device]) -> None:
@@ -37,21 +38,27 @@ def same_dice(unison: Unison, devices: Sequence[torch.device]) -> None:
 
     Args:
         unison: of a step that has not begun.
-        devices: CUDA devices of this rank's model; the first draws what the first of rank 0 would.
+        devices: accelerators of this rank's model; the first draws what the first of rank 0 would.
 
     Raises:
-        RankError: rank 0's model is on another number of CUDA devices.
+        RankError: rank 0's model is on another number of accelerators.
     """
     own = Dice.on(devices)
     unison.fact('the beginning of a step with rng="batch"')
     dice: Dice = unison.told(own, LEADER)
-    if len(dice.cuda) != len(devices):
+    first, own_types = [of(n).type for n, _ in dice.devices], [d.type for d in devices]
+    if first != own_types:
         raise RankError(
             'with rng="batch" all ranks must draw on devices of one kind, and the model of rank '
-            f"{LEADER} is on {len(dice.cuda)} CUDA devices, that of this rank on {len(devices)}: "
-            "move the models alike"
+            f"{LEADER} is on {_listed(first)}, that of this rank on {_listed(own_types)}: move the "
+            "models alike"
         )
     dice.put_on(devices)
+
+
+def _listed(types: list[str]) -> str:
+    """Return how many devices there are, and of which types."""
+    return f"{len(types)} accelerators ({', '.join(types)})" if types else "no accelerator"
 
 
 def drawn_apart(first: int, others: Sequence[int]) -> NotExactError:

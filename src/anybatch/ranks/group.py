@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anybatch.accelerators import carrier
 from anybatch.errors import RankError
 
 LOOK_UP = timedelta(seconds=1)
@@ -62,8 +63,7 @@ class Group:
         self._handle = weakref.ref(handle)
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
         self._name = handle.group_name  # others write to the same store
-        gloo = "gloo" in str(dist.get_backend_config(handle))
-        self.device = torch.device("cpu" if gloo else "cuda")
+        self.device = carrier(str(dist.get_backend_config(handle)))
         self.broken = False
         self.waited = 0.0
         self._incident = 0

@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import home, wide
 from anybatch.errors import RankError
 from anybatch.loss.declared import Total
 from anybatch.norm.moments import merged_in_order
@@ -180,8 +181,10 @@ class Ranks:
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
         self._shared = True
-        number = torch.as_tensor(value, dtype=torch.float64).reshape(1)
-        total = self._unison.sum(what, number)[0]
+        number = (
+            wide(value) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        )
+        total = self._unison.sum(what, number.reshape(1))[0]
         if isinstance(value, Tensor):
             return total.to(value.device, value.dtype if value.dtype != torch.long else None)
         return float(total)
@@ -196,7 +199,7 @@ class Ranks:
             total = total.to(real.device, real.dtype)
             return torch.view_as_complex(total) if part.is_complex() else total
         rows = self._unison.gather(str(key), part.packed())
-        return merged_in_order([row.to(part.mean.device) for row in rows], add)
+        return merged_in_order([row.to(home(part.mean.device)) for row in rows], add)
 
     @meets
     def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:

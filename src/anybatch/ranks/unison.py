@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from anybatch.accelerator import wide
 from anybatch.errors import LaneMismatchError, RankError
 from anybatch.ranks.group import FEW, Group
 from anybatch.ranks.pieces import Pieces
@@ -380,8 +381,8 @@ def _failures(heard: list[tuple[Status, str]]) -> str:
 
 def _slotted(part: Tensor, key: str) -> Tensor:
     number = _number(key)
-    slots = torch.tensor([0.0, number, number**2], dtype=torch.float64, device=part.device)
-    return torch.cat([slots, part.detach().double().reshape(-1)])
+    row = wide(part.detach()).reshape(-1)
+    return torch.cat([row.new_tensor([0.0, number, number**2]), row])
 
 
 def _filled(numbers: Sequence[float]) -> Tensor:
