@@ -132,8 +132,8 @@ class _Check:
     def _widen(self) -> None:
         narrow = self.model, self.loss_fn, self.batch
         self.model, self.loss_fn = diagnose.copied(self.model, self.loss_fn)
-        self.batch = _own(self.batch, double=True)
         try:
+            self.batch = _own(self.batch, double=True)  # which a device may not have
             self.model.double()
             if isinstance(self.loss_fn, nn.Module):
                 self.loss_fn.double()

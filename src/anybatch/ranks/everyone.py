@@ -130,7 +130,7 @@ class Everyone(Protocol):
         """See that all ranks have drawn alike, and give their dice to those without samples.
 
         Args:
-            devices: CUDA devices of the model.
+            devices: accelerators of the model.
         """
 
     def again(self, *, coupled: bool, others: bool = False) -> None:
