@@ -12,9 +12,9 @@ no streams. The streaming code knows neither.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -56,15 +56,20 @@ def feed(
             computing stream alone: it waits for each copy at once.
     """
     ahead: Shipment | None = None
-    for micro_batch in micro_batches:
-        coming = link.send(micro_batch)
-        if moved:
-            link.receive(coming)
+    try:
+        for micro_batch in micro_batches:
+            coming = link.send(micro_batch)
+            if moved:
+                link.receive(coming)
+            before, ahead = ahead, coming
+            if before is not None:
+                yield link.receive(before)
         if ahead is not None:
-            yield link.receive(ahead)
-        ahead = coming
-    if ahead is not None:
-        yield link.receive(ahead)
+            coming, ahead = ahead, None
+            yield link.receive(coming)
+    finally:
+        if ahead is not None:  # its memory is free when this ends, and a copy is on its way there
+            link.receive(ahead)
 
 
 def link_to(device: torch.device) -> Link:
@@ -99,6 +104,11 @@ class HostLink:
 class StreamLink:
     """Two sets of pinned buffers, a copy stream, and an event for each copy.
 
+    What a copy fills is allocated on the computing stream, and the copy waits for what was computed
+    when it was sent. So the inputs of the micro-batch before the last one give their memory to the
+    next, however far the host runs ahead; with `Tensor.record_stream` each would be kept until the
+    device has come to its end, and they would pile up beyond the budget.
+
     Args:
         device: where micro-batches are needed.
         there: its accelerator, which has streams.
@@ -117,9 +127,13 @@ class StreamLink:
         before = self._copied[turn]
         if before is not None:
             before.synchronize()  # what these buffers held has left them
-        leaf = itertools.count()
+        copies: list[tuple[Tensor, Tensor]] = []
+        sent = micro_batch.map(partial(self._place, copies, self._buffers[turn]))
+        computed = self._there.current_stream(self.device).record_event()
         with self._there.on(self.stream):
-            sent = micro_batch.map(lambda t: self._copy(t, self._buffers[turn], next(leaf)))
+            self.stream.wait_event(computed)  # who had this memory before may still read it
+            for there, here in copies:
+                there.copy_(here, non_blocking=True)
             copied = self._there.event()
             copied.record(self.stream)
         self._copied[turn] = copied
@@ -130,25 +144,38 @@ class StreamLink:
         return Shipment(sent, copied, borrowed)
 
     def receive(self, shipment: Shipment) -> MicroBatch:
-        """Let the computing stream wait for the copy, and tell the allocator who uses it."""
-        compute = self._there.current_stream(self.device)
-        compute.wait_event(shipment.copied)
+        """Let the computing stream wait for the copy."""
+        self._there.current_stream(self.device).wait_event(shipment.copied)
         if shipment.borrowed:  # the caller may write to its own pinned memory after the step
             shipment.copied.synchronize()
-        micro_batch = shipment.micro_batch
-        for _, tensor in tree.tensors((micro_batch.inputs, micro_batch.targets)):
-            tensor.record_stream(compute)
-        return micro_batch
+        return shipment.micro_batch
 
-    def _copy(self, tensor: Tensor, buffers: dict[int, Tensor], leaf: int) -> Tensor:
-        if not of(tensor.device).host:
+    def _place(
+        self, copies: list[tuple[Tensor, Tensor]], buffers: dict[int, Tensor], tensor: Tensor
+    ) -> Tensor:
+        """Return where a tensor will be, with its strides; note what is to be copied there."""
+        plain = of(tensor.device).host and type(tensor) is Tensor and not tensor.requires_grad
+        if not plain or tensor.dim() == 0:
             return tensor.to(self.device)
-        if tensor.is_pinned() or tensor.requires_grad or tensor.dim() == 0:
-            return tensor.to(self.device, non_blocking=True)
-        buffer = buffers.get(leaf)
-        if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
-            buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-            buffers[leaf] = buffer
-        pinned = buffer[: tensor.numel()].view(tensor.shape)
-        pinned.copy_(tensor)
-        return pinned.to(self.device, non_blocking=True)
+        place = torch.empty_like(tensor, device=self.device)
+        here = tensor if tensor.is_pinned() else _staged(tensor, place, buffers, len(copies))
+        copies.append((place, here))
+        return place
+
+
+def _staged(tensor: Tensor, place: Tensor, buffers: dict[int, Tensor], leaf: int) -> Tensor:
+    """Return a copy in pinned memory, with the strides of where it goes: it is one run of bytes.
+
+    Args:
+        tensor: on the host.
+        place: on the device.
+        buffers: by leaf.
+        leaf: number of the tensor in its micro-batch.
+    """
+    buffer = buffers.get(leaf)
+    if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
+        buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        buffers[leaf] = buffer
+    pinned = buffer.as_strided(place.shape, place.stride())
+    pinned.copy_(tensor)
+    return pinned
