@@ -20,6 +20,9 @@ class RecordingLink:
         self.log.append(f"receive {shipment.micro_batch.targets}")
         return shipment.micro_batch
 
+    def settle(self) -> None:
+        self.log.append("settle")
+
 
 def micro(i: int) -> MicroBatch:
     return MicroBatch(torch.zeros(1), i, 1)
@@ -39,6 +42,7 @@ def test_one_micro_batch_is_on_its_way_while_another_is_computed() -> None:
         "compute 1",
         "receive 2",
         "compute 2",
+        "settle",
     ]
 
 
@@ -47,7 +51,7 @@ def test_what_is_on_its_way_is_waited_for_where_nobody_asks_for_it() -> None:
     parts = feed(map(micro, range(3)), link)
     next(parts)
     parts.close()
-    assert link.log == ["send 0", "send 1", "receive 0", "receive 1"]
+    assert link.log == ["send 0", "send 1", "receive 0", "settle"]
 
 
 def test_a_single_micro_batch_and_none_are_fed() -> None:

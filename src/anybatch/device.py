@@ -43,6 +43,9 @@ class Link(Protocol):
     def receive(self, shipment: Shipment) -> MicroBatch:
         """Make the present stream wait for that copy, and return what has arrived."""
 
+    def settle(self) -> None:
+        """Make the present stream wait for all copies: the memory that they fill may be freed."""
+
 
 def feed(
     micro_batches: Iterable[MicroBatch], link: Link, *, moved: bool = False
@@ -61,15 +64,13 @@ def feed(
             coming = link.send(micro_batch)
             if moved:
                 link.receive(coming)
-            before, ahead = ahead, coming
-            if before is not None:
-                yield link.receive(before)
+            if ahead is not None:
+                yield link.receive(ahead)
+            ahead = coming
         if ahead is not None:
-            coming, ahead = ahead, None
-            yield link.receive(coming)
+            yield link.receive(ahead)
     finally:
-        if ahead is not None:  # its memory is free when this ends, and a copy is on its way there
-            link.receive(ahead)
+        link.settle()
 
 
 def link_to(device: torch.device) -> Link:
@@ -99,6 +100,9 @@ class HostLink:
     def receive(self, shipment: Shipment) -> MicroBatch:
         """Return it as it is."""
         return shipment.micro_batch
+
+    def settle(self) -> None:
+        """Do nothing."""
 
 
 class StreamLink:
@@ -149,6 +153,10 @@ class StreamLink:
         if shipment.borrowed:  # the caller may write to its own pinned memory after the step
             shipment.copied.synchronize()
         return shipment.micro_batch
+
+    def settle(self) -> None:
+        """Let the computing stream wait for the copy stream."""
+        self._there.current_stream(self.device).wait_stream(self.stream)
 
     def _place(
         self, copies: list[tuple[Tensor, Tensor]], buffers: dict[int, Tensor], tensor: Tensor

@@ -170,11 +170,12 @@ class Normalization:
         values = [part.numerator.detach() for part in parts]
         if not self._weights:
             self._scales = self._first_scales(parts, n)
+            self._sums = [torch.zeros_like(_wide(value)) for value in values]
+            # Last: where memory runs out before, the next micro-batch is the first one.
             self._weights = [
                 torch.as_tensor(scale, dtype=value.dtype, device=value.device)
                 for scale, value in zip(self._scales, values, strict=True)
             ]
-            self._sums = [torch.zeros_like(_wide(value)) for value in values]
         if self._late:
             self._denominator = parts[0].denominator()
         self._values = values
@@ -182,9 +183,10 @@ class Normalization:
 
     def count(self) -> None:
         """Count the micro-batch whose weights were asked for last: it is done."""
-        self._counted = self._counted + self._denominator
+        counted = self._counted + self._denominator
         for total, value in zip(self._sums, self._values, strict=True):
             total.add_(value)
+        self._counted = counted
 
     def correction(self) -> float | Tensor:
         """Return what the delivered sum must be multiplied by; 1.0 in the plain case."""

@@ -56,11 +56,11 @@ class Device:
         number = ctypes.c_uint64
         self._note = ctypes.CFUNCTYPE(None, number)(self._launched)
         self._tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p, number, number)(self._found)
-        self.watch()
         self.restore()
 
     def restore(self) -> None:
         """Set every lever as it is at the beginning, and forget faults and counts."""
+        self.watch()
         for index in range(MOST_DEVICES):
             self.synchronize(index)
             self.cap(CAP, index)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch import accelerator
 from anybatch.meter import FOREIGN, Meter, tensors_in
 from anybatch.outofcore.recording import Cut, Recording, Remake
 from anybatch.outofcore.saved import Handle, Saved
@@ -75,6 +76,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self._ends: dict[int, int] = {}  # storage -> the interval in which its last handle died
         self._asked: set[int] = set()
         self._loose: set[int] = set()
+        self._place = device
         self._since = perf_counter()
 
     def born(self, storage: Any) -> bool:
@@ -84,7 +86,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def cut(self, cut: Cut) -> None:
         """Begin a new interval."""
-        self._seconds.append(perf_counter() - self._since)
+        self._seconds.append(self._now() - self._since)
         self._cuts.append(cut)
         if not cut.saves:
             self._asked.add(cut.number)
@@ -117,7 +119,12 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Let the clock go on after a cut."""
-        self._since = perf_counter()
+        self._since = self._now()
+
+    def _now(self) -> float:
+        """Return the time when the device has come to its end: it computes on its own."""
+        accelerator.of(self._place).synchronise(self._place)
+        return perf_counter()
 
     def saved(self, saved: Saved) -> None:
         """Take in a storage that autograd saves for the first time."""
@@ -152,7 +159,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
     def recording(self, there: int = 0) -> Recording:
         """Return what was recorded; `there`: bytes that were allocated before, where known."""
         outside = max(self.outside, there)
-        self._seconds.append(perf_counter() - self._since)
+        self._seconds.append(self._now() - self._since)
         last = {number: i for i, used in enumerate(self._used) for number in used}
         for number in range(len(self._sizes)):
             end = self._ends.get(number)
