@@ -113,7 +113,7 @@ def truth(kind: str, *, norm: bool = False) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles.SIDE, "cpu", 5)
+    monkeypatch.setattr(tiles, "SIDE", 5)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -148,7 +148,7 @@ def rows_of(rank: int) -> slice:
 
 
 def on_rank(rank: int, size: int, kind: str, micro_batch: int, norm: bool) -> Any:
-    tiles.SIDE["cpu"] = 5
+    tiles.SIDE = 5
     own, (x, y) = rows_of(rank), batch()
 
     def run(copied: nn.Module) -> Tensor:
@@ -183,7 +183,7 @@ def test_negatives_are_those_of_all_ranks(
 
 def counted(rank: int, size: int) -> tuple[list[int], int]:
     """Count what a second step sends: numbers in every sum over ranks, and tiles computed here."""
-    tiles.SIDE["cpu"] = tiles.LEAST = 1
+    tiles.SIDE = tiles.LEAST = 1
     x, y = (t[rows_of(rank)] for t in batch())
     engine = Engine(make("CLIP"), anybatch.contrastive(symmetric=True), micro_batch=4)
     engine.backward((x, y))
@@ -231,7 +231,7 @@ def held(loss: Any, rows: int, n: int, memory: Any) -> tuple[int, int]:
 def test_a_batch_of_512_in_the_memory_of_64(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tiles.SIDE, "cpu", 512)
+    monkeypatch.setattr(tiles, "SIDE", 512)
     loss = anybatch.contrastive(temperature=0.1, **given)
     most, predicted = held(loss, 64, 64, "1GiB")
     assert most == predicted
@@ -322,7 +322,7 @@ def test_in_float32_it_is_as_exact_as_torch(
     Over ranks a similarity is computed on both sides, so it may be rounded twice; among embeddings
     that differ by 1e-3 that is much.
     """
-    monkeypatch.setitem(tiles.SIDE, "cpu", 20)
+    monkeypatch.setattr(tiles, "SIDE", 20)
     kinds = {"found", "not found", "as drawn", "alike", "equal", "not normalised"}
     for kind in sorted(kinds - ({"alike"} if ours is in_two else set())):
         noise, worst = {"torch": 0.0, "rounded": 0.0}, 0.0

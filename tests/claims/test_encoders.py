@@ -167,7 +167,7 @@ def truth(kind: str, **given: Any) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiles.SIDE, "cpu", 8)
+    monkeypatch.setattr(tiles, "SIDE", 8)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
