@@ -1,15 +1,22 @@
-"""Run a program on the stand-in: ``python -m tests.devices -m module ...``, or a file."""
+"""Run a program on the stand-in, and all that it starts: ``python -m tests.devices -m module ...``.
+
+Or a file in place of ``-m module``.
+"""
 
 import os
 import runpy
 import sys
 import traceback
+from pathlib import Path
 
 from tests.devices import stand_in
 
 if stand_in.MISSING:
     sys.exit(stand_in.MISSING)
 del sys.argv[0]
+here = Path(__file__).parent
+others = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+os.environ["PYTHONPATH"] = os.pathsep.join([str(here / "site"), str(here.parents[1]), *others])
 code: object = 0
 try:
     if sys.argv[0] == "-m":

@@ -23,7 +23,8 @@ def gpu(results: Results) -> str:
         wrong = found.get("wrong", 0) + found.get("silently wrong", 0)
         counts = [found.get(outcome, 0) for outcome in OUTCOMES[:-1]]
         rows.append([name, *map(str, (*counts, wrong))])
-    device = f"{where['gpu']}, torch {where['torch']}, CUDA {where['cuda']}."
+    driver = f", CUDA {where['cuda']}" if where["cuda"] else ""
+    device = f"{where['gpu']}, torch {where['torch']}{driver}."
     others = [
         f"- {name}: {said}" for name, said in sorted(results["honest"]["others"].items())
     ]  # fmt: skip
