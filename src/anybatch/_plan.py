@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from anybatch._absent import AbsentDevice
 from anybatch._divisions import Divisions
 from anybatch._memory import Memory, check_count, explain, memory_of
 from anybatch._pace import Pace
@@ -152,6 +153,7 @@ class Plan:
         convolutions: how they are computed; None where all are torch's own.
         pace: how fast it is; None where no steps of a loop were measured.
         scale: what more GPUs would bring; None where that was not asked for.
+        device: the device that it was made for and that was not there; None where it was.
     """
 
     micro_batch: int
@@ -166,6 +168,7 @@ class Plan:
     convolutions: Divisions | None = None
     pace: Pace | None = None
     scale: Scale | None = None
+    device: AbsentDevice | None = None
 
     def _rows(self) -> dict[str, str]:
         rows = {
@@ -181,7 +184,8 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        lines = [f"  {name:<12} {value}" for name, value in self._rows().items()]
+        lines = [] if self.device is None else self.device.lines()
+        lines += [f"  {name:<12} {value}" for name, value in self._rows().items()]
         if self.memory is not None:
             lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
         if self.offload is not None:
@@ -203,7 +207,8 @@ class Plan:
                 f"{show_bytes(memory.floor)} at one sample a micro-batch; "
                 f"{show_bytes(memory.whole)} undivided"
             )
-        more = [] if self.offload is None else self.offload.explain()
+        more = [] if self.device is None else self.device.lines()
+        more += [] if self.offload is None else self.offload.explain()
         more += [] if self.scale is None else self.scale.explain()
         return card(
             "plan",
@@ -235,6 +240,7 @@ class Plan:
             "offload",
             "convolutions",
             "pace",
+            "device",
         }  # plans of before there were any
         if not isinstance(found, dict) or set(found) | without != set(fields):
             came = sorted(found) if isinstance(found, dict) else type(found).__name__
@@ -244,7 +250,7 @@ class Plan:
             given = found.get("memory")
             away, left = found.get("states"), found.get("offload")
             divided, pace = found.get("convolutions"), found.get("pace")
-            scale = found.get("scale")
+            scale, device = found.get("scale"), found.get("device")
             memory = None if given is None else memory_of(given, away=left is not None)
             more = {
                 "exact": Evidence.from_json(found["exact"]),
@@ -254,6 +260,7 @@ class Plan:
                 "offload": None if left is None else _away(left),
                 "convolutions": None if divided is None else Divisions.from_json(divided),
                 "scale": None if scale is None else Scale.from_json(scale),
+                "device": None if device is None else AbsentDevice.from_json(device),
                 "pace": None
                 if pace is None
                 else Pace(**{**pace, "interval": tuple(pace["interval"])}),

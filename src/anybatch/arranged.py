@@ -25,7 +25,7 @@ from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.hooks import LeafHooks
 from anybatch.given import Given
 from anybatch.gradients import Gradients
-from anybatch.kinds import Allowed, Kind, bytes_of
+from anybatch.kinds import Allowed, Kind
 from anybatch.modules import Modules
 from anybatch.norm.adaptive import Adaptive
 from anybatch.paged import paged
@@ -35,6 +35,7 @@ from anybatch.ranks.beginning import ANY, Here
 from anybatch.ranks.crew import Crew
 from anybatch.ranks.everyone import Everyone
 from anybatch.repeatable import Tries
+from anybatch.rounding import allocated
 from anybatch.runner import Runner
 from anybatch.step import Scaler, Step
 from anybatch.step_timeline import StepTimeline
@@ -202,7 +203,7 @@ class Arranger:
         there = {
             id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
         }
-        before = sum(map(bytes_of, there.values()))
+        before = sum(map(allocated, there.values()))
         kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
         most = most or self._runner.most(batch, modules, trains=kind.trains)
         return replace(kind, most=most) if most and most < kind.size else kind

@@ -5,21 +5,27 @@ A budget counts what the step's own tensors hold already, and all that the step 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch import accelerator
+from anybatch._absent import AbsentDevice, absent, enough
 from anybatch.case import Case
 from anybatch.errors import BudgetError
-from anybatch.forecast import WORKSPACE, Forecast
-from anybatch.kinds import bytes_of
+from anybatch.forecast import LOSS, WORKSPACE, Forecast
 from anybatch.ladder import SMALL
 from anybatch.memory import left
 from anybatch.paged import paged
 from anybatch.probe import workspace
+from anybatch.rounding import allocated, rounded
 from anybatch.units import show_bytes
 from anybatch.updates import state_bytes
+
+CUBLAS = "cuBLAS"
+"""The owner of its workspaces, as they are assumed of a device that is not there."""
 
 
 def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> BudgetError:
@@ -32,24 +38,64 @@ def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> Bud
     return BudgetError(
         f"a step must fit in memory, and {cut} it needs "
         f"{show_bytes(floor)} ({listed}), and {show_bytes(budget)} is there ({source}): give "
-        f'memory="{-(-floor // 1024)}KiB" or more, {workspace}a smaller model, smaller samples, or '
+        f"{enough(floor)} or more, {workspace}a smaller model, smaller samples, or "
         "an optimizer that keeps less",
         needed=floor,
         given=budget,
     )
 
 
-def on_cuda(found: Forecast, case: Case, optimizer: torch.optim.Optimizer | None) -> Forecast:
-    """Return the forecast with what only CUDA's allocator knows: workspace, and other tensors."""
+def on_cuda(
+    found: Forecast,
+    case: Case,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: int,
+    size: int,
+) -> Forecast:
+    """Return the forecast with what only CUDA's allocator knows: workspace, and other tensors.
+
+    Args:
+        found: without them.
+        case: the real one.
+        optimizer: whose state is there.
+        budget: bytes: workspace is measured at the most samples that fit, too.
+        size: N_B, samples in the mini-batch.
+    """
     states = _bytes_of_states(case)
-    grown = found.undivided.at(SMALL).peak - states
     other = accelerator.of(case.device).allocated(case.device) - states - state_bytes(optimizer)
-    more = found.with_more("workspace", workspace(case, found.look, SMALL, grown))
-    return more.with_more("other tensors", max(0, other))
+    of_last_step = rounded(LOSS, case.device)  # which `Engine.last` has while the next one runs
+    found = found.with_more("other tensors", max(0, other) + of_last_step)
+    measured = dict[int, int]()
+    n = min(SMALL, size)
+    while n and n not in measured:  # what kernels take for few samples is not what more need
+        run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
+        measured[n] = workspace(run, found.look, n, _made_alone(found, n, size))
+        most = max(measured.values())
+        found = found.with_constant({"workspace": most}) if most else found
+        n = found.largest(budget, size)
+    return found
+
+
+def on_absent(found: Forecast, case: Case, device: AbsentDevice) -> Forecast:
+    """Return the forecast with what a device that is not there is assumed to take beside it."""
+    found = found.with_more("other tensors", rounded(LOSS, case.device))
+    return found.with_more(CUBLAS, device.workspace)
+
+
+def _made_alone(found: Forecast, n: int, size: int) -> int:
+    """Return the bytes that a micro-batch of `n` allocates where no other is on its way."""
+    line = found.divided.at(n) if n < size else found.undivided.at(n)
+    held = line.at_peak()
+    there = held.get("parameters", 0) + held.get("buffers", 0)
+    return sum(held.values()) - there - (held.get("inputs", 0) // 2 if n < size else 0)
 
 
 def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple[int, str]:
     """Return what is left on the device, and what the step's own tensors hold already."""
+    device = absent()
+    if device is not None:
+        return device.budget(None)
     free, words = left(case.device)
     return free + _bytes_of_states(case) + state_bytes(optimizer), words
 
@@ -64,5 +110,5 @@ def _bytes_of_states(case: Case) -> int:
                 held[id(tensor)] = tensor
     states = list(held.values())
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
-    here = sum(bytes_of(t) for t in states if not pages.holds(t)) + pages.here
+    here = sum(allocated(t) for t in states if not pages.holds(t)) + pages.here
     return here + (case.sharded.bytes if case.sharded is not None else 0)

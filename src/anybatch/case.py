@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import tree
+from anybatch._absent import absent
 from anybatch.batch import Batch, MicroBatch, TensorBatch
 from anybatch.device import HostLink, Shipment
 from anybatch.fakes import Fakes
@@ -134,6 +135,8 @@ class Claiming(HostLink):
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
         """Copy what is not there."""
+        if absent() is not None:  # a batch on the host is copied to it
+            micro_batch = micro_batch.map(Tensor.clone)
         sent = super().send(micro_batch)
         pair = (sent.micro_batch.inputs, sent.micro_batch.targets)
         self._meter.claim("inputs", (tensor for _, tensor in tree.tensors(pair)))

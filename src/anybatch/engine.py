@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch import accelerator
 from anybatch._plan import Plan, decide
 from anybatch._states import OffloadedStates
 from anybatch.arranged import Arranged, Arranger
@@ -31,7 +30,7 @@ from anybatch.kinds import Allowed, Kind
 from anybatch.loss.declared import Loss
 from anybatch.loss.model_loss import loss_of
 from anybatch.loss.watched import Watched
-from anybatch.measure import measured
+from anybatch.measure import measured, read_peak
 from anybatch.memory_errors import NothingHeld
 from anybatch.modules import Modules, renormalised
 from anybatch.norm.adaptive import Adaptive, Fixed
@@ -49,6 +48,7 @@ from anybatch.refusals import (
     versions_of,
 )
 from anybatch.repeatable import Observer, Tries
+from anybatch.rounding import rounding
 from anybatch.runner import Runner
 from anybatch.spill import Spill, spill_of
 from anybatch.states.planned import away
@@ -332,11 +332,14 @@ class Engine:
         """Run the step; the first after a forecast under the meter, where the device has none."""
         planner, given = self._planner, self._given
         if planner is None or kind is None or planner.decided == self._measured:
-            return self._runner.run(step, modules, before), None
+            with read_peak(given.device) as found:
+                return self._runner.run(step, modules, before), found()
         self._measured = planner.decided
         with measured(given.device, modules, given.optimizer, before, given.shards) as peak:
             loss = self._runner.run(step, modules, before)
-        planner.learn(kind, peak(), state_bytes(given.optimizer))
+        grain = rounding(given.device)
+        later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
+        planner.learn(kind, peak() + later, state_bytes(given.optimizer))
         return loss, peak()
 
     def _note(
@@ -358,9 +361,6 @@ class Engine:
             kernels = None if self._planner is None else self._planner.workspaces.kernels
             convolutions = self._convolutions.record(kernels)
             self._plan = replace(decided, states=states, convolutions=convolutions)
-        where = accelerator.of(loss.device)
-        if where.peaks:
-            peak = where.peak(loss.device)
         self._last = StepReport(
             loss=loss,
             samples=step.everyone.size,

@@ -70,6 +70,7 @@ class Forecast:
         everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
         indivisible: the model takes no fewer samples than the batch has.
+        grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         heard: sizes whose convolutions were listened to, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
@@ -92,6 +93,7 @@ class Forecast:
     everyone: int = 0
     pieces: int = 0
     indivisible: bool = False
+    grain: int = 1
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -260,7 +262,9 @@ class Forecast:
 
     def grown(self, n: int, size: int) -> int:
         """Return what sparse sums grow by after the micro-batches of a rehearsal: old and new."""
-        return 2 * self.entries * max(0, size - MICRO_BATCHES * n) if n < size else 0
+        if n >= size:
+            return 0
+        return 2 * self._rounded(self.entries * max(0, size - MICRO_BATCHES * n))
 
     def beside(self, n: int, size: int) -> list[dict[str, int]]:
         """Return the peaks of the first look, where there is one, and of the update."""
@@ -280,15 +284,18 @@ class Forecast:
     def _beside_update(self) -> dict[str, int]:
         """Return what is there during the update and is not its own."""
         outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
-        return merged(outside, {"activations": LOSS})
+        return merged(outside, {"activations": self._rounded(LOSS)})
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.grain) * self.grain
 
     def held(self, size: int, *, divided: bool) -> dict[str, int]:
         """Return who holds what during all of a step of `size` samples."""
         copies = self.copied * (2 if divided else 1)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
         shared = any(found) and divided
-        draw = largest_draw(found, counts, max(size, self.everyone)) if shared else 0
-        gathered = self.look.gathers * max(size, self.everyone) if divided else 0
+        draw = self._rounded(largest_draw(found, counts, max(size, self.everyone))) if shared else 0
+        gathered = self._rounded(self.look.gathers * max(size, self.everyone)) if divided else 0
         beside = {"buffers": copies, DRAW: draw, GATHERED: gathered}
         return merged(self.constant, {owner: count for owner, count in beside.items() if count})
 

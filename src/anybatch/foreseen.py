@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from anybatch import accelerator
-from anybatch.budget import on_cuda
+from anybatch._absent import absent
+from anybatch.budget import on_absent, on_cuda
 from anybatch.case import MICRO_BATCHES, Case, stretched
+from anybatch.errors import AnybatchError
 from anybatch.forecast import Forecast
 from anybatch.kinds import Kind, bytes_of
 from anybatch.ladder import FAKE, FARTHER, forecast
@@ -97,9 +99,9 @@ class Foreseen:
         found = _at(case, bound, optimizer, room) if bound != kind else None
         if found is None:
             bound = kind
-            found = forecast(case, optimizer, room=room, verify=True)
+            found = _forecast(case, optimizer, room)
             if not accelerator.of(case.device).host:
-                found = on_cuda(found, case, optimizer)
+                found = on_cuda(found, case, optimizer, budget=room, size=kind.size)
         found = found.with_more("activations", self._more) if self._more else found
         self._known.append((bound, found))
         self._compare(bound, found)
@@ -142,6 +144,20 @@ class Foreseen:
         if len(others) < MANY:
             return None
         return max(others, key=lambda forecast: forecast.peak(kind.size, kind.size))
+
+
+def _forecast(case: Case, optimizer: torch.optim.Optimizer | None, room: int) -> Forecast:
+    """Return the forecast, compared with a small real step where its device is there to run it."""
+    device = absent()
+    if device is None:
+        return forecast(case, optimizer, room=room, verify=True)
+    try:
+        found = forecast(case, optimizer, room=room, verify=False)
+    except (AnybatchError, MemoryError):
+        raise
+    except Exception:  # a value is read: the next rung, on the host
+        found = forecast(case, optimizer, room=room, verify=True)
+    return on_absent(found, case, device)
 
 
 def _at(

@@ -20,6 +20,7 @@ import torch
 
 from anybatch.copier import Copier, Job
 from anybatch.meter import Meter
+from anybatch.rounding import rounded
 from anybatch.stores import Store
 
 HERE, LEAVING, AWAY, COMING = range(4)
@@ -30,7 +31,8 @@ class Held:
 
     Attributes:
         storage: a weak reference; it is not kept alive here.
-        size: bytes.
+        size: bytes that its memory takes.
+        nbytes: bytes that it holds.
         lane: whose it is.
         number: of the storages that this lane has made.
         used: the turn in which it was used last.
@@ -43,11 +45,13 @@ class Held:
     """
 
     __slots__ = (
-        *("job", "kept", "lane", "leaves", "number", "size", "state", "stays", "storage", "used"),
+        *("job", "kept", "lane", "leaves", "nbytes", "number", "size", "state", "stays"),
+        *("storage", "used"),
     )
 
-    def __init__(self, storage: Any, size: int, lane: int, number: int, used: int) -> None:
-        self.storage, self.size, self.lane, self.number = storage, size, lane, number
+    def __init__(self, storage: Any, nbytes: int, lane: int, number: int, used: int) -> None:
+        self.storage, self.nbytes, self.lane, self.number = storage, nbytes, lane, number
+        self.size = nbytes
         self.used, self.state = used, HERE
         self.kept = self.stays = self.leaves = False
         self.job: Job | None = None
@@ -76,6 +80,7 @@ class Hold:
         self.movable: dict[int, Held] = {}
         self.here = self.going = self.touched = self.since = self.moved = 0
         self._store, self._meters, self._copier = store, meters, Copier(device)
+        self._device = device
         self._numbered: dict[tuple[int, int], int] = {}
         self._dead: deque[int] = deque()
         self._moving: deque[tuple[int, Held, Job]] = deque()
@@ -88,9 +93,14 @@ class Hold:
     def add(self, key: int, storage: Any, size: int, lane: int, number: int, turn: int) -> None:
         """Take in a storage that a lane has made."""
         held = Held(weakref.ref(storage, partial(self._died, key)), size, lane, number, turn)
+        held.size = self.rounded(size)
         self.all[key] = held
         self._numbered[lane, number] = key
         self._count(key, held)
+
+    def rounded(self, nbytes: int) -> int:
+        """Return the bytes that memory for `nbytes` takes on the device."""
+        return rounded(nbytes, self._device)
 
     def ready(self) -> None:
         """Have what copies, while there is memory for it."""
@@ -159,10 +169,11 @@ class Hold:
         if not storage.resizable():
             self.stay(key, held)
             return
-        if storage.nbytes() != held.size:
+        if storage.nbytes() != held.nbytes:
             self.forget_copy(key, held)
             self._discount(key, held)
-            held.size = storage.nbytes()
+            held.nbytes = storage.nbytes()
+            held.size = self.rounded(held.nbytes)
             self._count(key, held)
         if held.kept and held.job is None:
             self._empty(key, held)
@@ -191,7 +202,7 @@ class Hold:
         storage = held.storage()
         if storage is None or held.state != AWAY:
             return
-        storage.resize_(held.size)
+        storage.resize_(held.nbytes)
         held.job = self._copier.start(self._store.reading(key, storage))
         held.state = COMING
         self._moving.append((key, held, held.job))
@@ -208,7 +219,7 @@ class Hold:
             self._come(held)
         elif held.state == AWAY:
             storage = held.storage()
-            storage.resize_(held.size)
+            storage.resize_(held.nbytes)
             self._metered(storage)
             self._store.reading(key, storage)()
             self.moved += held.size
@@ -268,7 +279,7 @@ class Hold:
         failed = held.job is not None and held.job.error is not None
         if storage is None or not (held.state == AWAY or (held.state == COMING and failed)):
             return
-        storage.resize_(held.size)
+        storage.resize_(held.nbytes)
         try:
             self._store.reading(key, storage)()
         except Exception:

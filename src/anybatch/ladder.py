@@ -32,6 +32,7 @@ from anybatch.modules import tensors_of
 from anybatch.norm.parts import values_of_a_part
 from anybatch.paged import OWNER
 from anybatch.ranks.pieces import copied_bytes, small_bytes
+from anybatch.rounding import allocated, rounded, rounding
 from anybatch.stage import unharmed
 from anybatch.states.optimizers import room_of
 from anybatch.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
@@ -143,7 +144,7 @@ def _spare(case: Case, held: int, room: int) -> int:
     every = [tensors_of(modules, kind) for kind in ("_parameters", "_buffers")]
     there = {id(t): t for t in (*chain(*every), *case.leaves)}.values()
     gradients = (t.grad for t in there if t.grad is not None)
-    return max(0, room - held - sum(map(bytes_of, (*there, *gradients))))
+    return max(0, room - held - sum(map(allocated, (*there, *gradients))))
 
 
 State = tuple[Timeline | None, dict[str, int]]
@@ -154,7 +155,7 @@ def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     update, held = _state_of(case, optimizer)
     if not case.everyone:
         return update, held
-    sent = copied_bytes(case.leaves) if case.trains else 0
+    sent = rounded(copied_bytes(case.leaves), case.device) if case.trains else 0
     return update, held | {"transfer buffers": sent + COLLECTIVES}
 
 
@@ -166,7 +167,7 @@ def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        coming = UNKNOWN_STATE * sum(map(bytes_of, stepped))
+        coming = UNKNOWN_STATE * sum(map(allocated, stepped))
         coming = min(coming, room_of(optimizer) or coming)
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
@@ -259,20 +260,26 @@ def _rehearsed(
         kept=None,
         update=state[0],
         constant=state[1],
-        copied=sum(b.untyped_storage().nbytes() for b in buffers.values()),
+        copied=sum(rounded(b.untyped_storage().nbytes(), b.device) for b in buffers.values()),
         gradients=_gradients(case) if case.trains else 0,
         look=seen,
         case=case if case.fake else None,
         entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
         everyone=case.everyone,
-        pieces=small_bytes(case.leaves) if case.everyone and case.trains else 0,
+        pieces=_pieces(case) if case.everyone and case.trains else 0,
+        grain=rounding(case.device),
     )
+
+
+def _pieces(case: Case) -> int:
+    """Return the bytes of the small gradients, which ranks sum in pieces."""
+    return rounded(small_bytes(case.leaves), case.device)
 
 
 def _gradients(case: Case) -> int:
     """Return the bytes of a set of gradients, but for those whose memory comes and goes."""
-    return sum(p.numel() * p.element_size() for p in case.leaves if id(p) not in case.paged)
+    return sum(allocated(p) for p in case.leaves if id(p) not in case.paged)
 
 
 def _roughly(line: Line) -> AffineTimeline:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import NoReturn
 
+from anybatch._absent import absent, enough
 from anybatch._memory import Candidate, Memory
 from anybatch._plan import Away
 from anybatch.above import MOVED
@@ -179,7 +180,7 @@ class Leaving:
             self._refuse(n)
         found = self._lean(n)
         require_room(found.most, self._where)
-        if real and self.foreseen.case is not None:
+        if real and self.foreseen.case is not None and absent() is None:
             found = self._really(n)
             self._leans[n] = found
             if found.floor > self._budget:
@@ -217,7 +218,7 @@ class Leaving:
         raise BudgetError(
             f"a step must fit in memory, and {cut}, all that autograd saves away, it needs "
             f"{show_bytes(needed)} ({listed}), and {show_bytes(self._budget)} is there "
-            f'({self._source}): give {smaller}memory="{-(-needed // 1024)}KiB" or more, '
+            f"({self._source}): give {smaller}{enough(needed)} or more, "
             f"{workspace}smaller samples, or an optimizer that keeps less",
             needed=needed,
             given=self._budget,

@@ -18,6 +18,37 @@ from anybatch.updates import state_tensors
 
 
 @contextmanager
+def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[[], int | None]]:
+    """Read what a device's allocator has handed out at most in the body.
+
+    Its statistic is the person's, too, and cannot be put back once it was reset. It tells this peak
+    where it grows in the body, and where nothing above what is allocated now was ever in it.
+
+    Args:
+        device: without such a statistic, nothing is known.
+        anew: reset the statistic where it would not tell. Default False.
+
+    Yields:
+        What returns the bytes; None where they are not known.
+    """
+    counts = accelerator.of(device)
+    if not counts.peaks:
+        yield lambda: None
+        return
+    before = counts.peak(device)
+    known = before == counts.allocated(device)
+    if anew and not known:
+        counts.reset_peak(device)
+        known = True
+
+    def peak() -> int | None:
+        found = counts.peak(device)
+        return found if known or found > before else None
+
+    yield peak
+
+
+@contextmanager
 def measured(
     device: torch.device,
     modules: Modules,
@@ -38,10 +69,9 @@ def measured(
     Yields:
         What returns the bytes once the body is done.
     """
-    counts = accelerator.of(device)
-    if counts.peaks:
-        counts.reset_peak(device)
-        yield lambda: counts.peak(device)
+    if accelerator.of(device).peaks:
+        with read_peak(device, anew=True) as peak:
+            yield lambda: peak() or 0
         return
     every = [module for _, module in modules]
     pages = paged()

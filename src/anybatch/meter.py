@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from anybatch.hidden import completed, terms
 from anybatch.modules import local
+from anybatch.rounding import rounding
 from anybatch.timeline import Timeline, record
 
 STEP = "activations"
@@ -56,7 +57,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (`anybatch.hidden`). Default 0: what a step of one row has anyway.
 
     Attributes:
-        live: bytes live now.
+        live: bytes live now, each storage rounded up as the device's allocator does it.
         peak: the most bytes live after any kernel.
 
     Example:
@@ -76,7 +77,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._device, self._spare = device.type, spare
+        self._device, self._spare, self._grain = device.type, spare, rounding(device)
         self._events: list[str] = []
         self._inside = False
         modes = _get_current_dispatch_mode_stack()
@@ -118,7 +119,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def more(self, device: torch.device, count: int) -> None:
         """Count so many bytes more on a device, or fewer, that no tensor seen here has."""
         if device.type == self._device:
-            self.live += count
+            self.live += self._rounded(count) if count > 0 else -self._rounded(-count)
             self.peak = max(self.peak, self.live)
 
     def timeline(self) -> Timeline:
@@ -126,7 +127,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         owners = tuple(dict.fromkeys(span.owner for span in self._spans))
         now = len(self._events)
         spans = [(s.owner, s.size, s.first, now if s.end is None else s.end) for s in self._spans]
-        return record(spans, self._events, owners)
+        return record(spans, self._events, owners, grain=self._grain)
 
     def __torch_dispatch__(
         self,
@@ -176,7 +177,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         span = _Span(owner, size, len(self._events), told)
         span.watch = weakref.ref(storage, partial(self._end, storage._cdata))
         self._open[storage._cdata] = span
-        self.live += size
+        self.live += self._rounded(size)
         if size:
             self._spans.append(span)
 
@@ -191,7 +192,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         span = self._open.pop(key, None)
         if span is not None:
             span.end = len(self._events)
-            self.live -= span.size
+            self.live -= self._rounded(span.size)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._grain) * self._grain
 
 
 class _Span:

@@ -22,15 +22,17 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import torch
 
+from anybatch._absent import enough
 from anybatch._memory import Candidate, Memory
 from anybatch._plan import Away
 from anybatch.batch import count_micro_batches
 from anybatch.errors import BudgetError
 from anybatch.filling import filled
 from anybatch.forecast import Forecast, merged, total
-from anybatch.kinds import Allowed, bytes_of
+from anybatch.kinds import Allowed
 from anybatch.outofcore.chain import OUTSIDE
 from anybatch.room import Lane
+from anybatch.rounding import allocated
 from anybatch.spill import Spill, require_room
 from anybatch.step_timeline import Phase, StepTimeline
 from anybatch.timeline import Timeline, joined
@@ -169,8 +171,7 @@ class Narrow:
             f"a step must fit in memory, and in lanes of {show_samples(n)}, all that a kernel does "
             f"not need away, it needs {show_bytes(found.floor)}, and {show_bytes(self._budget)} is "
             f"there ({self._source}): give {smaller}"
-            f'memory="{-(-found.floor // 1024)}KiB" or more, smaller samples, or an optimizer that '
-            "keeps less",
+            f"{enough(found.floor)} or more, smaller samples, or an optimizer that keeps less",
             needed=found.floor,
             given=self._budget,
         )
@@ -188,7 +189,7 @@ class Narrow:
         absent = [min(counted, size) for size in lane.later(GRADIENTS)]
         if not lane.makes or len(absent) != len(lane.makes):
             return [Turn(size, found.makes, None, size) for size in absent]
-        sums, shared = Counter(bytes_of(leaf) for leaf in case.leaves), self._shared(lane, n)
+        sums, shared = Counter(allocated(leaf) for leaf in case.leaves), self._shared(lane, n)
         missing = [size + max(shared) - come for size, come in zip(absent, shared, strict=True)]
         turns = []
         for size, makes, (waits, runs) in zip(missing, lane.makes, lane.storages, strict=True):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from anybatch.accelerator import home
 from anybatch.norm.moments import Moments
+from anybatch.rounding import rounded
 
 
 class Noted:
@@ -69,7 +70,9 @@ class Notes:
         if key in self._all or tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
-        noted = self._all[key] = Noted(storage.nbytes(), self.turn, shared=self._sharing)
+        noted = self._all[key] = Noted(
+            rounded(storage.nbytes(), tensor.device), self.turn, shared=self._sharing
+        )
         self.ever[noted.size] += 1
         noted.watch = weakref.ref(storage, partial(self._died, key))
 

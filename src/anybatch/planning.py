@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from anybatch._absent import AbsentDevice, parse_device
 from anybatch._plan import Plan
 from anybatch._profile import pace_of, profile
 from anybatch.batch import LazyBatch
@@ -56,6 +57,7 @@ def plan(
     deadline: float | None = None,
     epochs: int = 1,
     network: str | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -102,6 +104,10 @@ def plan(
         epochs: Default 1.
         network: what carries gradients between GPUs, in bits a second: "10Gbit". Default None:
             summing them is taken to cost nothing, and the plan says so.
+        device: a CUDA device that is not there, by the size of its memory: "cuda:24GiB". The model
+            and the batch stay on the host; the dry run counts what that device would, nothing is
+            timed, and the plan says what was assumed and what was not measured. Default None: the
+            device that the model is on.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.
@@ -113,8 +119,8 @@ def plan(
         AnybatchError: what `Engine.backward` would refuse.
         ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
             `optimizer`; there is a goal and no loader, or several goals; `offload`, `states` or
-            `spill` is nothing here, or there is no optimizer whose state could leave; or as for
-            `Engine`.
+            `spill` is nothing here, or there is no optimizer whose state could leave; `device` is
+            no such text, or comes with what only a device can measure; or as for `Engine`.
 
     Example:
         >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
@@ -136,6 +142,7 @@ def plan(
             "give optimizer="
         )
 
+    target = None if device is None else _absent_device(device, loader)
     _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
     question = Question(
         *(model, bare(optimizer), (inputs, targets)),
@@ -144,6 +151,7 @@ def plan(
         micro_batch=micro_batch,
         offload=offload,
         spill=spill,
+        device=target,
     )
     found = question.answer(workspace, states, timed=timed)
     if loader is None:
@@ -157,6 +165,26 @@ def plan(
     )
     scale = None if several() else scale_of(found, steps, optimizer, wanted, network, question.size)
     return replace(found, pace=pace_of(steps, loader), scale=scale)
+
+
+def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:
+    """Return the device that is not there.
+
+    Raises:
+        ValueError: `device` does not describe one, or a loop is to be measured on it.
+    """
+    found = parse_device(device)
+    if found is None:
+        raise ValueError(
+            'device must be a CUDA device with the size of its memory, such as "cuda:24GiB", and '
+            f"it is {device!r}: leave it out to plan for the device that the model is on"
+        )
+    if loader is not None:
+        raise ValueError(
+            f"a loop is measured on its device, and a device of {found.size} is not there: leave "
+            "loader out"
+        )
+    return found
 
 
 def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:

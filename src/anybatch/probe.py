@@ -19,6 +19,7 @@ from anybatch.case import Case, few
 from anybatch.device import link_to
 from anybatch.discover import discoverer
 from anybatch.gradients import Gradients
+from anybatch.measure import read_peak
 from anybatch.memory_errors import out_of_memory
 from anybatch.parts import Parts
 from anybatch.rehearse import Look
@@ -99,25 +100,25 @@ def told(once: Callable[[], float], enough: float = LONG) -> float:
     return first if first > min(LONG, enough) else median(once() for _ in range(RUNS))
 
 
-def workspace(case: Case, seen: Look, n: int, grown: int) -> int:
+def workspace(case: Case, seen: Look, n: int, held: int) -> int:
     """Return what CUDA's allocator takes in a micro-batch beyond the tensors that are known.
 
     Args:
         case: the real one.
         seen: what the first look found out.
         n: samples in the micro-batch.
-        grown: bytes of tensors that it allocates at its peak.
+        held: bytes of tensors that it holds at its peak, beside what is allocated before.
 
     Returns:
-        Bytes of workspace and of rounding up; 0 on a device that does not tell.
+        Bytes of workspace; 0 on a device that does not tell.
     """
     there = accelerator.of(case.device)
     if not there.peaks:
         return 0
     before = there.allocated(case.device)
-    there.reset_peak(case.device)
-    seconds(case, seen, n)
-    return max(0, there.peak(case.device) - before - grown)
+    with read_peak(case.device, anew=True) as peak:
+        seconds(case, seen, n)
+    return max(0, (peak() or 0) - before - held)
 
 
 def _timed(step: Step, micro: MicroBatch) -> float:

@@ -9,8 +9,9 @@ something has to leave first, several are made, each by an engine of its own, un
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -18,8 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch._absent import AbsentDevice, planned_for
 from anybatch._plan import Plan
 from anybatch._profile import step_seconds
+from anybatch.accelerator import of
 from anybatch.batch import LazyBatch, TensorBatch
 from anybatch.engine import Engine
 from anybatch.errors import BudgetError
@@ -31,6 +34,40 @@ from anybatch.units import parse_bytes
 
 AUTO = "auto"
 """What has a workspace, or where states wait, found out."""
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Have layers computed by torch's own kernels in the body: oneDNN is for the host alone."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def refuse_absent(
+    device: AbsentDevice, model: nn.Module, memory: int | str | None, workspace: int | str | None
+) -> None:
+    """Refuse what a dry run for a device that is not there cannot do.
+
+    Raises:
+        ValueError: the model is not on the host, `memory` is more than the device leaves, or a
+            `workspace` is to be measured.
+    """
+    device.budget(memory)
+    elsewhere = [p.device for p in model.parameters() if p.is_meta or not of(p.device).host]
+    if elsewhere:
+        raise ValueError(
+            "a model must be on the host to be planned for a device that is not there, and a "
+            f'parameter is on {elsewhere[0]}: give model.to("cpu"), or leave device out'
+        )
+    if workspace is not None:
+        raise ValueError(
+            "the workspace of convolutions is measured on the device, and a device of "
+            f"{device.size} is not there: leave workspace out"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +83,7 @@ class Question:
         micro_batch: samples, or None.
         offload: as for `anybatch.plan`.
         spill: as for `anybatch.plan`.
+        device: that it is planned for and that is not there; None (default) is where the model is.
     """
 
     model: nn.Module
@@ -56,6 +94,7 @@ class Question:
     micro_batch: int | None = None
     offload: str = AUTO
     spill: str | PathLike[str] | None = None
+    device: AbsentDevice | None = None
     _made: list[tuple[Plan, Engine]] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -79,13 +118,25 @@ class Question:
             timed: time the sizes that fit. Default True.
 
         Raises:
-            ValueError: `workspace` means nothing.
+            ValueError: `workspace` means nothing, or needs a device that is not there; or as
+                `refuse_absent`.
             BudgetError: not even one sample fits.
         """
+        if self.device is not None:
+            return self._without(self.device, workspace, states)
         if workspace not in (None, AUTO):
             parse_bytes(workspace, "workspace", word=AUTO)
         within = self._shared if workspace == AUTO else partial(self._foresee, workspace)
         return self._with_states(partial(within, timed=timed), states)
+
+    def _without(
+        self, device: AbsentDevice, workspace: int | str | None, states: str | None
+    ) -> Plan:
+        """Return the plan for a device that is not there: a dry run on the host, not timed."""
+        refuse_absent(device, self.model, self.memory, workspace)
+        with planned_for(device), _without_onednn():
+            found = self._with_states(partial(self._foresee, None, timed=False), states)
+        return replace(found, device=device)
 
     def engine_of(self, plan: Plan) -> Engine:
         """Return the engine that has foreseen a plan that was an answer."""
@@ -97,6 +148,7 @@ class Question:
 
     def _foresee(self, workspace: int | str | None, *, timed: bool = True) -> Plan:
         """Return the plan with so much workspace."""
+        timed = timed and self.device is None
         engine = self.make(memory=self.memory, micro_batch=self.micro_batch, workspace=workspace)
         found = engine.foresee(*self.batch, timed=timed, offload=self.offload, spill=self.spill)
         self._made.append((found, engine))

@@ -25,8 +25,9 @@ class StepReport:
         micro_batch: N_mu, samples in a micro-batch; after a retry, the size it ended with.
         micro_batches: N_S, micro-batches that were done by this rank.
         seconds: host time of the call; on CUDA the device may still be computing.
-        peak_bytes: bytes held at most. On CUDA what the allocator has had in use; on the CPU live
-            bytes of tensors, measured in the first step after each forecast, else None.
+        peak_bytes: bytes held at most. On CUDA what the allocator has had in use, None where its
+            peak is an earlier step's; on the CPU live bytes of tensors, measured in the first step
+            after each forecast, else None.
         predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
         moved_bytes: bytes that were copied out of the device and back, where micro-batches waited.
         remade_bytes: bytes that were computed again instead, from what was saved beside them.

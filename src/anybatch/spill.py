@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from anybatch import accelerator, stores
+from anybatch._absent import type_of
 from anybatch.errors import StoreError
 from anybatch.outofcore.mover import SENT
 from anybatch.outofcore.saved import empty
@@ -51,12 +52,12 @@ class Spill:
         nearest = store_of(device)
         if self.way in ("host", "file") and self.way not in takes(device):
             raise ValueError(
-                f'offload must be "{nearest}" on {device.type}, where saved tensors go to '
+                f'offload must be "{nearest}" on {type_of(device)}, where saved tensors go to '
                 f'{WORDS[nearest]}, and it is "{self.way}": give "auto" or "{nearest}"'
             )
         if self.folder is not None and self.store(device) != "file":
             raise ValueError(
-                f"spill names the folder of a file, and from {device.type} saved tensors go to "
+                f"spill names the folder of a file, and from {type_of(device)} saved tensors go to "
                 f'{WORDS[nearest]}: leave spill out, or give offload="file"'
             )
 
@@ -102,12 +103,12 @@ def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
 
 def store_of(device: torch.device) -> str:
     """Return "host" or "file": what is nearest to a device."""
-    return "file" if accelerator.of(device).host else "host"
+    return "file" if accelerator.of(type_of(device)).host else "host"
 
 
 def takes(device: torch.device) -> tuple[str, ...]:
     """Return all of these where tensors of a device can go."""
-    return ("file",) if accelerator.of(device).host else ("host", "file")
+    return ("file",) if accelerator.of(type_of(device)).host else ("host", "file")
 
 
 def maker(
@@ -133,7 +134,7 @@ def maker(
             return partial(make, folder, direct=True, check=check)
     raise ValueError(
         'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
-        f"{str(given)!r} on {device.type}: leave it out to have what is nearest to the device"
+        f"{str(given)!r} on {type_of(device)}: leave it out to have what is nearest to the device"
     )
 
 

@@ -13,7 +13,7 @@ No torch here: a ledger is data.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +39,14 @@ class Timeline:
         events: what happened, in order, such as "aten.convolution.default".
         live: int64 [events, owners], bytes.
         spans: the allocations that `record` was given; empty where there were none.
+        grain: bytes to whose multiples each of them was rounded up; 1 (default) is none.
     """
 
     owners: tuple[str, ...]
     events: tuple[str, ...]
     live: Bytes
     spans: tuple[Span, ...] = ()
+    grain: int = 1
 
     @property
     def peak(self) -> int:
@@ -74,7 +76,7 @@ class Timeline:
         live[:, : len(self.owners)] = self.live
         for name, count in constant.items():
             live[:, owners.index(name)] += count
-        return Timeline(owners, self.events, live, self.spans)
+        return replace(self, owners=owners, live=live)
 
     def ended(self, event: str, more: Mapping[str, int]) -> Timeline:
         """Return the timeline with one more event at its end, at which more is live, by owner."""
@@ -82,7 +84,7 @@ class Timeline:
         last = lasted.live[-1:] if len(lasted.live) else np.zeros((1, len(lasted.owners)), np.int64)
         extra = np.array([[more.get(name, 0) for name in lasted.owners]], np.int64)
         live = np.vstack([lasted.live, last + extra])
-        return Timeline(lasted.owners, (*self.events, event), live, self.spans)
+        return replace(lasted, events=(*self.events, event), live=live)
 
     def rounded(self, others: Sequence[tuple[Timeline, int]], n: int, room: int) -> Timeline:
         """Return the timeline with room for what kernels round up, as the owner "rounding".
@@ -105,7 +107,58 @@ class Timeline:
         """Return the timeline with one more owner, as another one of the same events has it."""
         column = other.live[:, [other.owners.index(owner)]]
         live = np.hstack([self.live, column])
-        return Timeline((*self.owners, owner), self.events, live, self.spans)
+        return replace(self, owners=(*self.owners, owner), live=live)
+
+
+def _line(low: Bytes, high: Bytes, n: int, m: int, margin: float) -> tuple[Bytes, Bytes]:
+    """Return base and slope of the lines through bytes at `n` and at `m` samples."""
+    exact = (high - low) / (m - n)
+    base = np.ceil(low - n * exact).astype(np.int64)
+    return base, np.ceil(np.where(exact > 0, margin, 1.0) * exact).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Allocations whose bytes are affine in the samples, each rounded up by itself.
+
+    Attributes:
+        base: int64 [allocations], bytes asked for at no sample of the line.
+        slope: int64 [allocations], bytes asked for a sample.
+        owner: int64 [allocations], place of the owner.
+        first: int64 [allocations], the first event after which it is live.
+        end: int64 [allocations], the first event after which it is not.
+        grain: bytes to whose multiples each is rounded up.
+    """
+
+    base: Bytes
+    slope: Bytes
+    owner: Bytes
+    first: Bytes
+    end: Bytes
+    grain: int
+
+    @classmethod
+    def through(cls, low: Timeline, high: Timeline, n: int, m: int, margin: float) -> Lines | None:
+        """Return those of two timelines; None where these do not show the same allocations."""
+        places = [[(o, first, end) for o, _, first, end in one.spans] for one in (low, high)]
+        made = record(low.spans, list(low.events), low.owners, grain=low.grain)
+        if places[0] != places[1] or (made.live != low.live).any():
+            return None
+        sizes = [np.array([span[1] for span in one.spans], np.int64) for one in (low, high)]
+        index = {name: column for column, name in enumerate(low.owners)}
+        owner = np.array([index[name] for name, _, _ in places[0]], np.int64)
+        first, end = (np.array([at[i] for at in places[0]], np.int64) for i in (1, 2))
+        base, slope = _line(sizes[0], sizes[1], n, m, margin)
+        return cls(base, slope, owner, first, end, low.grain)
+
+    def live(self, line: AffineTimeline, n: int) -> Bytes:
+        """Return [events, owners] bytes that are live at `n` samples."""
+        sizes = -(-np.maximum(self.base + n * self.slope, 0) // self.grain) * self.grain
+        last = len(line.events)
+        change = np.zeros((last + 1, len(line.owners)), np.int64)
+        np.add.at(change, (np.minimum(self.first, last), self.owner), sizes)
+        np.subtract.at(change, (np.minimum(self.end, last), self.owner), sizes)
+        return change.cumsum(0)[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +170,15 @@ class AffineTimeline:
         events: as in `Timeline`.
         base: int64 [events, owners], a_t: bytes at n = 0 of the line; may be negative.
         slope: int64 [events, owners], b_t: bytes a sample.
+        spans: the allocations, where each is rounded up by itself and both timelines show the same:
+            then `at` is exact, and the line above it. None (default) otherwise.
     """
 
     owners: tuple[str, ...]
     events: tuple[str, ...]
     base: Bytes
     slope: Bytes
+    spans: Lines | None = None
 
     @classmethod
     def through(
@@ -143,14 +199,32 @@ class AffineTimeline:
         """
         if low.events != high.events or low.owners != high.owners:
             raise NotAffineError
-        exact = (high.live - low.live) / (m - n)
-        base = np.ceil(low.live - n * exact).astype(np.int64)
-        slope = np.ceil(np.where(exact > 0, margin, 1.0) * exact).astype(np.int64)
-        return cls(low.owners, low.events, base, slope)
+        if low.grain > 1:
+            return cls._rounded(low, high, n, m, margin)
+        return cls(low.owners, low.events, *_line(low.live, high.live, n, m, margin))
+
+    @classmethod
+    def _rounded(
+        cls, low: Timeline, high: Timeline, n: int, m: int, margin: float
+    ) -> AffineTimeline:
+        """Return the line of what was asked for, and above it what rounding can add at most."""
+        asked = [record(one.spans, list(one.events), one.owners) for one in (low, high)]
+        base, slope = _line(asked[0].live, asked[1].live, n, m, margin)
+        more = [one.live - raw.live for one, raw in zip((low, high), asked, strict=True)]
+        counts = [
+            record([(o, 1, a, b) for o, _, a, b in one.spans], list(one.events), one.owners).live
+            for one in (low, high)
+        ]
+        # What was counted past the allocations, such as a constant, is rounded already.
+        beside = np.maximum(more[0] - counts[0] * (low.grain - 1), 0)
+        base += np.maximum(*counts) * (low.grain - 1) + beside
+        lines = Lines.through(low, high, n, m, margin)
+        return cls(low.owners, low.events, base, slope, lines)
 
     def at(self, n: int) -> Timeline:
         """Return the timeline at micro-batches of `n` samples."""
-        return Timeline(self.owners, self.events, self.base + n * self.slope)
+        live = self.base + n * self.slope if self.spans is None else self.spans.live(self, n)
+        return Timeline(self.owners, self.events, live)
 
     def largest(self, budget: int) -> int:
         """Return n_max, the most samples whose peak is within `budget` bytes.
@@ -158,6 +232,18 @@ class AffineTimeline:
         Returns:
             0 where not even one sample fits; `UNLIMITED` where samples cost nothing.
         """
+        least = self._largest(budget)
+        if self.spans is None or least == UNLIMITED:
+            return least
+        low, high = least, least + 1  # the line is above them, so there may be room for more
+        while high < UNLIMITED and self.at(high).peak <= budget:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.at(middle).peak <= budget else (low, middle)
+        return low
+
+    def _largest(self, budget: int) -> int:
         base, slope = self.base.sum(1), self.slope.sum(1)
         grows = slope > 0
         if (base[~grows] + slope[~grows] > budget).any():
@@ -197,7 +283,9 @@ def joined(parts: Sequence[Timeline]) -> Timeline:
     return Timeline(owners, tuple(event for part in parts for event in part.events), live)
 
 
-def record(spans: Sequence[Span], events: list[str], owners: tuple[str, ...]) -> Timeline:
+def record(
+    spans: Sequence[Span], events: list[str], owners: tuple[str, ...], *, grain: int = 1
+) -> Timeline:
     """Return the timeline of allocations.
 
     Args:
@@ -205,11 +293,13 @@ def record(spans: Sequence[Span], events: list[str], owners: tuple[str, ...]) ->
             ``first <= t < end``.
         events: names, in order.
         owners: every owner that may be named.
+        grain: bytes to whose multiples each is rounded up. Default 1: none.
     """
     change = np.zeros((len(events) + 1, len(owners)), np.int64)
     index = {name: column for column, name in enumerate(owners)}
     last = len(events)
-    for owner, count, first, end in spans:
+    for owner, asked, first, end in spans:
+        count = -(-asked // grain) * grain
         change[min(first, last), index[owner]] += count
         change[min(end, last), index[owner]] -= count
-    return Timeline(owners, tuple(events), change.cumsum(0)[:-1], tuple(spans))
+    return Timeline(owners, tuple(events), change.cumsum(0)[:-1], tuple(spans), grain)

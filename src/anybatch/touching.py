@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from anybatch import accelerator, rehearse
+from anybatch._absent import type_of
 from anybatch.batch import count_micro_batches
 from anybatch.batchnorm import counters
 from anybatch.case import MICRO_BATCHES, Case, few, first_rows
@@ -109,7 +110,7 @@ def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None
 def _alike(foreseen: Forecast, case: Case) -> bool:
     """Say whether a lane that is alone does what each of many does."""
     elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
-    if elsewhere or not case.trains or not accelerator.of(case.device).host:
+    if elsewhere or not case.trains or not accelerator.of(type_of(case.device)).host:
         return False
     half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between turns
     return not half and not torch.is_autocast_enabled(case.device.type)

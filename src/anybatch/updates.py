@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import accelerator, tree
+from anybatch._absent import type_of
 from anybatch.fakes import Fakes, interrupted_between_functions
 from anybatch.look import quietly
 from anybatch.meter import FOREIGN, Meter
 from anybatch.modules import local, tensors_of
 from anybatch.paged import large, paged
 from anybatch.ranks.sharded import Sharded
+from anybatch.rounding import rounded
 from anybatch.states.optimizers import SMALL, inner_step, room_of, state_bound
 from anybatch.states.parts import parts_of, widest
 from anybatch.timeline import Timeline
@@ -58,7 +60,7 @@ def update(
             beside = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        foreach = accelerator.of(device).facts.foreach
+        foreach = accelerator.of(type_of(device)).facts.foreach
         for group in twin.param_groups:
             if foreach and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch does there, and not for fakes
@@ -134,7 +136,8 @@ def _with_room(found: Timeline, room: int) -> Timeline:
     live = found.live.copy()
     if IN_PARTS in found.owners:
         live[:, found.owners.index(IN_PARTS)] = 0
-    made = sum(size for owner, size, *_ in found.spans if owner == IN_PARTS)
+    sizes, grain = [size for o, size, *_ in found.spans if o == IN_PARTS], found.grain
+    made = sum(-(-size // grain) * grain for size in sizes)
     return replace(found, live=live).plus({IN_PARTS: min(room, made)})
 
 
@@ -156,4 +159,5 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Return the bytes of that state."""
     held = [] if optimizer is None else state_tensors(optimizer)
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
+    return sum(rounded(one.nbytes(), one.device) for one in storages.values())

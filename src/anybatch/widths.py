@@ -22,10 +22,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch import rehearse, tree
+from anybatch.batch import count_micro_batches
 from anybatch.case import Case, first_rows
 from anybatch.forecast import Forecast, merged, total
 from anybatch.kinds import bytes_of
 from anybatch.meter import Meter, tensors_in
+from anybatch.rounding import rounded, rounding
 from anybatch.timeline import Bytes, Timeline
 
 
@@ -105,7 +107,7 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in seen.spans)]
     between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(map(int, most))
     # All lanes bring what a loss of all outputs is taken of, which is sent to other ranks, too.
-    brought = size * (foreseen.look.shows + _targets(case)) if foreseen.look.coupled else 0
+    brought = _brought(foreseen, case, n, size) if foreseen.look.coupled else 0
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
         beside=max(foreseen.beside(n, size), key=total),
@@ -121,10 +123,12 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     )
 
 
-def _targets(case: Case) -> int:
-    """Return the bytes of the targets of a sample."""
-    there = (t for _, t in tree.tensors(case.rows.targets) if t.dim())
-    return sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
+def _brought(foreseen: Forecast, case: Case, n: int, size: int) -> int:
+    """Return the bytes of the outputs and targets of all samples, in micro-batches of `n`."""
+    there = [t for _, t in tree.tensors(case.rows.targets) if t.dim()]
+    row = foreseen.look.shows + sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
+    tensors = count_micro_batches(size, n) * (len(foreseen.look.layout) + len(there))
+    return size * row + tensors * (rounding(case.device) - 1)
 
 
 def _before(line: Timeline, i: int, seen: Watched) -> Bytes:
@@ -210,5 +214,5 @@ def _storages(values: Any) -> dict[int, int]:
     for tensor in tensors_in(values):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage._cdata] = rounded(storage.nbytes(), tensor.device)
     return found

@@ -22,7 +22,7 @@ FRONT = "anybatch"
 # Lowest first; a name stands for the module and, if it is a package, for all that is in it.
 TIERS = {
     "base": "errors units",
-    "parts of plans": "_divisions _memory _pace _scale proof.evidence",
+    "parts of plans": "_absent _divisions _memory _pace _scale proof.evidence",
     "cards": "cards",
     "pure": "_plan timeline choice",
     "room": "room filling",
@@ -36,7 +36,7 @@ TIERS = {
     "ground": "accelerator accelerators "
     "functions tree modules rng exactness batch device undo gradients buffers batchnorm "
     "joint loss graph step taken _coupled beside collated hanging outside alike encoders parts "
-    "guard look records refusals memory_errors "
+    "rounding guard look records refusals memory_errors "
     "first_pass second_pass retry hidden meter tracing fakes case given discover memory kinds kept "
     "reach updates measure repeatable stage full_size "
     "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "

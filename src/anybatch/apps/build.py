@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Loss
+from anybatch._absent import absent, type_of
 from anybatch._convolutions import devices as divides_on
 from anybatch.accelerators import forked
 from anybatch.apps import allocator
@@ -66,7 +67,9 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     device = find_device(team.device(settings.device))
     if settings.states not in (None, AUTO, *takes(device)):
         allowed = " or ".join([*takes(device), AUTO])
-        raise SettingsError(f"states must be {allowed} on {device.type}; got {settings.states}.")
+        raise SettingsError(
+            f"states must be {allowed} on {type_of(device)}; got {settings.states}."
+        )
     if settings.workspace is not None and device.type not in divides_on():
         raise SettingsError(
             f"workspace is for convolutions on {' and '.join(divides_on())}; the device is "
@@ -126,7 +129,7 @@ def describe(settings: Settings, parts: Parts, team: Team = ALONE) -> dict[str, 
         },
         "process": {
             "threads": torch.get_num_threads(),
-            "device": str(parts.device),
+            "device": str(parts.device) if absent() is None else f"{settings.device}, not there",
             "malloc": allocator.running(os.environ),
             **({"ranks": team.size} if team.several else {}),
         },

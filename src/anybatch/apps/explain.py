@@ -15,7 +15,9 @@ from rich.console import Console
 
 from anybatch import Plan, StepTimeline
 from anybatch import check as check_gradients
+from anybatch._absent import planned_for
 from anybatch.apps.build import Parts, build, describe, seeded
+from anybatch.apps.devices import absent_device, refuse_measured
 from anybatch.apps.explained import Explained
 from anybatch.apps.norms import Norms
 from anybatch.apps.options import (
@@ -43,6 +45,7 @@ from anybatch.apps.options import (
     OffloadOption,
     OptimizerOption,
     PictureArgument,
+    PlannedDeviceOption,
     RecipeOption,
     SeedOption,
     SharedOption,
@@ -75,6 +78,7 @@ from anybatch.planning import NOT_MEASURED
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
+NOT_RUN = "Nothing was trained, and nothing was run: the device is not there."
 NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose."
 
 
@@ -114,7 +118,7 @@ def plan(
     crop: CropOption = None,
     seed: SeedOption = 0,
     threads: ThreadsOption = None,
-    device: DeviceOption = None,
+    device: PlannedDeviceOption = None,
     malloc: MallocOption = "auto",
     skip_corrupt: SkipOption = False,
 ) -> None:
@@ -134,8 +138,11 @@ def plan(
         )
         wanted = Wanted.of(gpus, speedup, deadline, network)
         wanted.refuse(states)
-        measure = measure or wanted.anything
-        allocated = allocate(context, malloc, device, budgeted=memory is not None)
+        measure, target = measure or wanted.anything, absent_device(device)
+        refuse_measured(target, measure=measure, workspace=explained.workspace is not None)
+        with planned_for(target):
+            budgeted = memory is not None and target is None
+            allocated = allocate(context, malloc, device, budgeted=budgeted)
         settings = Settings(
             data=data,
             task=task,
@@ -161,7 +168,7 @@ def plan(
             device=device,
             skip_corrupt=skip_corrupt,
         )
-        with seeded(seed, threads):
+        with seeded(seed, threads), planned_for(target):
             parts, batch = first_batch(settings)
             refuse_to_plan(settings, parts.device)
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
@@ -250,6 +257,8 @@ def _draw(step: StepTimeline | None, picture: Path | None, *, chart: bool) -> No
 
 def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
     """Say what was not done for a plan, and how to have it done."""
+    if found.device is not None:
+        return NOT_RUN
     sizes = found.memory.candidates if found.memory is not None else ()
     if any(size.seconds is not None for size in sizes):
         return TIMED

@@ -120,6 +120,14 @@ ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU thread
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, ... Default: cuda where there is one.")
 ]
+PlannedDeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help="cpu, cuda, ...; or cuda:24GiB, a GPU of that size, which need not be there. "
+        "Default: cuda where there is one.",
+    ),
+]
 SkipOption = Annotated[
     bool, typer.Option("--skip-corrupt", help="Train without the images that cannot be read.")
 ]

@@ -31,6 +31,7 @@ from typing import Any, Self
 import torch
 
 from anybatch import Engine, Plan, StepTimeline
+from anybatch._absent import absent
 from anybatch._plan import States
 from anybatch._states import OffloadedStates
 from anybatch.apps.build import Parts
@@ -234,6 +235,7 @@ def question_of(
         micro_batch=settings.micro_batch,
         offload=settings.offload,
         spill=settings.spill,
+        device=absent(),
     )
 
 
@@ -242,13 +244,16 @@ def refuse_to_plan(settings: Settings, device: torch.device) -> None:
 
     Raises:
         SettingsError: what leaves does not go there; or there is no budget, and the system does not
-            tell what is left.
+            tell what is left; or it is more than a device that is not there would leave.
     """
+    target = absent()
     try:
         spill_of(settings.offload, settings.spill).refuse_on(device)
+        if target is not None:
+            target.budget(settings.memory)
     except ValueError as error:
         raise SettingsError(f"{error}.") from error
-    if settings.memory is not None:
+    if settings.memory is not None or target is not None:
         return
     try:
         left(device)

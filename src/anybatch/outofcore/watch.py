@@ -21,6 +21,7 @@ from anybatch import accelerator
 from anybatch.meter import FOREIGN, Meter, tensors_in
 from anybatch.outofcore.recording import Cut, Recording, Remake
 from anybatch.outofcore.saved import Handle, Saved
+from anybatch.rounding import rounded
 
 RRELU = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
 RRELU_TAKES = ("self", "noise", "lower", "upper", "training")
@@ -128,7 +129,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
     def saved(self, saved: Saved) -> None:
         """Take in a storage that autograd saves for the first time."""
-        self._sizes.append(saved.size)
+        self._sizes.append(self._rounded(saved.size))
         self.lives(saved)
         number = saved.number
         weakref.finalize(saved, self._dropped, number).atexit = False
@@ -142,7 +143,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         """A storage that may move is in memory, or will be at once."""
         number = saved.number
         if number not in self._alive:
-            self._moving += saved.size
+            self._moving += self._rounded(saved.size)
             self._used[-1].add(number)
             self._alive[number] = None
 
@@ -222,7 +223,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
     def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
         super()._begin(storage, owner, size, told)
         if owner == FOREIGN:
-            self.outside += told
+            self.outside += self._rounded(told)
 
     def _gone(self, number: int, _watch: Any = None) -> None:
         if number in self._alive:
@@ -251,4 +252,4 @@ def gradient_bytes(leaf: Tensor) -> int:
     grad = leaf.grad
     if grad is None or grad.layout != torch.strided:
         return 0
-    return grad.untyped_storage().nbytes()
+    return rounded(grad.untyped_storage().nbytes(), grad.device)

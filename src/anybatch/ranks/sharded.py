@@ -33,6 +33,7 @@ from anybatch.ranks.everyone import Amended
 from anybatch.ranks.group import Group
 from anybatch.ranks.parts import gathered, part_of
 from anybatch.ranks.precision import casting, dtype_in, policies_of
+from anybatch.rounding import allocated, rounded
 from anybatch.undo import uninterrupted
 
 T = TypeVar("T")
@@ -150,13 +151,13 @@ class Sharded:
     @property
     def bytes(self) -> int:
         """Bytes of the parts of parameters on this rank, which are there beside the whole ones."""
-        return sum(part.untyped_storage().nbytes() for part, _ in self._parts())
+        return sum(rounded(p.untyped_storage().nbytes(), p.device) for p, _ in self._parts())
 
     @property
     def bytes_of_gradients(self) -> int:
         """Bytes of the parts of the gradients."""
         trained = [part for part, trained in self._parts() if trained]
-        return sum(part.numel() * part.element_size() for part in trained)
+        return sum(map(allocated, trained))
 
     def _parts(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield each part that has memory of its own, and whether it is trained."""

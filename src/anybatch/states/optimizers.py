@@ -16,6 +16,7 @@ from torch import Tensor, optim
 
 from anybatch.errors import NotExactError
 from anybatch.modules import is_spread
+from anybatch.rounding import rounded
 
 COPIES: dict[type[optim.Optimizer], int] = {
     optim.Adadelta: 2,
@@ -71,7 +72,8 @@ def state_bound(optimizer: optim.Optimizer, group: dict[str, Any], parameter: Te
     sizes = [parameter.element_size()]
     if parameter.grad is not None:
         sizes.append(parameter.grad.element_size())
-    return (COPIES[base] + bool(group.get("amsgrad"))) * parameter.numel() * max(sizes)
+    copies = COPIES[base] + bool(group.get("amsgrad"))
+    return copies * rounded(parameter.numel() * max(sizes), parameter.device)
 
 
 def room_of(optimizer: optim.Optimizer) -> int | None:

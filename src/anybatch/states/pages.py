@@ -71,7 +71,7 @@ class Pages:
             if key in hold.all or size < self._small or not storage.resizable():
                 return
             self._clock += 1
-            self._free(size, "a tensor")
+            self._free(hold.rounded(size), "a tensor")
             hold.add(key, storage, size, kind, number, self._clock)
             self._note((kind, number))
 

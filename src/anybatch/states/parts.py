@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, optim
 
 from anybatch.errors import BudgetError
+from anybatch.rounding import allocated
 from anybatch.units import show_bytes
 
 AT_A_TIME = 3
@@ -64,8 +65,8 @@ def widest(
     size_of: Callable[[dict[str, Any], Tensor], int], group: dict[str, Any], parameter: Tensor
 ) -> int:
     """Return the bytes of a parameter's state, or of itself and its gradient if they are more."""
-    gradient = parameter.grad.nbytes if parameter.grad is not None else 0
-    return max(size_of(group, parameter), parameter.nbytes + gradient)
+    gradient = allocated(parameter.grad) if parameter.grad is not None else 0
+    return max(size_of(group, parameter), allocated(parameter) + gradient)
 
 
 def parts_of(

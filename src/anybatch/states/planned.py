@@ -21,6 +21,7 @@ from torch import nn, optim
 from anybatch._plan import Plan, States
 from anybatch._states import OffloadedStates, default_room, offload_states
 from anybatch.errors import BudgetError, NotYetError
+from anybatch.rounding import allocated
 from anybatch.spill import maker
 from anybatch.states import optimizers
 from anybatch.states.optimizers import device_of, inner_step, state_bound
@@ -58,7 +59,7 @@ def states_of(
     room = default_room(optimizer)
     if memory is not None:
         every = [(g, p) for g in optimizer.param_groups for p in g["params"]]
-        left = parse_bytes(memory) - 2 * sum(p.nbytes for _, p in every)
+        left = parse_bytes(memory) - 2 * sum(allocated(p) for _, p in every)
         largest = max(state_bound(optimizer, g, p) for g, p in every)
         room = max(largest, min(room, left // 2))
     return States(store, None if folder is None else str(folder), room)
@@ -187,8 +188,8 @@ def best_room(beside: Mapping[int, int], size: int, budget: int, least: int, pag
 def least_room(optimizer: optim.Optimizer, model: nn.Module) -> int:
     """Return the least room for a training: half of it takes a parameter's state while it steps."""
     groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    sizes = [max(state_bound(optimizer, group, p), 2 * p.nbytes) for group, p in groups]
-    return int(2 * max([*sizes, *(p.nbytes for p in model.parameters())]))
+    sizes = [max(state_bound(optimizer, group, p), 2 * allocated(p)) for group, p in groups]
+    return int(2 * max([*sizes, *map(allocated, model.parameters())]))
 
 
 def _with_the_least(foresee: Callable[..., Plan], states: OffloadedStates) -> Plan:
@@ -204,4 +205,4 @@ def _with_the_least(foresee: Callable[..., Plan], states: OffloadedStates) -> Pl
 
 def _pageable(model: nn.Module) -> int:
     every = [p for p in model.parameters() if p.nbytes >= optimizers.SMALL]
-    return sum(p.nbytes * (1 + p.requires_grad) for p in every)
+    return sum(allocated(p) * (1 + p.requires_grad) for p in every)
