@@ -1,3 +1,3 @@
 """Gives the stand-in to every Python that a program starts: `tests.devices.__main__` names us."""
 
-from tests.devices import stand_in as stand_in
+import tests.devices.stand_in  # noqa: F401
