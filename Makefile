@@ -15,7 +15,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 FIRST := types imports
 FOUND := $(VENV)/.found
 
-.PHONY: demo test types imports soak bench gpu-check stand-in docs site matrix clean
+.PHONY: demo test types imports soak bench gpu-check docs site matrix clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -66,9 +66,6 @@ gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there i
 	  $(BIN)/python -m benchmarks.ucudnn.paper.run --device cuda --out benchmarks/ucudnn/paper/cuda && \
 	  $(BIN)/python -m benchmarks.ucudnn.networks.run --device cuda --out benchmarks/ucudnn/networks/cuda; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
-
-stand-in: $(READY)  ## what gpu-check runs on a GPU, on the stand-in, where there is none
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.devices -m benchmarks.platforms.gpu.run --out benchmarks/platforms/stand_in
 
 docs: $(READY)  ## write docs/{api,benchmarks,papers}.md and the tables of README from their sources
 	$(BIN)/python -m scripts.docs

@@ -93,7 +93,6 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "first_step": ("mbs/first_step", first_step),
     "soak": ("mbs/soak", soak),
     "gpu": ("platforms/gpu", gpu),
-    "stand-in": ("platforms/stand_in", gpu),
     "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
@@ -299,7 +298,6 @@ MADE = {
     "mbs/soak": "make soak",
     "platforms/matrix": "make matrix",
     "platforms/gpu": "make gpu-check",
-    "platforms/stand_in": "make stand-in",
 }
 """Folders whose results a command of the Makefile makes."""
 OPTIONS = {

@@ -195,6 +195,15 @@ def allocated_there(tensor: Tensor) -> int:
         return allocated(tensor)
 
 
+def test_a_loss_that_is_kept_holds_no_more_than_a_number() -> None:
+    """Its terms stayed through the next step: torch's mean of squares lies in their memory."""
+    trained = anybatch.Engine(nn.Linear(3, 2), F.mse_loss, micro_batch=90)
+    loss = trained.backward(torch.randn(70, 3), torch.randn(70, 2))
+    assert loss.untyped_storage().nbytes() == loss.element_size()
+    assert trained.last is not None
+    assert trained.last.loss is loss
+
+
 @pytest.mark.parametrize("layers", [1, 40])
 def test_every_small_parameter_takes_a_block(layers: int) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))

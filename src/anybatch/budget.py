@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from anybatch import accelerator
+from anybatch import accelerator, accelerators
 from anybatch._absent import AbsentDevice, absent, enough
 from anybatch.case import Case
 from anybatch.errors import BudgetError
@@ -63,6 +63,8 @@ def on_cuda(
         size: N_B, samples in the mini-batch.
     """
     states = _bytes_of_states(case)
+    # Those of other threads and streams would count twice: a step makes its own.
+    accelerators.clear_workspaces()
     other = accelerator.of(case.device).allocated(case.device) - states - state_bytes(optimizer)
     of_last_step = rounded(LOSS, case.device)  # which `Engine.last` has while the next one runs
     found = found.with_more("other tensors", max(0, other) + of_last_step)

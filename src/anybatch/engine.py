@@ -350,6 +350,8 @@ class Engine:
         allowed: Allowed | None,
         peak: int | None,
     ) -> Tensor:
+        if loss.untyped_storage().nbytes() > loss.element_size():
+            loss = loss.clone()  # torch's mean of squares lies in the memory of all its terms
         facts = of_run(step, self._runner.failed_at(step))
         memory = None if allowed is None else allowed.memory
         left = None if allowed is None else allowed.away

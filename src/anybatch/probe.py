@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from anybatch import accelerator, tree
+from anybatch import accelerator, accelerators, tree
 from anybatch.batch import MicroBatch
 from anybatch.case import Case, few
 from anybatch.device import link_to
@@ -115,10 +115,15 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int:
     there = accelerator.of(case.device)
     if not there.peaks:
         return 0
+    accelerators.clear_workspaces()
     before = there.allocated(case.device)
-    with read_peak(case.device, anew=True) as peak:
+    # A lane computes backward in its own thread, with its one workspace of cuBLAS.
+    threads = torch.autograd.set_multithreading_enabled(not case.lanes)
+    with read_peak(case.device, anew=True) as peak, threads:
         seconds(case, seen, n)
-    return max(0, (peak() or 0) - before - held)
+    # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
+    stays = max(0, there.allocated(case.device) - before)
+    return stays + max(0, (peak() or 0) - before - stays - held)
 
 
 def _timed(step: Step, micro: MicroBatch) -> float:

@@ -109,6 +109,7 @@ def test_autocast_with_a_scaler_trains() -> None:
     losses = []
     for _ in range(30):
         optimizer.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", torch.float16):
             losses.append(float(engine.backward(x, y, scaler=scaler)))
         scaler.step(optimizer)
