@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 import anybatch
 from anybatch import Engine, LazyBatch
 from anybatch.fakes import is_fake
+from anybatch.proof.rows import _saving_nothing
 
 SOURCE = str(Path(anybatch.__file__).parent)
 
@@ -218,6 +219,20 @@ def test_ctrl_c_at_every_line(kind: str, counted: Callable[[int], int]) -> None:
         outcomes["before" if was else "after"] += 1
     assert outcomes["before"] > 0.8 * len(chosen), outcomes
     assert len(list(start.buffers())) == len(list(model.buffers()))
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_ctrl_c_as_hooks_are_put_on_or_taken_off_leaves_none() -> None:
+    def enter() -> None:
+        with _saving_nothing():
+            pass
+
+    interrupted, count = True, 0
+    while interrupted:
+        count += 1
+        _, interrupted = run_traced(enter, count)
+        assert not torch._C._autograd._top_saved_tensors_default_hooks(False), count
+    assert count > 3
 
 
 def _values(state: dict[str, Any]) -> dict[str, Any]:

@@ -291,12 +291,18 @@ def _copies(pack: Any) -> bool:
 @contextmanager
 def _saving_nothing() -> Iterator[None]:
     # a generator: hooks that an interrupt has left behind are taken off when it is forgotten
-    with saved_tensors_hooks(_nothing, _needed):
-        yield
+    hooks = torch._C._autograd
 
+    def own(tensor: Tensor) -> None:  # one of this body alone, by which it is found
+        del tensor
 
-def _nothing(tensor: Tensor) -> None:
-    del tensor
+    try:
+        with saved_tensors_hooks(own, _needed):
+            yield
+    finally:  # an interrupt may have come between the body and their end
+        top = hooks._top_saved_tensors_default_hooks(False)
+        if top and top[0] is own:
+            hooks._pop_saved_tensors_default_hooks()
 
 
 def _needed(_: None) -> Tensor:
