@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LazyBatch, threads
+from anybatch import Engine, LazyBatch, threads, workers
 from anybatch.given import Given
 from anybatch.loss.watched import Watched
 from anybatch.norm.adaptive import Fixed

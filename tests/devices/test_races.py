@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import re
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -122,6 +123,7 @@ def _small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.large(of="races", few=40)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_no_step_leaves_a_race(stand_in: Any, run: Run) -> None:
+    gc.collect()  # what other tests have left would count
     stand_in.workspace(0)
     norm, loss = MECHANISMS[run.mechanism]
     dtype = dtype_of(run.precision)
@@ -145,8 +147,7 @@ def test_no_step_leaves_a_race(stand_in: Any, run: Run) -> None:
                 got = {n: g / 8 if "grad" in n else g for n, g in got.items()}
             torch.cuda.synchronize()
     assert engine.last is not None
-    waits, cast_too = "lockstep" in run.mechanism, run.precision in ("autocast", "scaler")
-    if (run.leaves in ("host", "file") or (waits and run.leaves != "nothing")) and not cast_too:
+    if run.mechanism == "streaming" and run.leaves in ("host", "file"):
         assert engine.last.moved_bytes > 0
     want = {name: value for name, value in want.items() if "buffer" not in name}
     assert all(bool(value.isfinite().all()) for value in got.values())
