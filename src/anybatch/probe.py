@@ -117,9 +117,7 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int:
         return 0
     accelerators.clear_workspaces()
     before = there.allocated(case.device)
-    # A lane computes backward in its own thread, with its one workspace of cuBLAS.
-    threads = torch.autograd.set_multithreading_enabled(not case.lanes)
-    with read_peak(case.device, anew=True) as peak, threads:
+    with read_peak(case.device, anew=True) as peak:
         seconds(case, seen, n)
     # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
     stays = max(0, there.allocated(case.device) - before)

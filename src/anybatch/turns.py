@@ -48,6 +48,8 @@ class LaneTurns:
         self._slots = LaneSlots(slots, lanes)
         self._start = torch.get_rng_state()
         self._states = accelerators.random_states()
+        if self._states:  # the thread that begins has one, and autograd's
+            accelerators.clear_workspaces()
         source = torch.Generator("cpu")
         source.set_state(self._start)
         self._seeds = torch.randint(2**62, (lanes,), generator=source, device="cpu").tolist()
