@@ -20,9 +20,6 @@ class RecordingLink:
         self.log.append(f"receive {shipment.micro_batch.targets}")
         return shipment.micro_batch
 
-    def settle(self) -> None:
-        self.log.append("settle")
-
 
 def micro(i: int) -> MicroBatch:
     return MicroBatch(torch.zeros(1), i, 1)
@@ -42,16 +39,7 @@ def test_one_micro_batch_is_on_its_way_while_another_is_computed() -> None:
         "compute 1",
         "receive 2",
         "compute 2",
-        "settle",
     ]
-
-
-def test_what_is_on_its_way_is_waited_for_where_nobody_asks_for_it() -> None:
-    link = RecordingLink()
-    parts = feed(map(micro, range(3)), link)
-    next(parts)
-    parts.close()
-    assert link.log == ["send 0", "send 1", "receive 0", "settle"]
 
 
 def test_a_single_micro_batch_and_none_are_fed() -> None:
