@@ -76,7 +76,7 @@ def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch
     # Not on the host, where nothing is to be done: what an interrupt raises in here, while a loop
     # that was left is forgotten, would be lost (test_no_trace).
     try:
-        for micro_batch in fed:  # not `yield from`: that would free what is on its way first
+        for micro_batch in fed:  # noqa: UP028, it would free what is on its way before `settle`
             yield micro_batch
     finally:
         link.settle()
