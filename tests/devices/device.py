@@ -67,7 +67,6 @@ class Device:
         self._library.standin_fail(ctypes.c_int64(-1), ctypes.c_int64(0))
         self._library.standin_interrupt(ctypes.c_int64(-1))
         self._library.standin_set_late(1)
-        self._library.standin_set_attention(ctypes.c_int64(0))
         self._library.standin_clear_kernels()
         self.devices(1)
         self.workspace(WORKSPACE)

@@ -6,8 +6,8 @@
 #include "cudnn.h"
 
 namespace stand_in {
-inline int64_t attention = 0;  // the kernel of scaled_dot_product_attention: 0 is the plain one
-int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const Maybe&, double, bool, std::optional<double>, bool) { return attention; }
+// The kernel of scaled_dot_product_attention: 0 is the plain one.
+int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const Maybe&, double, bool, std::optional<double>, bool) { return 0; }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -133,11 +133,9 @@ void standin_statistics(int device, int64_t* out) {
 void standin_reset_peak(int device) { device_memory.resetPeakStats((c10::DeviceIndex)device); }
 void standin_set_cap(int device, int64_t bytes) { Lock lock; world.devices[device].cap = bytes; }
 void standin_set_late(int on) { Lock lock; world.late = on; }
-void standin_set_watching(int on) { Lock lock; world.watching = on; }
 void standin_set_devices(int n) { device_count = n; }
 void standin_set_workspace(int64_t bytes) { Lock lock; workspace_bytes = bytes; }
 void standin_clear_workspaces() { Lock lock; workspaces.clear(); }
-void standin_set_attention(int64_t kernel) { attention = kernel; }
 void standin_fail(int64_t first, int64_t count) {
   Lock lock;
   world.fail_from = first < 0 ? -1 : world.allocations + first;
