@@ -37,7 +37,7 @@ NOT_MEASURED = (
     "what the device's own kernels of attention, normalisation and recurrent layers save; those "
     "of the host were counted",
 )
-"""What no dry run tells."""
+"""Quantities that a dry run leaves unknown."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AbsentDevice:
 
     @property
     def left(self) -> int:
-        """Bytes that a step may hold, what libraries take among them."""
+        """Bytes of the device left for a step and for the workspaces of libraries."""
         return max(0, self.nbytes - self.context)
 
     def budget(self, memory: int | str | None) -> tuple[int, str]:
@@ -90,7 +90,7 @@ class AbsentDevice:
         return given, "as given"
 
     def lines(self) -> list[str]:
-        """Return what a plan says of it."""
+        """Return the lines of a plan about the device."""
         return [
             f"  device       planned for a CUDA device of {self.size} that is not there",
             f"    assumed        {show_bytes(self.context)} for its context, outside the budget",

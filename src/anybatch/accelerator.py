@@ -382,7 +382,7 @@ HOST = Host()
 
 
 def of(device: torch.device | str) -> Accelerator:
-    """Return what a device is of, by its type or its name, such as "cuda:1"."""
+    """Return the accelerator of a device, which is given as such or by a name like "cuda:1"."""
     return _of(device.type if isinstance(device, torch.device) else device.split(":")[0])
 
 
@@ -403,12 +403,12 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def home(device: torch.device) -> torch.device:
-    """Return where sums in float64 of a device's tensors are made: there, or on the host."""
+    """Return the device of float64 sums over a device's tensors: itself, or the host."""
     return device if of(device).has_float64(device) else torch.device("cpu")
 
 
 def known() -> list[Accelerator]:
-    """Return what this process may use, whether it is there or not."""
+    """Return the accelerators that torch knows, present or not."""
     built = _built()
     others = [] if built is None or built in FACTS else [built]
     return [_of(kind) for kind in (*FACTS, *others)]

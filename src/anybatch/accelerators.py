@@ -57,7 +57,7 @@ def streams() -> list[tuple[Accelerator, Any]]:
 
 
 def default_device() -> torch.device:
-    """Return where to train when nobody has named a device."""
+    """Return the device of training where none is named."""
     return torch.device(DEFAULT if of(DEFAULT).available else HOST.type)
 
 
@@ -75,7 +75,7 @@ def forked() -> AbstractContextManager[None]:
 
 
 def carrier(config: str) -> torch.device:
-    """Return where tensors must be for the collectives of a process group.
+    """Return the device of tensors for the collectives of a process group.
 
     Args:
         config: such as "cpu:gloo,xpu:xccl", as ``torch.distributed.get_backend_config`` says.
