@@ -93,6 +93,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "first_step": ("mbs/first_step", first_step),
     "soak": ("mbs/soak", soak),
     "gpu": ("platforms/gpu", gpu),
+    "stand_in": ("platforms/stand_in", gpu),
     "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
@@ -298,6 +299,8 @@ MADE = {
     "mbs/soak": "make soak",
     "platforms/matrix": "make matrix",
     "platforms/gpu": "make gpu-check",
+    "platforms/stand_in": "python -m tests.devices -m benchmarks.platforms.gpu.run --out "
+    "benchmarks/platforms/stand_in",
 }
 """Folders whose results a command of the Makefile makes."""
 OPTIONS = {

@@ -1,4 +1,4 @@
-"""What a GPU has seen, as a table in markdown."""
+"""Programs that ran on a GPU, or on the stand-in for one, as a table in markdown."""
 
 from collections import Counter
 
@@ -13,7 +13,17 @@ def gpu(results: Results) -> str:
     networks: Counter[str] = Counter()
     for count in results["honest"]["groups"].values():
         networks.update(count)
-    rows = [["tests in tests/gpu", str(tests["passed"]), "", "", str(tests["failed"]), ""]]
+    rows = [
+        [
+            "tests in tests/gpu",
+            str(tests["passed"]),
+            "",
+            "",
+            str(tests["failed"]),
+            "",
+            str(tests["skipped"]),
+        ]
+    ]
     every = {
         "honest networks": networks,
         "adversary, samples couple": cases["coupled"],
@@ -22,13 +32,23 @@ def gpu(results: Results) -> str:
     for name, found in every.items():
         wrong = found.get("wrong", 0) + found.get("silently wrong", 0)
         counts = [found.get(outcome, 0) for outcome in OUTCOMES[:-1]]
-        rows.append([name, *map(str, (*counts, wrong))])
-    driver = f", CUDA {where['cuda']}" if where["cuda"] else ""
+        rows.append(
+            [name, *map(str, (*counts, wrong)), str(found["skipped"]) if "skipped" in found else ""]
+        )
+    driver = f", CUDA {where['cuda']}" if where["cuda"] not in (None, "None") else ""
     device = f"{where['gpu']}, torch {where['torch']}{driver}."
     others = [
         f"- {name}: {said}" for name, said in sorted(results["honest"]["others"].items())
     ]  # fmt: skip
-    head = ["", "exact, or passed", "refused", "not claimed", "crash, or failed", "wrong"]
+    head = [
+        "",
+        "exact, or passed",
+        "refused",
+        "not claimed",
+        "crash, or failed",
+        "wrong",
+        "skipped",
+    ]
     return "\n".join(
         [
             device,
