@@ -6,7 +6,6 @@ import copy
 import gc
 import re
 import shutil
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.busy import busy
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -217,14 +217,14 @@ def test_a_step_that_fails_leaves_no_trace(
 ) -> None:
     model, batch, found = mlp(), rows(), by_hand(60 << 10, folder=tmp_path)
     wanted, _ = steps(Engine(copy.deepcopy(model), F.mse_loss, micro_batch=1), batch, 1)
-    engine, threads = Engine(model, F.mse_loss, plan=found), threading.active_count()
+    engine, threads = Engine(model, F.mse_loss, plan=found), busy()
     for known in (False, True):  # while micro-batches are recorded, and while they are planned
         torch.manual_seed(1)
         before = snapshot(model)
         with monkeypatch.context() as patch, pytest.raises(_failing(model, place, patch)):
             engine.backward(*batch)
         assert same(before, snapshot(model)), known
-        assert threading.active_count() == threads
+        assert busy() == threads
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         engine.backward(*batch)
         grads = [p.grad for p in model.parameters()]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.busy import busy
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -199,7 +199,7 @@ def test_a_write_that_fails_is_said_and_the_next_step_is_exact(
     model, batch = network(), images()
     low = floor(model, F.cross_entropy, batch, 2)
     found = plan(model, F.cross_entropy, batch, memory=low + 4096, micro_batch=2)
-    threads, writing, count = threading.active_count(), FileStore.writing, 0
+    threads, writing, count = busy(), FileStore.writing, 0
 
     def fails(self: FileStore, key: Any, storage: Any) -> Any:
         nonlocal count
@@ -219,7 +219,7 @@ def test_a_write_that_fails_is_said_and_the_next_step_is_exact(
         with pytest.raises(StoreError, match="disk is full"):
             engine.backward(*batch)
     assert same(before, snapshot(model))
-    assert threading.active_count() == threads
+    assert busy() == threads
     got = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=found).backward(*batch))
     assert_exact(got, undivided(model, F.cross_entropy, *batch))
 

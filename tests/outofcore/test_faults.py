@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.busy import busy
 from tests.outofcore.steps import bounds, equal, mlp, plain, states
 from torch import nn
 
@@ -44,10 +45,10 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    threads = threading.active_count()
+    threads = busy()
     yield
     gc.collect()
-    assert threading.active_count() == threads
+    assert busy() == threads
     assert spill_files() == []
     assert list(tmp_path.iterdir()) == []
 
