@@ -18,8 +18,8 @@ from anybatch import Engine, Plan, StoreError
 from anybatch.choice import step_seconds
 from anybatch.errors import BudgetError
 from anybatch.leaving import Leaving
+from anybatch.links import Link
 from anybatch.meter import Meter
-from anybatch.outofcore.simulate import Link
 
 CPU = torch.device("cpu")
 SIZE = 8

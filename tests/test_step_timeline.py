@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anybatch.outofcore.simulate import Interval
+from anybatch.links import Interval
 from anybatch.step_timeline import BLOCKS, Move, StepTimeline, chart, grid, sparkline
 from anybatch.timeline import Timeline
 

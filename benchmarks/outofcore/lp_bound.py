@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from anybatch.outofcore.simulate import Link
+from anybatch.links import Link
 from anybatch.outofcore.trace import Trace
 
 

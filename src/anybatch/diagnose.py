@@ -30,9 +30,8 @@ from anybatch.batchnorm import counters
 from anybatch.errors import AnybatchError
 from anybatch.execution.hooks import KINDS
 from anybatch.functions import keywords
-from anybatch.modules import walk
+from anybatch.modules import call_model, walk
 from anybatch.norm.alone import AloneNorms
-from anybatch.step import call_model
 from anybatch.undo import BufferState, note_buffers, same_values
 
 READS = frozenset(["item", "__bool__", "__float__", "__int__", "__index__", "tolist", "nonzero"])

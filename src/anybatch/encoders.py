@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import BatchError
-from anybatch.step import call_model
+from anybatch.modules import call_model
 
 SCALE = "scale"
 """The name of the learned scale among the outputs."""

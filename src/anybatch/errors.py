@@ -60,3 +60,7 @@ class RankError(AnybatchError, RuntimeError):
 
 class NotYetError(AnybatchError, NotImplementedError):
     """The place for a feature is here; the feature is not."""
+
+
+class AgainError(Exception):
+    """The step has found out what another plan is needed for: it begins again."""

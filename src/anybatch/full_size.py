@@ -12,11 +12,11 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 
 from anybatch.batch import MicroBatch
 from anybatch.meeting import ForwardOf
-from anybatch.modules import walk
+from anybatch.modules import call_model, walk
 from anybatch.proof import congruent
 from anybatch.proof.verdict import Verdict
 from anybatch.rng import Dice
-from anybatch.step import Step, call_model
+from anybatch.step import Step
 
 KEEPS = "forward builds anew what it keeps where the number of samples is another"
 BEYOND = "a batch or a micro-batch is larger than those that were compared"

@@ -19,7 +19,7 @@ from anybatch import tree
 from anybatch.batch import Batch, LazyBatch, TensorBatch
 from anybatch.batchnorm import BatchStatisticsError, GatherError, training_batchnorms
 from anybatch.case import Case
-from anybatch.errors import AnybatchError
+from anybatch.errors import AgainError, AnybatchError
 from anybatch.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Algorithm1, Loss
@@ -28,7 +28,7 @@ from anybatch.modules import Modules, in_training, is_spread, parameters, walk
 from anybatch.norm.adaptive import Adaptive, Fixed
 from anybatch.paged import paged
 from anybatch.ranks.sharded import Sharded
-from anybatch.reach import AgainError, Reach
+from anybatch.reach import Reach
 
 LOSS = "loss_fn: "
 """What the paths of the modules of the loss begin with."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from anybatch.errors import NotExactError
 from anybatch.execution.hooks import LeafHooks
+from anybatch.modules import storage_of
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -366,13 +367,4 @@ def _sum(before: Tensor, total: Tensor) -> Tensor:
 def _is_one(factor: float | Tensor) -> bool:
     return isinstance(factor, int | float) and factor == 1.0
 
-
-def storage_of(tensor: Tensor) -> int:
-    """Return which storage a tensor has; no mode is told, because nobody wants its address.
-
-    All of it stands on one line: an interrupt at the end of a block, where its first line is met
-    once more, would leave torch without function modes.
-    """
-    # fmt: off
-    with torch._C.DisableTorchFunction(): return int(tensor.untyped_storage()._cdata)  # noqa: E701
     # fmt: on

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anybatch import tree
 from anybatch.batchnorm import refuse
 from anybatch.errors import NotExactError
-from anybatch.gradients import storage_of
+from anybatch.modules import storage_of
 from anybatch.step import Step
 
 TRAINING_FLAG = {

@@ -23,6 +23,7 @@ from anybatch import rehearse
 from anybatch.case import MICRO_BATCHES, Case, few, first_rows
 from anybatch.errors import BudgetError, NotYetError
 from anybatch.forecast import Forecast, merged, total
+from anybatch.links import Link
 from anybatch.meter import Meter
 from anybatch.outofcore.chain import Stretch
 from anybatch.outofcore.course import Course, set_course
@@ -32,7 +33,6 @@ from anybatch.outofcore.keeping import alone
 from anybatch.outofcore.known import FAST, link_of
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Recording
-from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch
 from anybatch.stores import BLOCK, Store
 from anybatch.timeline import Timeline

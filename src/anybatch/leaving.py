@@ -25,12 +25,12 @@ from anybatch.errors import BudgetError
 from anybatch.forecast import WORKSPACE, Forecast, merged
 from anybatch.kinds import Allowed
 from anybatch.lean import Fitted, Lean, lean
+from anybatch.links import Link
 from anybatch.meter import STEP
 from anybatch.outofcore.chain import chained
 from anybatch.outofcore.keeping import Keeping
 from anybatch.outofcore.known import FAST
 from anybatch.outofcore.saved import SMALL
-from anybatch.outofcore.simulate import Link
 from anybatch.probe import LONG, seconds
 from anybatch.spill import Spill, clocked, maker, require_room
 from anybatch.stores import BLOCK, BOUNCE, Store

@@ -38,7 +38,7 @@ from anybatch.guard import Guard
 from anybatch.loss.heard import Heard
 from anybatch.meeting import looking
 from anybatch.memory_errors import out_of_memory
-from anybatch.modules import walk
+from anybatch.modules import eager, walk
 from anybatch.outside import Named, every_number, first_moved
 from anybatch.proof import halves, longest, rebound
 from anybatch.proof import rows as proof_rows
@@ -743,16 +743,6 @@ def quietly() -> Iterator[None]:
     """No warnings (the step gives them again), and no compiled code."""
     with warnings.catch_warnings(), eager():
         warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Run compiled models as they were written: dispatch modes break what was compiled."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
         yield
 
 

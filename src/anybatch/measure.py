@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from anybatch import accelerator
-from anybatch.look import eager
 from anybatch.meter import FOREIGN, Meter
-from anybatch.modules import Modules, tensors_of
+from anybatch.modules import Modules, eager, tensors_of
 from anybatch.paged import paged, uncounted
 from anybatch.undo import Before
 from anybatch.updates import state_tensors

@@ -6,7 +6,9 @@ more than the rest of the bookkeeping together. The list made here is asked inst
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,3 +77,34 @@ def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.Embeddin
         for path, module in modules
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
     ]
+
+
+def call_model(model: nn.Module, inputs: Any) -> Any:
+    """Call `model` with a tensor, the items of a tuple or list, or the keywords of a mapping."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
+        return model(*inputs)
+    return model(inputs)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return which storage a tensor has; no mode is told, because nobody wants its address.
+
+    All of it stands on one line: an interrupt at the end of a block, where its first line is met
+    once more, would leave torch without function modes.
+    """
+    # fmt: off
+    with torch._C.DisableTorchFunction(): return int(tensor.untyped_storage()._cdata)  # noqa: E701
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled models as they were written: dispatch modes break what was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -17,6 +17,7 @@ from torch import Tensor
 from anybatch import tree
 from anybatch.batch import LazyBatch, MicroBatch, TensorBatch
 from anybatch.case import MICRO_BATCHES, stretched
+from anybatch.errors import AgainError
 from anybatch.kinds import Rows, Shapes, elements, kinds_of, shapes_of
 from anybatch.rng import Dice
 
@@ -24,10 +25,6 @@ FEW = MICRO_BATCHES * MICRO_BATCHES
 """Rows that are loaded to plan with."""
 
 T = TypeVar("T")
-
-
-class AgainError(Exception):
-    """The step has found out what another plan is needed for: it begins again."""
 
 
 class LargerRowsError(AgainError):

@@ -25,11 +25,11 @@ from anybatch import tree
 from anybatch.batch import Batch, MicroBatch
 from anybatch.buffers import ForwardBuffers
 from anybatch.dice.whole import WholeDice
+from anybatch.errors import AgainError
 from anybatch.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss
 from anybatch.memory_errors import forget
 from anybatch.ranks.everyone import Alone, Everyone
-from anybatch.reach import AgainError
 from anybatch.rng import Dice
 
 Observer = Callable[[Any, Any], None]

@@ -44,10 +44,10 @@ from anybatch.gradients import Gradients
 from anybatch.hanging import refuse_missing
 from anybatch.kept import Attributes
 from anybatch.lockstep import lockstep
-from anybatch.look import AGAIN, eager, look, quietly
+from anybatch.look import AGAIN, look, quietly
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
-from anybatch.modules import Modules, in_training, renormalised
+from anybatch.modules import Modules, eager, in_training, renormalised
 from anybatch.norm.alone import AloneNorms
 from anybatch.norm.batchnorm import Tracked
 from anybatch.norm.late import Singles, listening

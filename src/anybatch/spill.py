@@ -23,10 +23,8 @@ import torch
 from anybatch import accelerator, stores
 from anybatch._absent import type_of
 from anybatch.errors import StoreError
-from anybatch.outofcore.mover import SENT
-from anybatch.outofcore.saved import empty
-from anybatch.outofcore.simulate import Link
-from anybatch.stores import FileStore, HostStore, StagedStore, Store
+from anybatch.links import Link
+from anybatch.stores import SENT, FileStore, HostStore, StagedStore, Store, empty
 
 WAYS = ("auto", "off", "host", "file")
 

@@ -6,14 +6,14 @@ a step be done again, and what that moves, is in `anybatch.repeatable`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from anybatch import graph, tree
@@ -31,6 +31,7 @@ from anybatch.loss.heard import OtherFormError
 from anybatch.loss.watched import NotAPartError
 from anybatch.meeting import ForwardOf, looks_here
 from anybatch.memory_errors import out_of_memory
+from anybatch.modules import call_model
 from anybatch.norm.sites import Way
 from anybatch.norm.strides import one_row
 from anybatch.proof.familiar import Familiar
@@ -567,17 +568,6 @@ def _check_single(outputs: Any, layout: Layout) -> None:
                 f"sample has shape {tuple(one.shape)}: squeeze() takes out every dimension of size "
                 f"1, that of the samples, too. Name the dimension: {SQUEEZE}"
             )
-
-
-def call_model(model: nn.Module, inputs: Any) -> Any:
-    """Call `model` with a tensor, the items of a tuple or list, or the keywords of a mapping."""
-    if isinstance(inputs, Tensor):
-        return model(inputs)
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields"):
-        return model(*inputs)
-    return model(inputs)
 
 
 def check_trains(roots_with_grad: int) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from anybatch.outofcore.simulate import Interval
+from anybatch.links import Interval
 from anybatch.timeline import Timeline
 from anybatch.units import show_bytes
 

@@ -374,3 +374,11 @@ def store_on(device: torch.device, given: str | None = None) -> Store:
     if of(device).host:
         return FileStore(folder)
     return HostStore() if given in (None, "host") else StagedStore(folder)
+
+
+SENT = "what leaves the device"
+
+
+def empty(size: int, device: torch.device) -> Any:
+    """Return a new storage; made by a kernel, so that who counts tensors counts it."""
+    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

@@ -20,8 +20,8 @@ from anybatch.apps.faults import SettingsError
 from anybatch.apps.picture import draw_step, style_of
 from anybatch.apps.run_folder import RunFolder
 from anybatch.apps.timeline import colored, write_picture
+from anybatch.links import Link
 from anybatch.outofcore.course import set_course
-from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.unroll import OWNERS, of_course
 from anybatch.step_timeline import Phase, chart, facts
 from anybatch.timeline import Timeline

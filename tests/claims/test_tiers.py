@@ -21,7 +21,7 @@ FRONT = "anybatch"
 
 # Lowest first; a name stands for the module and, if it is a package, for all that is in it.
 TIERS = {
-    "base": "errors units",
+    "base": "errors units links",
     "parts of plans": "_absent _divisions _memory _pace _scale proof.evidence",
     "cards": "cards",
     "pure": "_plan timeline choice",

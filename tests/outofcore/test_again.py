@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.again import choices, remade
 from anybatch.outofcore.course import set_course, wanted
 from anybatch.outofcore.recording import Cut, Recording, Remake
 from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.unroll import of_course
 

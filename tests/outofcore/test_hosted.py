@@ -8,6 +8,7 @@ import pytest
 from tests.outofcore.traces import anything, network
 
 from anybatch.errors import BudgetError, ScheduleError
+from anybatch.links import Link
 from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.best import plan
@@ -15,7 +16,7 @@ from anybatch.outofcore.ends import ends
 from anybatch.outofcore.fragmentation import events
 from anybatch.outofcore.hiding import hiding
 from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.trace import Function, Trace, Variable
 from anybatch.outofcore.window import window
 

@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
+from anybatch.links import Link
 from anybatch.meter import Meter
 from anybatch.outofcore import execute, known
 from anybatch.outofcore.execute import Step
 from anybatch.outofcore.keeping import Keeping
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.saved import Saved
-from anybatch.outofcore.simulate import Link
 from anybatch.stores import FileStore
 
 pytestmark = pytest.mark.skipif(

@@ -16,6 +16,7 @@ from benchmarks.outofcore.lp_bound import lower_bound
 from tests.outofcore.traces import anything, network
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.best import by_rule, plan
@@ -23,7 +24,7 @@ from anybatch.outofcore.ends import ends
 from anybatch.outofcore.gaps import Gap, as_schedule
 from anybatch.outofcore.hiding import hiding
 from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window
 

@@ -14,10 +14,11 @@ import pytest
 from tests.outofcore.traces import anything
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.best import plan, plan_with_recomputation
 from anybatch.outofcore.recompute import cheap, cheap_recipes
 from anybatch.outofcore.rewrite import Rewriter, rewrite
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Function, Trace, Variable
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.course import set_course
 from anybatch.outofcore.recording import Cut, Recording
-from anybatch.outofcore.simulate import Link
 
 LINK = Link(1.0, 1.0)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from anybatch.errors import ScheduleError
+from anybatch.links import Interval, Link
 from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.simulate import Interval, Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.trace import Function, Trace, Variable
 
 # a is made, not used for a function, and used again; b takes its place meanwhile.

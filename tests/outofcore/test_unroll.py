@@ -10,12 +10,13 @@ import pytest
 from tests.outofcore.test_recording import recording
 from tests.outofcore.traces import anything, network
 
+from anybatch.links import Link
 from anybatch.outofcore.baselines import naive, on_demand
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.course import set_course
 from anybatch.outofcore.recording import Recording
 from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.unroll import COPIED, LEAVING, RETURNING, THERE, of_course, unroll
 from anybatch.outofcore.window import window

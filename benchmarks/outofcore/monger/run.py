@@ -23,10 +23,11 @@ import typer
 from torch import nn
 
 from anybatch.apps.models.resnet import Residual, resnet
+from anybatch.links import Link
 from anybatch.outofcore.best import by_rule
 from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.recompute import cheap
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
 from anybatch.tracing import trace_step

@@ -6,12 +6,12 @@ from typing import Any, Self
 
 import torch
 
+from anybatch.links import Link
 from anybatch.outofcore.again import choices, remade
 from anybatch.outofcore.course import Course, set_course
 from anybatch.outofcore.execute import Step as Hooks
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Recording, Remake
-from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch
 from anybatch.stores import FileStore
 from benchmarks.outofcore.offload.steps import LOTS, Step

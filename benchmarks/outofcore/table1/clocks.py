@@ -13,8 +13,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from anybatch.links import Link
 from anybatch.outofcore.machine import Machine
-from anybatch.outofcore.simulate import Link
 from anybatch.stores import FileStore
 
 ROUNDS = 5

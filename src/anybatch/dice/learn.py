@@ -36,8 +36,9 @@ from anybatch.errors import AnybatchError, NotExactError
 from anybatch.kept import Kept
 from anybatch.look import apart_rows, layout_of, quietly, rough_layout, turned, two_sizes
 from anybatch.memory_errors import out_of_memory
+from anybatch.modules import call_model
 from anybatch.rng import Dice
-from anybatch.step import NO_GRAPH, Layout, Step, call_model, copied
+from anybatch.step import NO_GRAPH, Layout, Step, copied
 
 FEW = 8
 """Rows from which laws are learnt, or as few as there are; more where the model wants them."""

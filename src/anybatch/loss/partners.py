@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.batch import TensorBatch
 from anybatch.functions import keywords
-from anybatch.step import call_model
+from anybatch.modules import call_model
 
 
 class Partners(TorchFunctionMode):

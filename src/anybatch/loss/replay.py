@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from anybatch import tree
-from anybatch.gradients import storage_of
 from anybatch.loss import rows
+from anybatch.modules import storage_of
 
 PURE = (
     rows.ELEMENTWISE

@@ -17,9 +17,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from anybatch.outofcore.recompute import SOON
+from anybatch.links import Link
 from anybatch.outofcore.recording import Recording
-from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.trace import Function, Trace, Variable
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
@@ -140,3 +139,7 @@ def _together(recording: Recording, link: Link) -> list[int]:
         if all(abs(asked[k] - asked[other]) <= SOON for other in related):
             found.append(k)
     return found
+
+
+SOON = 8
+"""Functions of backward within which a result made again is used itself."""

@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.draft import too_small
 from anybatch.outofcore.ends import ends
 from anybatch.outofcore.hiding import hiding
 from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window

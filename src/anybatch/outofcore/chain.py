@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anybatch.links import Interval
 from anybatch.outofcore.course import Course
-from anybatch.outofcore.simulate import Interval
 from anybatch.outofcore.unroll import OWNERS, THERE, of_course
 from anybatch.step_timeline import Move, Phase, StepTimeline
 from anybatch.timeline import Timeline, joined

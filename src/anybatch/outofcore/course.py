@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.again import Again, choices, remade
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.recording import Recording
 from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.simulate import Link, simulate
+from anybatch.outofcore.simulate import simulate
 from anybatch.units import show_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from anybatch.look import eager
+from anybatch.modules import eager
 from anybatch.outofcore.execute import Step
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.watch import Watch

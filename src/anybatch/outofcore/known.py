@@ -12,10 +12,10 @@ once for every number of bytes that it may hold and that are there beside it.
 from __future__ import annotations
 
 from anybatch.errors import BudgetError
+from anybatch.links import Link
 from anybatch.outofcore.course import Course, set_course
 from anybatch.outofcore.mover import Mover
 from anybatch.outofcore.recording import Cut, Recording
-from anybatch.outofcore.simulate import Link
 from anybatch.outofcore.watch import Watch, gradient_bytes
 
 FAST = 1e12

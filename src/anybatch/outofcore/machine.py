@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from anybatch.outofcore.simulate import Link
+from anybatch.links import Link
 from anybatch.outofcore.trace import Trace
 
 

@@ -17,10 +17,8 @@ import torch
 from anybatch import accelerator
 from anybatch.copier import Copier, Job
 from anybatch.errors import StoreError
-from anybatch.outofcore.saved import Saved, empty
-from anybatch.stores import Store, require_room, room_of, told
-
-SENT = "what leaves the device"
+from anybatch.outofcore.saved import Saved
+from anybatch.stores import SENT, Store, empty, require_room, room_of, told
 
 
 class Mover:

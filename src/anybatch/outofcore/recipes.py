@@ -28,8 +28,9 @@ from torch import Tensor
 
 from anybatch.graph import name_of
 from anybatch.outofcore.rules import ONLY_IN_TRAINING, RULES, Rule
-from anybatch.outofcore.saved import Handle, Saved, Stays, empty, written
+from anybatch.outofcore.saved import Handle, Saved, Stays, written
 from anybatch.outofcore.weights import LEAF, MOVES
+from anybatch.stores import empty
 
 DEPTH = 8
 """Operations that a recipe may have one after another."""

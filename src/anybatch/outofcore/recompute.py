@@ -18,11 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from anybatch.outofcore.again import SOON
 from anybatch.outofcore.rewrite import Rewriter, rewrite
 from anybatch.outofcore.trace import Trace
-
-SOON = 8
-"""Functions of backward within which a result made again is used itself."""
 
 
 @dataclass(frozen=True)

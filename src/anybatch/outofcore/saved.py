@@ -226,11 +226,6 @@ def _nothing(like: Tensor) -> Tensor:
     return found
 
 
-def empty(size: int, device: torch.device) -> Any:
-    """Return a new storage; made by a kernel, so that who counts tensors counts it."""
-    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-
-
 def same(one: Any, other: Any) -> bool:
     """Say whether two storages are the same bit for bit, in pieces."""
     device, piece = one.device, 1 << 20

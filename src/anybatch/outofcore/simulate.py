@@ -17,31 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anybatch.errors import ScheduleError
+from anybatch.links import Interval, Link
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.trace import Trace
-
-
-@dataclass(frozen=True)
-class Link:
-    """The way between device and host.
-
-    Attributes:
-        out: bytes a second to the host.
-        back: bytes a second from it.
-        duplex: both at the same time.
-    """
-
-    out: float
-    back: float
-    duplex: bool = True
-
-
-@dataclass(frozen=True)
-class Interval:
-    """When something was under way: seconds from the beginning of the step."""
-
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anybatch.links import Interval, Link
 from anybatch.outofcore.course import Course
 from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import Interval, Link, Simulation, simulate
+from anybatch.outofcore.simulate import Simulation, simulate
 from anybatch.outofcore.trace import Trace
 from anybatch.step_timeline import Move, StepTimeline
 from anybatch.timeline import Timeline

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from anybatch.errors import BatchError, RankError
+from anybatch.errors import AgainError, BatchError, RankError
 from anybatch.ranks.alike import Alike, refuse_unlike
-from anybatch.reach import AgainError
 
 ANY = -1
 """Samples of all ranks that a micro-batch is good for, where that does not depend on them."""

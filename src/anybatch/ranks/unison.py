@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from anybatch.accelerator import wide
-from anybatch.errors import LaneMismatchError, RankError
+from anybatch.errors import AgainError, LaneMismatchError, RankError
 from anybatch.ranks.group import FEW, Group
 from anybatch.ranks.pieces import Pieces
-from anybatch.reach import AgainError
 from anybatch.undo import uninterrupted
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
