@@ -1,6 +1,6 @@
 """AlexNet as the guide's Table 2 has it: 224x224 pixels, convolutions that are not grouped."""
 
-from anybatch.scale.layers import Convolution, Dense, Network, Pooling, Shape
+from benchmarks.simulators.layers import Convolution, Dense, Network, Pooling, Shape
 
 ALEXNET = Network(
     Shape(224, 224, 3),

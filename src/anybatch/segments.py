@@ -2,8 +2,9 @@
 
 torch's allocator takes memory in segments and splits them. Where tensors leave and return all the
 time, the free parts of many segments are bytes enough and yet no place: in simulation best fit
-loses a half of what is held, and pages a few hundredths (`anybatch.outofcore.fragmentation`). The
-paper has pages of its own for that, by virtual addresses; torch has them since 2.1, switched off:
+loses a half of what is held, and pages a few hundredths (`benchmarks.simulators.fragmentation`).
+The paper has pages of its own for that, by virtual addresses; torch has them since 2.1, switched
+off:
 
     PYTORCH_ALLOC_CONF=expandable_segments:True
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2, convolutions
+from benchmarks.simulators.fft_memory import ratio
+from benchmarks.simulators.layers import Shape
 
 from anybatch.scale.gpus import efficiency, gpus_for, overhead_allowed, speedup
-from anybatch.scale.layers import Shape
 from anybatch.scale.servers import Cluster, servers_for
-from anybatch.scale.spectra import ratio
 
 GIGABIT = 1e9 / 8
 """Bytes a second of a link of 1 Gbit/s."""

@@ -37,7 +37,7 @@ TIERS = {
     "functions tree modules rng exactness batch device undo gradients buffers batchnorm "
     "joint loss graph step taken _coupled beside collated hanging outside alike encoders parts "
     "rounding guard look records refusals memory_errors "
-    "first_pass second_pass retry hidden meter tracing fakes case given discover memory kinds kept "
+    "first_pass second_pass retry hidden meter fakes case given discover memory kinds kept "
     "reach updates measure repeatable stage full_size "
     "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "
     "slots turns workers lanes notes surroundings ranks dice gathered segments states.optimizers "

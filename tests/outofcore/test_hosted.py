@@ -5,15 +5,15 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
+from benchmarks.simulators.fragmentation import events
 from tests.outofcore.traces import anything, network
 
 from anybatch.errors import BudgetError, ScheduleError
 from anybatch.links import Link
-from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.ends import ends
-from anybatch.outofcore.fragmentation import events
 from anybatch.outofcore.hiding import hiding
 from anybatch.outofcore.schedule import Schedule, Stage
 from anybatch.outofcore.simulate import simulate

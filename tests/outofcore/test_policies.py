@@ -13,11 +13,11 @@ from statistics import median
 
 import pytest
 from benchmarks.outofcore.lp_bound import lower_bound
+from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
 from tests.outofcore.traces import anything, network
 
 from anybatch.errors import BudgetError
 from anybatch.links import Link
-from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
 from anybatch.outofcore.belady import belady
 from anybatch.outofcore.best import by_rule, plan
 from anybatch.outofcore.ends import ends

@@ -7,11 +7,11 @@ from random import Random
 
 import numpy as np
 import pytest
+from benchmarks.simulators.baselines import naive, on_demand
 from tests.outofcore.test_recording import recording
 from tests.outofcore.traces import anything, network
 
 from anybatch.links import Link
-from anybatch.outofcore.baselines import naive, on_demand
 from anybatch.outofcore.best import plan
 from anybatch.outofcore.course import set_course
 from anybatch.outofcore.recording import Recording

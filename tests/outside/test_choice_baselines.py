@@ -33,7 +33,7 @@ from benchmarks.mbs.real_limit.compare import DOUBLE, compare, distance
 from benchmarks.mbs.real_limit.limited import PLAIN, limited
 from benchmarks.mbs.real_limit.run import QUICK, cells
 from benchmarks.mbs.real_limit.training import Run, Trained, mini_batches
-from tests.conftest import freeze
+from tests.frozen import freeze
 from torch import Tensor, nn
 from torch.nn import functional
 

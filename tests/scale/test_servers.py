@@ -8,11 +8,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from benchmarks.simulators.parameter_servers import simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.scale.servers import Cluster, remedies, servers_for
-from anybatch.scale.simulate import simulate
 
 
 def drawn(seed: int) -> Cluster:

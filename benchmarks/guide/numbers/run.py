@@ -14,13 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.scale.classes import samples_for
 from anybatch.scale.gpus import efficiency, gpus_for, overhead_allowed, speedup, speedup_limit
 from anybatch.scale.servers import Cluster, servers_for
 from benchmarks.environment import environment
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2
 from benchmarks.guide.numbers.table2 import OURS, formulas
 from benchmarks.results import write
+from benchmarks.simulators.class_counts import samples_for
 
 HERE = Path(__file__).parent
 DEVICE = 12 << 30

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-from anybatch.scale.layers import Convolution, Shape
 from benchmarks.guide.alexnet import SAMPLES, TABLE_2, convolutions
+from benchmarks.simulators.layers import Convolution, Shape
 
 Side = Callable[[Convolution, int], int]
 SIDES: dict[str, Side] = {

@@ -11,9 +11,9 @@ from math import isinf
 from statistics import median
 
 from anybatch.scale.servers import Cluster
-from anybatch.scale.simulate import simulate
 from benchmarks.guide.servers.wires import Wires, wired
 from benchmarks.results import console
+from benchmarks.simulators.parameter_servers import simulate
 
 RATE = 32e6
 """Bits a second of a server's wire each way."""

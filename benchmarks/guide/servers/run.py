@@ -18,10 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from anybatch.scale.servers import Cluster
-from anybatch.scale.simulate import simulate
 from benchmarks.environment import environment
 from benchmarks.guide.servers.real import JITTER, ROUNDS, WARM, all_cases
 from benchmarks.results import console, read, write
+from benchmarks.simulators.parameter_servers import simulate
 
 HERE = Path(__file__).parent
 WORKERS, SERVERS, JITTERS, SEEDS = (2, 4, 8, 16), (2, 4, 8), (0.0, 0.1, 0.5), (0, 1, 2)

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.outofcore.recompute import cheap, cheap_recipes
 from anybatch.outofcore.trace import Trace
 from benchmarks.environment import environment
 from benchmarks.outofcore.schedules.cases import MACHINES, NETWORKS
 from benchmarks.results import console, write
+from benchmarks.simulators.recompute import cheap, cheap_recipes
 
 HERE = Path(__file__).parent
 QUICK = ("unet",)

@@ -25,14 +25,14 @@ from torch import nn
 from anybatch.apps.models.resnet import Residual, resnet
 from anybatch.links import Link
 from anybatch.outofcore.best import by_rule
-from anybatch.outofcore.machine import Machine
-from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
-from anybatch.tracing import trace_step
 from benchmarks.environment import environment
 from benchmarks.results import console, write
+from benchmarks.simulators.machine import Machine
+from benchmarks.simulators.recompute import cheap
+from benchmarks.simulators.sublinear import sublinear
+from benchmarks.simulators.tracing import trace_step
 
 HERE = Path(__file__).parent
 BUDGET = 11 << 30

@@ -31,9 +31,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch.apps.models.resnet import resnet
-from anybatch.outofcore.recompute import cheap
-from anybatch.outofcore.sublinear import sublinear
-from anybatch.tracing import trace_step
 from benchmarks.environment import environment
 from benchmarks.mbs.problem import Problem
 from benchmarks.mbs.speed.problems import STEPS
@@ -43,6 +40,9 @@ from benchmarks.outofcore.offload.steps import Step
 from benchmarks.outofcore.recompute.made import Again, made_again, recorded
 from benchmarks.outofcore.schedules.cases import MACHINES
 from benchmarks.results import console, write
+from benchmarks.simulators.recompute import cheap
+from benchmarks.simulators.sublinear import sublinear
+from benchmarks.simulators.tracing import trace_step
 
 HERE = Path(__file__).parent
 SEED = 0

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from anybatch.apps.models.resnet import resnet
 from anybatch.apps.models.unet import UNet
 from anybatch.links import Link
-from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.trace import Trace
-from anybatch.tracing import trace_step
 from benchmarks.outofcore.models import DeepLabV3Plus, densenet121, pix2pixhd
+from benchmarks.simulators.machine import Machine
+from benchmarks.simulators.tracing import trace_step
 
 BUDGET = 16 << 30
 

@@ -8,18 +8,19 @@ from itertools import product
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.outofcore.baselines import fixed_distance, naive, on_demand, prefetch
 from anybatch.outofcore.belady import belady
-from anybatch.outofcore.best import by_rule, plan, plan_with_recomputation
-from anybatch.outofcore.machine import Machine
-from anybatch.outofcore.recompute import cheap
+from anybatch.outofcore.best import by_rule, plan
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.schedules.parts import WORTH, in_parts
+from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
+from benchmarks.simulators.machine import Machine
+from benchmarks.simulators.recompute import cheap
+from benchmarks.simulators.recompute_policy import plan_with_recomputation
+from benchmarks.simulators.sublinear import sublinear
 
 Found = dict[str, Any]
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16)

@@ -7,7 +7,12 @@ from functools import cache
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.outofcore.allocators import (
+from anybatch.outofcore.best import by_rule, fastest
+from anybatch.outofcore.schedule import Schedule
+from anybatch.outofcore.simulate import simulate
+from anybatch.outofcore.trace import Trace
+from anybatch.outofcore.window import window
+from benchmarks.simulators.allocators import (
     MIB,
     Allocator,
     Arena,
@@ -16,13 +21,8 @@ from anybatch.outofcore.allocators import (
     Expandable,
     PowersOfTwo,
 )
-from anybatch.outofcore.best import by_rule, fastest
-from anybatch.outofcore.fragmentation import events, footprint
-from anybatch.outofcore.machine import Machine
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.window import window
+from benchmarks.simulators.fragmentation import events, footprint
+from benchmarks.simulators.machine import Machine
 
 ALLOCATORS: dict[str, Callable[[], Allocator]] = {
     "first fit": lambda: Arena(best=False),

@@ -20,7 +20,6 @@ from typing import Annotated, Any
 import typer
 
 from anybatch.outofcore.best import plan
-from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window
 from benchmarks.environment import environment
@@ -37,6 +36,7 @@ from benchmarks.outofcore.schedules.figures import draw
 from benchmarks.outofcore.schedules.policies import on_link, on_machine, schedules
 from benchmarks.outofcore.schedules.reserved import largest_budgets, wastes
 from benchmarks.results import console, write
+from benchmarks.simulators.machine import Machine
 
 HERE = Path(__file__).parent
 QUICK = ("unet",)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from anybatch.links import Link
-from anybatch.outofcore.machine import Machine
 from anybatch.stores import FileStore
+from benchmarks.simulators.machine import Machine
 
 ROUNDS = 5
 LARGE = {"cuda": 256 << 20, "cpu": 16 << 20}

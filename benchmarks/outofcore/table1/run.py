@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from anybatch.outofcore.machine import Machine
 from anybatch.units import parse_bytes
 from benchmarks.environment import environment
 from benchmarks.outofcore.lp_bound import lower_bound
@@ -37,6 +36,7 @@ from benchmarks.outofcore.table1.settings import (
     Setting,
 )
 from benchmarks.results import console, write
+from benchmarks.simulators.machine import Machine
 
 HERE = Path(__file__).parent
 LOOKS = 100

@@ -8,8 +8,8 @@ from torch import nn
 
 from anybatch.apps.models.resnet import resnet, resnet20
 from anybatch.outofcore.trace import Trace
-from anybatch.tracing import trace_step
 from benchmarks.outofcore.schedules.cases import NETWORKS, TABLE_1
+from benchmarks.simulators.tracing import trace_step
 
 Ways = tuple[str, ...]
 

@@ -8,7 +8,7 @@ reads what it is made from, so whatever plans a step has that in memory then; wh
 another variable. Which storages: those with the fewest seconds for their bytes, and not two of
 which one is made from the other, unless both are asked for soon after one another.
 
-Source: design 5.7; `anybatch.outofcore.recompute` does the same where every kernel is known.
+Source: design 5.7; `benchmarks.simulators.recompute` does the same where every kernel is known.
 """
 
 from __future__ import annotations

@@ -16,24 +16,15 @@ from collections.abc import Iterable, Iterator
 from anybatch.errors import BudgetError
 from anybatch.links import Link
 from anybatch.outofcore.belady import belady
-from anybatch.outofcore.draft import too_small
 from anybatch.outofcore.ends import ends
 from anybatch.outofcore.hiding import hiding
-from anybatch.outofcore.recompute import cheap
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Trace
 from anybatch.outofcore.window import window
 
 WINDOWS = tuple(range(9))
 """Eighths of the budget."""
-
-SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of cheap results, how many are computed again."""
-
-STRETCHES = tuple((count, share) for count in (2, 4, 8, 12) for share in (0.5, 0.7, 0.85, 1.0))
-"""Into how many a forward pass is cut, and how many of those are computed again."""
 
 
 def plan(trace: Trace, budget: int, link: Link) -> Schedule:
@@ -73,34 +64,6 @@ def _windows(trace: Trace, budget: int) -> Iterator[Schedule]:
             yield window(trace, budget, eighths * budget // 8)
         except BudgetError:
             continue
-
-
-def plan_with_recomputation(trace: Trace, budget: int, link: Link) -> tuple[Trace, Schedule]:
-    """Return the step as it should be run, and its schedule, if results may be computed again.
-
-    The candidates are the step as it is, with cheap results computed again, or some of them, and
-    with stretches of layers computed again.
-
-    Args:
-        trace: the step, with seconds.
-        budget: bytes that it never exceeds.
-        link: between device and host.
-
-    Raises:
-        BudgetError: one function alone needs more.
-    """
-    steps = [trace, *(cheap(trace, share) for share in SHARES)]
-    steps += [sublinear(trace, stretches, share) for stretches, share in STRETCHES]
-    found = [(step, by_rule(step, budget, link)) for step in steps if step.floor <= budget]
-    if not found:
-        raise too_small(trace, budget)
-    best, _ = _fastest_step(found, link)
-    likely = [step for step in dict.fromkeys((trace, best)) if step.floor <= budget]
-    return _fastest_step([(step, plan(step, budget, link)) for step in likely], link)
-
-
-def _fastest_step(found: list[tuple[Trace, Schedule]], link: Link) -> tuple[Trace, Schedule]:
-    return min(found, key=lambda pair: simulate(pair[0], pair[1], link).seconds)
 
 
 def fastest(trace: Trace, link: Link, schedules: Iterable[Schedule]) -> Schedule:

@@ -12,7 +12,8 @@ tensor stays whole or the load is not even, is asked for more than the others. A
 not pull ahead waits for all of it: T = T_C + T_io.
 
 Utilisation is T_C over the seconds of a round. Here it is that of a fluid: traffic that flows
-evenly. Real transfers queue, so it is what is reached at best (`anybatch.scale.simulate`).
+evenly. Real transfers queue, so it is what is reached at best
+(`benchmarks.simulators.parameter_servers`).
 
 Source: guide, Lemma 3.2, Equations 7 and 8, and the three measures of section 3.3.
 """

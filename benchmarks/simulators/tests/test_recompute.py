@@ -11,15 +11,16 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from benchmarks.simulators.recompute import cheap, cheap_recipes
+from benchmarks.simulators.recompute_policy import plan_with_recomputation
+from benchmarks.simulators.rewrite import Rewriter, rewrite
+from benchmarks.simulators.sublinear import sublinear
 from tests.outofcore.traces import anything
 
 from anybatch.errors import BudgetError
 from anybatch.links import Link
-from anybatch.outofcore.best import plan, plan_with_recomputation
-from anybatch.outofcore.recompute import cheap, cheap_recipes
-from anybatch.outofcore.rewrite import Rewriter, rewrite
+from anybatch.outofcore.best import plan
 from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.sublinear import sublinear
 from anybatch.outofcore.trace import Function, Trace, Variable
 
 

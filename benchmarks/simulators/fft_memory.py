@@ -15,7 +15,7 @@ Source: guide, Table 2; the formula is this project's.
 
 from __future__ import annotations
 
-from anybatch.scale.layers import VALUE, Convolution, Shape
+from benchmarks.simulators.layers import VALUE, Convolution, Shape
 
 
 def gemm_bytes(layer: Convolution, shape: Shape, samples: int) -> int:

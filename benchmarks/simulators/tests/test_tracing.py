@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.simulators.tracing import trace_step
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.meter import Meter
 from anybatch.outofcore.trace import Trace
-from anybatch.tracing import trace_step
 
 
 class Net(nn.Module):

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from anybatch.errors import BudgetError
-from anybatch.scale.layers import Convolution, Network, Pooling
 from anybatch.scale.minibatch import Measured, choose
+from benchmarks.simulators.layers import Convolution, Network, Pooling
 
 
 @dataclass(frozen=True)

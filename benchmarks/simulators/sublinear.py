@@ -15,9 +15,9 @@ from bisect import bisect_right
 from itertools import accumulate
 from math import ceil
 
-from anybatch.outofcore.recompute import first_in_backward, saved
-from anybatch.outofcore.rewrite import Rewriter, rewrite
 from anybatch.outofcore.trace import Trace
+from benchmarks.simulators.recompute import first_in_backward, saved
+from benchmarks.simulators.rewrite import Rewriter, rewrite
 
 
 def sublinear(trace: Trace, stretches: int, share: float = 1.0) -> Trace:

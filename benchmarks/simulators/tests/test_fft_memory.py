@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 import torch
-
-from anybatch.scale.layers import Convolution, Shape
-from anybatch.scale.spectra import fft_bytes, gemm_bytes, ratio
+from benchmarks.simulators.fft_memory import fft_bytes, gemm_bytes, ratio
+from benchmarks.simulators.layers import Convolution, Shape
 
 
 @pytest.mark.parametrize("seed", range(20))

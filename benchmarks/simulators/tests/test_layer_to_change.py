@@ -7,11 +7,11 @@ from math import inf, isinf
 
 import pytest
 from benchmarks.guide.alexnet import ALEXNET
+from benchmarks.simulators.layer_to_change import adjustments
+from benchmarks.simulators.layers import Convolution
 from tests.scale.test_minibatch import every
 
 from anybatch.conv.divide import Part
-from anybatch.scale.adjust import adjustments
-from anybatch.scale.layers import Convolution
 
 SAMPLES = 128
 MB = 10**6

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from anybatch.outofcore.allocators import Allocator
 from anybatch.outofcore.schedule import Schedule
 from anybatch.outofcore.trace import Trace
+from benchmarks.simulators.allocators import Allocator
 
 
 @dataclass(frozen=True)

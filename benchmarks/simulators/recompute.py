@@ -19,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anybatch.outofcore.again import SOON
-from anybatch.outofcore.rewrite import Rewriter, rewrite
 from anybatch.outofcore.trace import Trace
+from benchmarks.simulators.rewrite import Rewriter, rewrite
 
 
 @dataclass(frozen=True)

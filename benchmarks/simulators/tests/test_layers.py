@@ -6,9 +6,8 @@ import random
 
 import pytest
 import torch
+from benchmarks.simulators.layers import Convolution, Dense, Network, Pooling, Shape
 from torch import nn
-
-from anybatch.scale.layers import Convolution, Dense, Network, Pooling, Shape
 
 
 def drawn(rng: random.Random) -> tuple[Network, nn.Sequential]:

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it, and then it would not be frozen
 from hypothesis import settings
 from tests.frames import roomy
+from tests.frozen import FIND, KNOWN, freeze
 
 from anybatch import fakes
 
@@ -79,24 +79,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-KNOWN: list[Any] = []
-"""Caches that `freeze` has found."""
-FIND = fakes.caches
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     fakes.caches = lambda: [*KNOWN, *FIND()]
     freeze()
-
-
-def freeze() -> None:
-    """Let nobody walk over what is there again: the collector, or who looks for caches.
-
-    Both walk over all objects, which are half a million here, thousands of times.
-    """
-    gc.collect()
-    KNOWN.extend(FIND())
-    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,9 +7,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from tests.outofcore.traces import anything, network
-
-from anybatch.outofcore.allocators import (
+from benchmarks.simulators.allocators import (
     MIB,
     Allocator,
     Arena,
@@ -18,8 +16,10 @@ from anybatch.outofcore.allocators import (
     Expandable,
     PowersOfTwo,
 )
+from benchmarks.simulators.fragmentation import Event, events, footprint
+from tests.outofcore.traces import anything, network
+
 from anybatch.outofcore.belady import belady
-from anybatch.outofcore.fragmentation import Event, events, footprint
 from anybatch.outofcore.schedule import Schedule, Stage
 
 MAKE: dict[str, Callable[[], Allocator]] = {

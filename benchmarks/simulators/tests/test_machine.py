@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.simulators.machine import Machine
 
 from anybatch.links import Link
-from anybatch.outofcore.machine import Machine
 from anybatch.outofcore.trace import Function, Trace, Variable
 
 MACHINE = Machine("some", flops=100.0, memory=10.0, link=Link(1, 1))

@@ -8,11 +8,10 @@ from math import comb, prod
 
 import numpy as np
 import pytest
+from benchmarks.simulators import class_counts
+from benchmarks.simulators.class_counts import every_class, samples_for
 from hypothesis import given
 from hypothesis import strategies as st
-
-from anybatch.scale import classes
-from anybatch.scale.classes import every_class, samples_for
 
 weights = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
@@ -50,7 +49,7 @@ def test_bounds_hold_what_is_exact(counts: list[int], samples: int) -> None:
     exact = every_class(shares, samples).least
     missing = [(1 - one) ** samples for one in shares]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classes, "EXACT", 0)
+        patch.setattr(class_counts, "EXACT", 0)
         bounds = every_class(shares, samples)
     assert bounds.least <= exact + 1e-12
     assert exact <= bounds.most + 1e-12
@@ -64,12 +63,12 @@ def test_classes_alike_are_a_coupon_collectors(classes_: int) -> None:
         exact, found = alike(classes_, samples), every_class(shares, samples)
         assert found.least <= exact + 1e-9
         assert exact <= found.most + 1e-9
-        if classes_ <= classes.EXACT:
+        if classes_ <= class_counts.EXACT:
             assert found.least == pytest.approx(exact, abs=1e-9)
     wanted = samples_for(shares, 0.95)
     assert alike(classes_, wanted) >= 0.95
     assert alike(classes_, wanted) <= 0.96  # near, though a bound
-    if classes_ <= classes.EXACT:
+    if classes_ <= class_counts.EXACT:
         assert alike(classes_, wanted - 1) < 0.95
 
 
@@ -102,5 +101,5 @@ def test_shares_add_up_to_one() -> None:
         every_class([1.5, -0.5], 3)
     with pytest.raises(ValueError, match="probability must be from 0 to below 1, not 1"):
         samples_for([1.0], 1)
-    assert every_class([0.5, 0.5], 1) == classes.Chance(0.0, 0.0)
+    assert every_class([0.5, 0.5], 1) == class_counts.Chance(0.0, 0.0)
     assert samples_for([1.0], 0.5) == 1

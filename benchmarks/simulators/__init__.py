@@ -1,0 +1,1 @@
+"""Simulations that reproduce a figure of a paper and that no step needs."""
