@@ -18,7 +18,7 @@ from hypothesis import settings
 from tests.frames import roomy
 from tests.frozen import FIND, KNOWN, freeze
 
-from anybatch import fakes
+from anybatch.memory import fakes
 
 SEED = 0
 EXAMPLES = 1000

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from anybatch.apps.allocator import running
+from anybatch.cli.allocator import running
 
 Environment = dict[str, str | int]
 PACKAGES = (

@@ -23,7 +23,7 @@ import typer
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "anybatch"
 WRITTEN = ROOT / "docs" / "house.json"
-COMMAND = ("apps", "cli", "__main__.py")
+COMMAND = ("cli", "__main__.py")
 FOLDERS = (
     "core memory loss distributed conv offload execution lockstep planner engine tools "
     "integrations cli".split()

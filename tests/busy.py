@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from anybatch import workers
+from anybatch.core import workers
 
 
 def busy() -> int:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch._plan import Away
+from anybatch.core.plan import Away
 
 CLASSES = 3
 STEPS = 5

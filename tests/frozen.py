@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from anybatch import fakes
+from anybatch.memory import fakes
 
 KNOWN: list[Any] = []
 """Caches that `freeze` has found."""

@@ -16,9 +16,9 @@ from benchmarks.mbs.prediction.models import densenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.apps.losses import bce_dice
-from anybatch.apps.models.resnet import Residual, _bottleneck, resnet20
-from anybatch.apps.models.unet import UNet
+from anybatch.cli.losses import bce_dice
+from anybatch.cli.models.resnet import Residual, _bottleneck, resnet20
+from anybatch.cli.models.unet import UNet
 
 CLASSES = 3
 Kernel = int | tuple[int, int]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch.exactness import error_of, tolerance
-from anybatch.meeting import alone_here, in_forward
+from anybatch.core.meeting import alone_here, in_forward
+from anybatch.tools.exactness import error_of, tolerance
 
 Model = TypeVar("Model", bound=nn.Module)
 

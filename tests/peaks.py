@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 CPU = torch.device("cpu")
 

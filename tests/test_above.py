@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.above import GAIN, SLOWER, above, least_seconds, try_above
-from anybatch.choice import step_seconds
+from anybatch.planner.above import GAIN, SLOWER, above, least_seconds, try_above
+from anybatch.planner.choice import step_seconds
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan
-from anybatch._absent import (
+from anybatch.core.absent import (
     CONTEXT,
     HANDLES,
     NOT_MEASURED,

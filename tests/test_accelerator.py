@@ -15,21 +15,21 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch import accelerator, accelerators
-from anybatch.accelerator import of
-from anybatch.copier import Copier
-from anybatch.device import HostLink, StreamLink, link_to
-from anybatch.errors import NotYetError, StoreError
-from anybatch.exactness import error_of, tolerance
-from anybatch.memory import SHARE_THERE, left
-from anybatch.norm import moments
-from anybatch.norm.moments import merged, moments_of
-from anybatch.rng import Dice
-from anybatch.segments import HostSegments, segments_of
-from anybatch.spill import maker, takes
-from anybatch.stores import FileStore, HostStore, StagedStore, store_on
-from anybatch.surroundings import Surroundings
-from anybatch.turns import LaneTurns
+from anybatch.core import accelerator, accelerators
+from anybatch.core.accelerator import of
+from anybatch.core.errors import NotYetError, StoreError
+from anybatch.core.norm import moments
+from anybatch.core.norm.moments import merged, moments_of
+from anybatch.core.rng import Dice
+from anybatch.execution.device import HostLink, StreamLink, link_to
+from anybatch.lockstep.surroundings import Surroundings
+from anybatch.lockstep.turns import LaneTurns
+from anybatch.memory.copier import Copier
+from anybatch.memory.limits import SHARE_THERE, left
+from anybatch.memory.segments import HostSegments, segments_of
+from anybatch.memory.spill import maker, takes
+from anybatch.memory.stores import FileStore, HostStore, StagedStore, store_on
+from anybatch.tools.exactness import error_of, tolerance
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/anybatch"
@@ -369,8 +369,8 @@ def test_each_type_has_a_backend() -> None:
 
 TYPES = {"cuda", "mps", "xpu", "hpu"}
 ATTRIBUTES = {"is_cuda", "is_mps", "is_xpu", "is_cpu"}
-OWN = "accelerator.py"
-SPARED = {"_absent.py", "apps/allocator.py"}
+OWN = "core/accelerator.py"
+SPARED = {"core/absent.py", "cli/allocator.py"}
 """A part of plans, without torch, that reads the word of an option; and what runs before torch."""
 
 

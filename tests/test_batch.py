@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from anybatch import BatchError, Engine, LazyBatch, Loss, NotReproducibleError
-from anybatch.batch import MicroBatch, TensorBatch, count_micro_batches
-from anybatch.fakes import is_fake
+from anybatch.core.batch import MicroBatch, TensorBatch, count_micro_batches
+from anybatch.memory.fakes import is_fake
 
 
 def model() -> nn.Module:

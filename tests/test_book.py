@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from anybatch.book import Book
+from anybatch.memory.book import Book
 
 
 def test_the_first_lane_of_a_turn_shows_it_to_the_others() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, StepReport
-from anybatch._memory import Candidate, Memory
-from anybatch._plan import Plan
-from anybatch.cards import bar, considered, table
-from anybatch.units import show_bytes
+from anybatch.core.cards import bar, considered, table
+from anybatch.core.memory import Candidate, Memory
+from anybatch.core.plan import Plan
+from anybatch.core.units import show_bytes
 
 VOID = {"br", "img", "hr"}
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import LazyBatch
-from anybatch.case import Case, as_fakes, few, first_rows
-from anybatch.fakes import is_fake
-from anybatch.given import Given
+from anybatch.engine.given import Given
+from anybatch.execution.case import Case, as_fakes, few, first_rows
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
-from anybatch.norm.adaptive import Fixed
+from anybatch.memory.fakes import is_fake
 
 
 def case(n: int, *, lazy: bool = False) -> Case:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import anybatch
-from anybatch import _check, diagnose
-from anybatch.batch import TensorBatch
+from anybatch.core.batch import TensorBatch
+from anybatch.tools import check, diagnose
 
 LITERAL = anybatch.Loss.algorithm1(F.cross_entropy)
 
@@ -391,7 +391,7 @@ def test_a_loss_that_reads_the_model_reads_the_copy(monkeypatch: pytest.MonkeyPa
 def test_arrays_and_captions_are_permuted_with_their_rows() -> None:
     x = torch.arange(4.0)
     given = TensorBatch((x, np.arange(4)), {"c": ["0", "1", "2", "3"], "k": ["a"], "n": 1}, 4)
-    turned = _check.permuted(given, torch.tensor([2, 0, 3, 1]))
+    turned = check.permuted(given, torch.tensor([2, 0, 3, 1]))
     assert turned.inputs[0].tolist() == [2.0, 0.0, 3.0, 1.0]
     assert turned.inputs[1].tolist() == [2, 0, 3, 1]
     assert turned.targets == {"c": ["2", "0", "3", "1"], "k": ["a"], "n": 1}

@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
-from anybatch.checksums import BLOCK, checksums, require_same
-from anybatch.errors import StoreError
-from anybatch.stores import FileStore, HostStore, Store
+from anybatch.core.errors import StoreError
+from anybatch.memory.checksums import BLOCK, checksums, require_same
+from anybatch.memory.stores import FileStore, HostStore, Store
 
 
 @pytest.mark.parametrize("size", [1, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 3])

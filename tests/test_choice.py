@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.choice import fastest, search, step_seconds
+from anybatch.planner.choice import fastest, search, step_seconds
 
 
 def valley(best: int, fixed: float, grows: float) -> dict[int, float]:

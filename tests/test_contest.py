@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan, StoreError
-from anybatch.choice import step_seconds
-from anybatch.errors import BudgetError
-from anybatch.leaving import Leaving
-from anybatch.links import Link
-from anybatch.meter import Meter
+from anybatch.core.errors import BudgetError
+from anybatch.core.links import Link
+from anybatch.memory.meter import Meter
+from anybatch.planner.choice import step_seconds
+from anybatch.planner.leaving import Leaving
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -37,10 +37,12 @@ class Clocks:
         self.tried: list[int] = []
         self.in_lanes: list[int] = []
         self.linked = 0
-        monkeypatch.setattr("anybatch.staying.seconds", lambda case, look, n, **_: self.here(n))
-        monkeypatch.setattr("anybatch.leaving.seconds", self._away)
-        monkeypatch.setattr("anybatch.arranged.seconds_of_step", self._lanes)
-        monkeypatch.setattr("anybatch.leaving.clocked", self._clocked)
+        monkeypatch.setattr(
+            "anybatch.planner.staying.seconds", lambda case, look, n, **_: self.here(n)
+        )
+        monkeypatch.setattr("anybatch.planner.leaving.seconds", self._away)
+        monkeypatch.setattr("anybatch.engine.arranged.seconds_of_step", self._lanes)
+        monkeypatch.setattr("anybatch.planner.leaving.clocked", self._clocked)
 
     def _away(self, case: Any, look: Any, n: int, **_: Any) -> float:
         self.tried.append(n)
@@ -251,7 +253,7 @@ def test_nothing_is_tried_that_cannot_win_or_was_not_asked_for(
     clocks.here, clocks.link = here or clocks.here, link
     model, batch = mlp(), rows()
     memory = room(mlp)
-    monkeypatch.setattr("anybatch.leaving.lean", None)  # nor rehearsed
+    monkeypatch.setattr("anybatch.planner.leaving.lean", None)  # nor rehearsed
     plan = anybatch.plan(model, F.mse_loss, batch, memory=memory, **given)
     assert clocks.tried == []
     assert clocks.linked == linked
@@ -262,7 +264,7 @@ def test_nothing_is_tried_that_cannot_win_or_was_not_asked_for(
 def test_small_tensors_are_not_even_thought_of(
     clocks: Clocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anybatch.leaving.lean", None)
+    monkeypatch.setattr("anybatch.planner.leaving.lean", None)
     model, batch = (
         nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)),
         (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tests.busy import busy
 
-from anybatch import workers
-from anybatch.copier import Copier
+from anybatch.core import workers
+from anybatch.memory.copier import Copier
 
 CPU = torch.device("cpu")
 

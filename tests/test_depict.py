@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Plan, StepTimeline
-from anybatch.forecast import DIVIDED, UNDIVIDED
-from anybatch.room import WAITING
+from anybatch.memory.room import WAITING
+from anybatch.planner.forecast import DIVIDED, UNDIVIDED
 
 
 def shifted(out: Tensor, y: Tensor) -> Tensor:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.device import HostLink, Shipment, feed, link_to
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.execution.device import HostLink, Shipment, feed, link_to
 
 
 class RecordingLink:

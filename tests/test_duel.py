@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.choice import fastest, step_seconds
-from anybatch.duel import CLOSE, LONG, MOST, TURNS, as_in_steps, chosen, duel
+from anybatch.planner.choice import fastest, step_seconds
+from anybatch.planner.duel import CLOSE, LONG, MOST, TURNS, as_in_steps, chosen, duel
 
 Seconds = dict[int, float]
 

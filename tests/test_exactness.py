@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from anybatch.exactness import FLOOR, error_of, tolerance
+from anybatch.tools.exactness import FLOOR, error_of, tolerance
 
 
 def test_a_tensor_is_measured_by_its_own_largest_entry() -> None:

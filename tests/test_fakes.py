@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.fakes import Fakes, interrupted_between_functions, is_fake
+from anybatch.memory.fakes import Fakes, interrupted_between_functions, is_fake
 
 
 class Holds(nn.Module):

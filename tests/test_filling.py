@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from anybatch.filling import filled
+from anybatch.memory.filling import filled
 
 
 def every(sizes: Counter[int], limit: int) -> int:

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch
-from anybatch.ladder import FAKE, PEAKS, REAL, ROUNDING
-from anybatch.room import least
+from anybatch.memory.room import least
+from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING
 
 
 class Decides(nn.Module):

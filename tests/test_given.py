@@ -7,11 +7,11 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import AnybatchError, LazyBatch
-from anybatch.given import LOSS, Given
-from anybatch.kinds import shapes_of
+from anybatch.core.rng import Dice
+from anybatch.engine.given import LOSS, Given
+from anybatch.execution.kinds import shapes_of
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
-from anybatch.norm.adaptive import Fixed
-from anybatch.rng import Dice
 
 
 def given(optimizer: torch.optim.Optimizer | None = None, loss: nn.Module | None = None) -> Given:

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anybatch
 from anybatch import Plan
-from anybatch.choice import step_seconds
-from anybatch.goals import goal_of, of_micro_batches, scale_of
-from anybatch.profiling.stages import COMPUTE, STAGES, Stage
-from anybatch.scale.costs import Link
-from anybatch.scaled import FREE, Goal, scaled
-from anybatch.units import parse_bandwidth, parse_seconds
+from anybatch.core.units import parse_bandwidth, parse_seconds
+from anybatch.planner.choice import step_seconds
+from anybatch.tools.costs import Link
+from anybatch.tools.goals import goal_of, of_micro_batches, scale_of
+from anybatch.tools.scaled import FREE, Goal, scaled
+from anybatch.tools.stages import COMPUTE, STAGES, Stage
 
 
 class Stream(IterableDataset[Any]):

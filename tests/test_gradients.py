@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.gradients import Gradients, gradient_dtype
+from anybatch.execution.gradients import Gradients, gradient_dtype
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:

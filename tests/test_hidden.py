@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch import hidden
-from anybatch.meter import Meter
+from anybatch.memory import hidden
+from anybatch.memory.meter import Meter
 
 CPU = torch.device("cpu")
 AMPLE = 1 << 30

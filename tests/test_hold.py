@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch._memory import Inside
-from anybatch.hold import AWAY, COMING, HERE, LEAVING, Hold
-from anybatch.meter import Meter
-from anybatch.pager import Pager
-from anybatch.paging import Paging
-from anybatch.stores import HostStore
+from anybatch.core.memory import Inside
+from anybatch.memory.hold import AWAY, COMING, HERE, LEAVING, Hold
+from anybatch.memory.meter import Meter
+from anybatch.memory.pager import Pager
+from anybatch.memory.paging import Paging
+from anybatch.memory.stores import HostStore
 
 CPU = torch.device("cpu")
 KIB = 1024 // 4
@@ -131,7 +131,9 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
     """Whenever copies end, and though the smallest lane shows some turns to the others."""
     chance = random.Random(seed)
     if ends is not None:
-        monkeypatch.setattr("anybatch.hold.Copier", lambda _: Whenever(random.Random(seed), ends))
+        monkeypatch.setattr(
+            "anybatch.memory.hold.Copier", lambda _: Whenever(random.Random(seed), ends)
+        )
     lanes, turns, room = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
     limit = max(room, 2 * BIGGEST) if limited else None
     rooms = tuple(chance.choice([0, 3000, 20_000]) for _ in range(turns - chance.randrange(2)))
@@ -372,7 +374,7 @@ def test_what_is_chosen_while_it_leaves_and_is_away_by_then_is_left_alone() -> N
 
 def test_what_is_to_stay_is_held_by_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts no more with what may leave, so when it dies its memory must go at once."""
-    monkeypatch.setattr("anybatch.hold.Copier", lambda _: Whenever(random.Random(0), 0.0))
+    monkeypatch.setattr("anybatch.memory.hold.Copier", lambda _: Whenever(random.Random(0), 0.0))
     hold, kept = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
     key, there = int(kept.untyped_storage()._cdata), weakref.ref(kept.untyped_storage())
     hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from tests.busy import busy
 
-from anybatch import LaneMismatchError, workers
-from anybatch.lanes import Lanes
-from anybatch.meeting import exchange, reduce
+from anybatch import LaneMismatchError
+from anybatch.core import workers
+from anybatch.core.meeting import exchange, reduce
+from anybatch.lockstep.lanes import Lanes
 
 
 class Heard:

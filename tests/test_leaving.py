@@ -22,13 +22,13 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan, StoreError
-from anybatch._memory import Memory
-from anybatch._plan import Away
-from anybatch.meeting import looks_here
-from anybatch.meter import Meter
-from anybatch.outofcore import execute
-from anybatch.spill import require_place
-from anybatch.stores import FileStore
+from anybatch.core.meeting import looks_here
+from anybatch.core.memory import Memory
+from anybatch.core.plan import Away
+from anybatch.memory.meter import Meter
+from anybatch.memory.spill import require_place
+from anybatch.memory.stores import FileStore
+from anybatch.offload import execute
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BatchError, Engine, LazyBatch, LossError, NotExactError
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 
 def batch(n: int = 10) -> tuple[Tensor, Tensor]:

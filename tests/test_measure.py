@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import Engine, engine
-from anybatch.measure import read_peak
+from anybatch import Engine
+from anybatch.engine import engine
+from anybatch.planner.measure import read_peak
 
 
 class Allocator:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch import Engine, memory
-from anybatch.memory import _host_limits, _shared, left
+from anybatch import Engine
+from anybatch.memory import limits as memory
+from anybatch.memory.limits import _host_limits, _shared, left
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.memory_errors import NothingHeld, forget, out_of_memory, release
+from anybatch.core.memory_errors import NothingHeld, forget, out_of_memory, release
 
 YES: list[BaseException] = [
     torch.OutOfMemoryError("anything"),

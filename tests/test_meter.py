@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 CPU = torch.device("cpu")
 KIB = 256

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-import anybatch.nameless as ours
-from anybatch.nameless import left_for, nameless, read_at, write_at
+import anybatch.memory.nameless as ours
+from anybatch.memory.nameless import left_for, nameless, read_at, write_at
 
 LESS = {
     "all": (),

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan, StoreError
-from anybatch.meter import Meter
-from anybatch.stores import FileStore
+from anybatch.memory.meter import Meter
+from anybatch.memory.stores import FileStore
 
 CPU = torch.device("cpu")
 SIZE = 6

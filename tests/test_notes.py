@@ -4,9 +4,9 @@ from functools import partial
 
 import torch
 
-from anybatch.norm.moments import Moments
-from anybatch.notes import Alone, Notes, shapes_of_moments
-from anybatch.paging import Paging, keep
+from anybatch.core.norm.moments import Moments
+from anybatch.memory.paging import Paging, keep
+from anybatch.planner.notes import Alone, Notes, shapes_of_moments
 
 CPU = torch.device("cpu")
 KIB = 1024

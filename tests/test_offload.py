@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import BudgetError, StoreError
-from anybatch.outofcore import execute, known
+from anybatch.offload import execute, known
 
 
 @pytest.fixture(autouse=True)

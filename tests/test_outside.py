@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
-from anybatch.outside import every_number
+from anybatch.execution.proof.outside import every_number
 
 WIDTH, LATE = 8, 9
 CALLS = 0

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch._memory import Inside
-from anybatch.pager import SMALL, Pager
-from anybatch.paging import Paging
-from anybatch.stores import FileStore, HostStore, Store
+from anybatch.core.memory import Inside
+from anybatch.memory.pager import SMALL, Pager
+from anybatch.memory.paging import Paging
+from anybatch.memory.stores import FileStore, HostStore, Store
 
 CPU = torch.device("cpu")
 KIB = 1024 // 4

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from anybatch import Plan
-from anybatch._memory import Candidate, Memory
-from anybatch._pace import Pace
-from anybatch._plan import Away, Facts, decide
-from anybatch.proof.evidence import FORESEEN, UNDIVIDED, Evidence
-from anybatch.units import show_seconds
+from anybatch.core.evidence import FORESEEN, UNDIVIDED, Evidence
+from anybatch.core.memory import Candidate, Memory
+from anybatch.core.pace import Pace
+from anybatch.core.plan import Away, Facts, decide
+from anybatch.core.units import show_seconds
 
 FACTS = Facts(
     micro_batch=64,

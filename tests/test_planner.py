@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.choice import even
-from anybatch.fakes import is_fake
-from anybatch.kinds import Kind
+from anybatch.execution.kinds import Kind
+from anybatch.memory.fakes import is_fake
+from anybatch.planner.choice import even
 
 
 def kind(shape: tuple[int, ...], size: int = 8, **more: Any) -> Kind:
@@ -138,7 +138,7 @@ def test_a_schedule_from_and_to_nothing_keeps_the_plan() -> None:
 def test_batchnorm_is_never_divided_because_that_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anybatch.staying.seconds", lambda case, look, n, **_: float(n * n))
+    monkeypatch.setattr("anybatch.planner.staying.seconds", lambda case, look, n, **_: float(n * n))
     model, (x, y) = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)), images(12, 8)
     loss = nn.CrossEntropyLoss()
     engine = Engine(model, loss, memory="1GiB")
@@ -156,7 +156,7 @@ def test_a_division_that_needs_more_than_the_whole_batch_is_neither_timed_nor_ch
         timed.append(n)
         return 1e-3 * n * n
 
-    monkeypatch.setattr("anybatch.staying.seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.staying.seconds", seconds)
     model = nn.Linear(500, 3).bfloat16()  # sums of gradients in float32 are the most of it
     x, y = torch.randn(9, 500).bfloat16(), torch.randint(0, 3, (9,))
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory

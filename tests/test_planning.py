@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
 from anybatch import BudgetError, Engine, LazyBatch, Plan
-from anybatch.units import parse_bytes
+from anybatch.core.units import parse_bytes
 
 
 def mlp() -> nn.Module:

@@ -8,13 +8,13 @@ from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import rehearse
-from anybatch.case import Case
-from anybatch.given import Given
+from anybatch.engine.given import Given
+from anybatch.execution.case import Case
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
-from anybatch.meter import Meter
-from anybatch.norm.adaptive import Fixed
-from anybatch.probe import seconds
+from anybatch.memory.meter import Meter
+from anybatch.planner import rehearse
+from anybatch.planner.probe import seconds
 
 
 class Model(nn.Linear):

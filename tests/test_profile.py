@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import anybatch
 from anybatch import Engine, Profile
-from anybatch._profile import profile
-from anybatch.as_it_was import as_it_was
-from anybatch.modules import walk
-from anybatch.profiling.loaders import Clock
-from anybatch.profiling.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
-from anybatch.profiling.watched import again_and_again
+from anybatch.core.modules import walk
+from anybatch.execution.as_it_was import as_it_was
+from anybatch.tools.loaders import Clock
+from anybatch.tools.profile import profile
+from anybatch.tools.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
+from anybatch.tools.watched import again_and_again
 
 
 class Hands:

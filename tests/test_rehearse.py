@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import rehearse, updates
-from anybatch.case import Case, as_fakes
-from anybatch.given import Given
+from anybatch.engine.given import Given
+from anybatch.execution.case import Case, as_fakes
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
-from anybatch.meter import Meter
-from anybatch.norm.adaptive import Fixed
-from anybatch.probe import seconds
+from anybatch.memory.meter import Meter
+from anybatch.planner import rehearse, updates
+from anybatch.planner.probe import seconds
 
 
 def shifted(out: Tensor, y: Tensor) -> Tensor:

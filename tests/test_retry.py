@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.buffers import ForwardBuffers
-from anybatch.device import HostLink
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.execution.buffers import ForwardBuffers
+from anybatch.execution.device import HostLink
+from anybatch.execution.retry import StartOverError, cut, in_pieces, whole_step
+from anybatch.execution.step import Step
 from anybatch.loss.watched import Watched
-from anybatch.retry import StartOverError, cut, in_pieces, whole_step
-from anybatch.step import Step
 
 
 def step(size: int = 10, micro_batch: int = 4) -> Step:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from anybatch import generators
-from anybatch.rng import Dice
+from anybatch.core import generators
+from anybatch.core.rng import Dice
 
 
 def draw() -> tuple[float, float, float]:

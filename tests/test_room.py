@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from anybatch.room import WAITING, Lane, in_turn, least
-from anybatch.timeline import Timeline
+from anybatch.memory.room import WAITING, Lane, in_turn, least
+from anybatch.memory.timeline import Timeline
 
 
 class Kernel(NamedTuple):

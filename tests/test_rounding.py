@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import rehearse
-from anybatch._absent import AbsentDevice, planned_for
-from anybatch.case import as_fakes, first_rows
-from anybatch.kinds import bytes_of
-from anybatch.meter import Meter
-from anybatch.rounding import allocated, rounded, rounding
-from anybatch.timeline import UNLIMITED, AffineTimeline, NotAffineError, Timeline, record
+from anybatch.core.absent import AbsentDevice, planned_for
+from anybatch.core.rounding import allocated, rounded, rounding
+from anybatch.execution.case import as_fakes, first_rows
+from anybatch.execution.kinds import bytes_of
+from anybatch.memory.meter import Meter
+from anybatch.memory.timeline import UNLIMITED, AffineTimeline, NotAffineError, Timeline, record
+from anybatch.planner import rehearse
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 BLOCK = 512

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch._plan import Plan
-from anybatch._scale import Scale
-from anybatch.profiling.profiled import Passed, Profile, profiled
-from anybatch.profiling.remedies import Conditions
-from anybatch.profiling.stages import COMPUTE, LOAD, PREPARE, UPDATE
-from anybatch.proof.evidence import FORESEEN
-from anybatch.scale.costs import Link
-from anybatch.scale.gpus import speedup
-from anybatch.scaled import AS_PARTS, FREE, SHARED, Goal, loop_of, scaled
+from anybatch.core.evidence import FORESEEN
+from anybatch.core.plan import Plan
+from anybatch.core.scale import Scale
+from anybatch.tools.costs import Link
+from anybatch.tools.gpus import speedup
+from anybatch.tools.profiled import Passed, Profile, profiled
+from anybatch.tools.remedies import Conditions
+from anybatch.tools.scaled import AS_PARTS, FREE, SHARED, Goal, loop_of, scaled
+from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, UPDATE
 
 some = st.floats(0.01, 10.0)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import NotExactError
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 LOSS = nn.CrossEntropyLoss()
 X, Y = torch.linspace(-3, 2, 7 * 6, dtype=torch.float64).sin().view(7, 6), torch.arange(7) % 3

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from anybatch._memory import Memory
-from anybatch._plan import Facts, decide
-from anybatch.apps import process
-from anybatch.segments import SETTING, segments_of
+from anybatch.cli import process
+from anybatch.core.memory import Memory
+from anybatch.core.plan import Facts, decide
+from anybatch.memory.segments import SETTING, segments_of
 
 CUDA = torch.device("cuda")
 

@@ -13,10 +13,10 @@ from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan
-from anybatch._divisions import Division, Divisions
-from anybatch._memory import Memory
 from anybatch.conv import costs
-from anybatch.sharing import GAIN, LEAST, SHARES, shared
+from anybatch.core.divisions import Division, Divisions
+from anybatch.core.memory import Memory
+from anybatch.planner.sharing import GAIN, LEAST, SHARES, shared
 
 MIB = 1 << 20
 
@@ -93,8 +93,8 @@ def test_a_plan_shares_its_budget_where_that_is_faster(
         assert engine.plan is not None
         return 1.0 if (engine.plan.convolutions is not None) == faster else 2.0
 
-    monkeypatch.setattr("anybatch.question.step_seconds", seconds)
-    monkeypatch.setattr("anybatch.sharing.LEAST", 1 << 10)
+    monkeypatch.setattr("anybatch.tools.question.step_seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.sharing.LEAST", 1 << 10)
     model, (x, y) = net(), batch()
     found = anybatch.plan(model, LOSS, (x, y), memory="600KiB", workspace="auto", timed=False)
     assert (found.convolutions is not None) == faster

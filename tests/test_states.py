@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import anybatch
 from anybatch import NotExactError, StoreError
-from anybatch.meter import Meter
-from anybatch.states import optimizers
-from anybatch.stores import FileStore
+from anybatch.core import optimizers
+from anybatch.memory.meter import Meter
+from anybatch.memory.stores import FileStore
 
 ROOM = 16 << 10
 adamw = partial(optim.AdamW, lr=1e-2)

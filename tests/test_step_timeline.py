@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anybatch.links import Interval
-from anybatch.step_timeline import BLOCKS, Move, StepTimeline, chart, grid, sparkline
-from anybatch.timeline import Timeline
+from anybatch.core.links import Interval
+from anybatch.memory.step_timeline import BLOCKS, Move, StepTimeline, chart, grid, sparkline
+from anybatch.memory.timeline import Timeline
 
 OWNERS = ("weights", "saved")
 

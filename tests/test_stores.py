@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch import nameless
-from anybatch.errors import StoreError
-from anybatch.spill import Spill, maker
-from anybatch.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
+from anybatch.core.errors import StoreError
+from anybatch.memory import nameless
+from anybatch.memory.spill import Spill, maker
+from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
 
 
 @pytest.mark.parametrize("direct", [False, True])

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from anybatch import threads
+from anybatch.core import threads
 
 FILLED = """
 import mmap, resource, sys, threading

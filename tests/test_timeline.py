@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.timeline import (
+from anybatch.memory.timeline import (
     UNLIMITED,
     AffineTimeline,
     BentTimeline,

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.room import WAITING, Lane
+from anybatch.memory.room import WAITING, Lane
 
 FLOAT = 4
 

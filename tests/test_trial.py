@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LazyBatch, threads, workers
-from anybatch.given import Given
+from anybatch import Engine, LazyBatch
+from anybatch.core import threads, workers
+from anybatch.engine.given import Given
+from anybatch.engine.runner import Runner
+from anybatch.engine.trial import seconds_of_step
+from anybatch.execution.step import Step
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
-from anybatch.norm.adaptive import Fixed
-from anybatch.runner import Runner
-from anybatch.step import Step
-from anybatch.trial import seconds_of_step
 
 
 class Model(nn.Module):

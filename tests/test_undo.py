@@ -11,8 +11,8 @@ from tests.oracle import same, snapshot
 from torch import Tensor, nn
 
 from anybatch import NotExactError
-from anybatch.modules import walk
-from anybatch.undo import (
+from anybatch.core.modules import walk
+from anybatch.core.undo import (
     Before,
     no_optimizer_step,
     note_buffers,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.units import parse_bytes, show_bytes
+from anybatch.core.units import parse_bytes, show_bytes
 
 
 @pytest.mark.parametrize(

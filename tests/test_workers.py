@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import Engine, threads, workers
+from anybatch import Engine
+from anybatch.core import threads, workers
 
 
 def test_a_task_runs_in_a_thread_that_waits() -> None:

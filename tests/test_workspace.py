@@ -18,9 +18,9 @@ from anybatch.conv import costs
 from anybatch.conv.calls import kernels_of
 from anybatch.conv.heard import Hearing, sizes_of
 from anybatch.conv.problem import Problem
-from anybatch.forecast import WORKSPACE
-from anybatch.meter import Meter, within_kernel
-from anybatch.runner import Runner
+from anybatch.engine.runner import Runner
+from anybatch.memory.meter import Meter, within_kernel
+from anybatch.planner.forecast import WORKSPACE
 
 LOSS = nn.CrossEntropyLoss()
 KIB = 1 << 10

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.apps.models.resnet import resnet20
+from anybatch.cli.models.resnet import resnet20
 from benchmarks.agbn.images import Images, mini_batches
 
 Observe = Callable[[Tensor, Tensor], None]

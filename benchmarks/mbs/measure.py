@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 from benchmarks.mbs.loops import PEERS, Loop
 from benchmarks.mbs.ours import SUBJECTS
 from benchmarks.mbs.problem import Problem

@@ -17,12 +17,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from anybatch.apps.build import build
-from anybatch.apps.images import Unreadable
-from anybatch.apps.metrics import make_metric
-from anybatch.apps.progress import make_progress
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import train
+from anybatch.cli.build import build
+from anybatch.cli.images import Unreadable
+from anybatch.cli.metrics import make_metric
+from anybatch.cli.progress import make_progress
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import train
 from benchmarks.environment import environment
 from benchmarks.mbs.training_rows import CURVES, HEAD, metric_name, summary_row
 from benchmarks.results import console

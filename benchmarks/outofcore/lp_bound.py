@@ -25,8 +25,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from anybatch.links import Link
-from anybatch.outofcore.trace import Trace
+from anybatch.core.links import Link
+from anybatch.offload.trace import Trace
 
 
 @dataclass

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from anybatch.outofcore.draft import Draft
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.trace import Trace
+from anybatch.offload.draft import Draft
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.trace import Trace
 
 
 def naive(trace: Trace, budget: int) -> Schedule:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, fsum, isclose, log1p, prod
 
-from anybatch.scale.given import positive, whole
+from anybatch.tools.given import positive, whole
 
 EXACT = 12
 """Classes up to which all sets of them are counted."""

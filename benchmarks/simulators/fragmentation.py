@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.trace import Trace
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.trace import Trace
 from benchmarks.simulators.allocators import Allocator
 
 

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from anybatch.errors import BudgetError
-from anybatch.scale.minibatch import Measured, choose
+from anybatch.tools.minibatch import Measured, choose
+
+from anybatch.core.errors import BudgetError
 from benchmarks.simulators.layers import Convolution, Network, Pooling
 
 
@@ -56,7 +57,7 @@ def adjustments(
 
     Args:
         network: layers.
-        measured: of every layer that has a choice of algorithms; see `anybatch.scale.minibatch`.
+        measured: of every layer that has a choice of algorithms; see `anybatch.tools.minibatch`.
         samples: X_mini.
         device: M_GPU, bytes.
         adds: workspaces add up. Default True.

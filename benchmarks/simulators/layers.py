@@ -16,7 +16,8 @@ one bias for each layer; `printed=True` does that too, and otherwise they are of
 outputs.
 
 A step really holds more: gradients of features, and what backward keeps of other layers, are not
-counted. Budgets are planned by traces (`anybatch.timeline`); this is for the guide's own program.
+counted. Budgets are planned by traces (`anybatch.memory.timeline`); this is for the guide's own
+program.
 
 Source: guide, section 3.1.3, Equations 1 to 5.
 """
@@ -26,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from anybatch.scale.given import whole
+from anybatch.tools.given import whole
 
 VALUE = 4
 """Bytes of a value in single precision."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from anybatch.links import Link
-from anybatch.outofcore.trace import Trace
+from anybatch.core.links import Link
+from anybatch.offload.trace import Trace
 
 
 @dataclass(frozen=True)

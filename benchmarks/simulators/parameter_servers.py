@@ -16,7 +16,7 @@ worker's own; a push the other way round; a piece must have crossed one before i
 Workers ask servers in turn, each beginning with another, and start at random moments. Computing
 varies evenly between 1 - jitter and 1 + jitter times T_C. Servers take no time to update.
 
-Source: guide, section 3.3; this is the oracle of `anybatch.scale.servers`.
+Source: guide, section 3.3; this is the oracle of `anybatch.tools.servers`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from anybatch.scale.given import share, whole
-from anybatch.scale.servers import Cluster
+from anybatch.tools.servers import Cluster
+
+from anybatch.tools.given import share, whole
 
 PIECES = 4
 """Parts of a shard that enter a link one after another."""

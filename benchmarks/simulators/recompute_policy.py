@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from anybatch.links import Link
-from anybatch.outofcore.best import by_rule, plan
-from anybatch.outofcore.draft import too_small
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
+from anybatch.core.links import Link
+from anybatch.offload.best import by_rule, plan
+from anybatch.offload.draft import too_small
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Trace
 from benchmarks.simulators.recompute import cheap
 from benchmarks.simulators.sublinear import sublinear
 

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from anybatch.fakes import interrupted_between_functions
-from anybatch.meter import tensors_in
-from anybatch.outofcore.trace import Function, Trace, Variable
+from anybatch.memory.fakes import interrupted_between_functions
+from anybatch.memory.meter import tensors_in
+from anybatch.offload.trace import Function, Trace, Variable
 
 SMALL = 1 << 16
 """Bytes below which a variable stays: moving it costs more than it frees."""

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from anybatch.apps.models.resnet import resnet
+from anybatch.cli.models.resnet import resnet
 from benchmarks.ucudnn.kernels.cases import large_windows
 
 

@@ -1,17 +1,9 @@
 """Any batch size, in the memory you have, with the gradient of the whole batch."""
 
-from anybatch._check import Report, check
-from anybatch._convolutions import convolutions
-from anybatch._coupled import coupled
-from anybatch._offload import Offload, OffloadReport, offload
-from anybatch._plan import Plan
-from anybatch._profile import profile
-from anybatch._states import OffloadedStates, StatesReport, offload_states
-from anybatch.batch import LazyBatch
 from anybatch.conv.chooser import Convolutions
-from anybatch.encoders import Encoders
-from anybatch.engine import Engine
-from anybatch.errors import (
+from anybatch.conv.convolutions import convolutions
+from anybatch.core.batch import LazyBatch
+from anybatch.core.errors import (
     AnybatchError,
     BatchError,
     BudgetError,
@@ -23,16 +15,24 @@ from anybatch.errors import (
     RankError,
     StoreError,
 )
-from anybatch.gathered import all_gather
-from anybatch.joint import joint
+from anybatch.core.plan import Plan
+from anybatch.engine.engine import Engine
+from anybatch.execution.encoders import Encoders
+from anybatch.execution.joint import joint
+from anybatch.execution.records import StepReport
+from anybatch.lockstep.adaptive import Adaptive, Plateau
+from anybatch.lockstep.coupled import coupled
+from anybatch.lockstep.gathered import all_gather
+from anybatch.lockstep.ranks import global_batchnorm
 from anybatch.loss.contrastive import contrastive
 from anybatch.loss.declared import Loss
-from anybatch.norm.adaptive import Adaptive, Plateau
-from anybatch.norm.ranks import global_batchnorm
-from anybatch.planning import plan
-from anybatch.profiling.profiled import Profile
-from anybatch.records import StepReport
-from anybatch.step_timeline import StepTimeline
+from anybatch.memory.step_timeline import StepTimeline
+from anybatch.offload.offload import Offload, OffloadReport, offload
+from anybatch.offload.optimizer_states import OffloadedStates, StatesReport, offload_states
+from anybatch.tools.check import Report, check
+from anybatch.tools.planning import plan
+from anybatch.tools.profile import profile
+from anybatch.tools.profiled import Profile
 
 __version__ = "0.1.0"
 

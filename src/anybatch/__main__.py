@@ -1,13 +1,13 @@
 """The command as a process of its own: `anybatch` where it is installed, or `python -m anybatch`.
 
-Only here may the command start itself again with another host allocator (`apps.process`); a
+Only here may the command start itself again with another host allocator (`cli.process`); a
 program that calls it is left as it is.
 """
 
 from __future__ import annotations
 
-from anybatch.apps.cli import app
-from anybatch.apps.process import ENTRY
+from anybatch.cli.cli import app
+from anybatch.cli.process import ENTRY
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from anybatch.apps.cli import app
+from anybatch.cli.cli import app
 
 Make = Callable[..., Path]
 
@@ -23,14 +23,14 @@ def save(path: Path, pixels: np.ndarray) -> None:
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `plan --measure` measure few steps of the loop: how many is no matter of these tests."""
-    monkeypatch.setattr("anybatch.apps.wanted.STEPS", 3)
+    monkeypatch.setattr("anybatch.cli.wanted.STEPS", 3)
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a run leave an empty picture and page at its end: other tests look at what is on them."""
-    monkeypatch.setattr("anybatch.apps.run_folder.draw_curves", lambda epochs: b"")
-    monkeypatch.setattr("anybatch.apps.run_folder.page_of", lambda known: "")
+    monkeypatch.setattr("anybatch.cli.run_folder.draw_curves", lambda epochs: b"")
+    monkeypatch.setattr("anybatch.cli.run_folder.page_of", lambda known: "")
 
 
 @pytest.fixture

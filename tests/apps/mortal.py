@@ -23,9 +23,9 @@ import torch
 
 from anybatch import AnybatchError
 from anybatch.__main__ import main as anybatch
-from anybatch.apps.progress import Silent
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import resume, train
+from anybatch.cli.progress import Silent
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import resume, train
 
 SLOW = ("matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard")
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")

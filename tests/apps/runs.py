@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.apps.progress import Gauge, Silent
+from anybatch.cli.progress import Gauge, Silent
 
 TIMES = ("seconds", "computing_seconds", "waiting_seconds", "images_per_second")
 MEASURED = (*TIMES, "peak_bytes")  # the first step of a process is measured

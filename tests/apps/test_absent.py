@@ -9,7 +9,7 @@ import pytest
 from typer.testing import Result
 
 from anybatch import Plan
-from anybatch.apps import explain
+from anybatch.cli import explain
 
 Command = Callable[..., Result]
 PLAN = "plan", "--batch-size", "64", "--threads", "1", "--device"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from anybatch.apps import allocator
-from anybatch.apps.allocator import Asked, choose, decide, running, settings_of
-from anybatch.apps.cli import app
-from anybatch.apps.process import ENTRY
+from anybatch.cli import allocator
+from anybatch.cli.allocator import Asked, choose, decide, running, settings_of
+from anybatch.cli.cli import app
+from anybatch.cli.process import ENTRY
 
 NEW, OLD = (2, 36), (2, 31)
 WORDS = ("train", "--model", "cnn:4", "--epochs", "1", "--threads", "1", "--batch-size", "1500")

@@ -17,22 +17,22 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typer.testing import Result
 
 from anybatch import Engine, Plan
-from anybatch.apps.build import build, seeded
-from anybatch.apps.checkpoint import Trained
-from anybatch.apps.explain import first_batch
-from anybatch.apps.faults import SettingsError
-from anybatch.apps.norms import Norms
-from anybatch.apps.planned import Planned
-from anybatch.apps.recipes import make_optimizer
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.team import Team
-from anybatch.apps.train import resume, train
+from anybatch.cli.build import build, seeded
+from anybatch.cli.checkpoint import Trained
+from anybatch.cli.explain import first_batch
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.norms import Norms
+from anybatch.cli.planned import Planned
+from anybatch.cli.recipes import make_optimizer
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.team import Team
+from anybatch.cli.train import resume, train
 from anybatch.conv import costs
-from anybatch.kinds import Kind
-from anybatch.planner import Planner
-from anybatch.sharing import TRIED
-from anybatch.states.paging import PagedModel
+from anybatch.execution.kinds import Kind
+from anybatch.offload.states.paging import PagedModel
+from anybatch.planner.planner import Planner
+from anybatch.planner.sharing import TRIED
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -65,9 +65,9 @@ def faster(
         assert engine.plan is not None
         return 1.0 if (engine.plan.convolutions is not None) == request.param else 2.0
 
-    monkeypatch.setattr("anybatch.question.step_seconds", seconds)
-    monkeypatch.setattr("anybatch.sharing.LEAST", 1 << 10)
-    monkeypatch.setattr("anybatch.sharing.SHARES", (2,))
+    monkeypatch.setattr("anybatch.tools.question.step_seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.sharing.LEAST", 1 << 10)
+    monkeypatch.setattr("anybatch.planner.sharing.SHARES", (2,))
     return bool(request.param)
 
 
@@ -107,7 +107,7 @@ def test_a_training_shares_its_budget_once(
         raise AssertionError("a run that goes on measures nothing")
 
     monkeypatch.setattr(costs, "measure", never)
-    monkeypatch.setattr("anybatch.question.step_seconds", never)
+    monkeypatch.setattr("anybatch.tools.question.step_seconds", never)
     shutil.copytree(first, whole)
     resume(whole, {"workspace": "auto"})
     with pytest.raises(Interrupted):
@@ -264,7 +264,7 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
 
     monkeypatch.setattr(Planner, "learn", held_more)
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr("anybatch.staying.seconds", lambda case, look, n, **_: 1.0)
+    monkeypatch.setattr("anybatch.planner.staying.seconds", lambda case, look, n, **_: 1.0)
     settings = Settings(
         model=DEEP,
         optimizer="adamw",

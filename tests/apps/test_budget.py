@@ -18,17 +18,18 @@ from tests.apps.runs import Drawing, Stopped, checkpoint, equal, rows, same_end
 from torch import Tensor, nn
 from typer.testing import Result
 
-from anybatch import BudgetError, Engine, Plan, engine
+from anybatch import BudgetError, Engine, Plan
 from anybatch import plan as foresee
-from anybatch.apps import planned
-from anybatch.apps.build import build
-from anybatch.apps.faults import RunFolderError, SettingsError
-from anybatch.apps.progress import Gauge
-from anybatch.apps.recipes import make_optimizer
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import resume, train
-from anybatch.outofcore import execute
+from anybatch.cli import planned
+from anybatch.cli.build import build
+from anybatch.cli.faults import RunFolderError, SettingsError
+from anybatch.cli.progress import Gauge
+from anybatch.cli.recipes import make_optimizer
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import resume, train
+from anybatch.engine import engine
+from anybatch.offload import execute
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -9,9 +9,9 @@ import pytest
 from tests.apps.conftest import Make
 from typer.testing import Result
 
-from anybatch.apps import cli
-from anybatch.apps.progress import Gauge, Silent
-from anybatch.apps.settings import Settings
+from anybatch.cli import cli
+from anybatch.cli.progress import Gauge, Silent
+from anybatch.cli.settings import Settings
 
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1")

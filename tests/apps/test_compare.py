@@ -20,12 +20,12 @@ from tests.apps.runs import rows
 from torch import Tensor, nn
 from typer.testing import Result
 
-from anybatch.apps import allocator, compare, limited
-from anybatch.apps.compare import table, train_apart
-from anybatch.apps.faults import SettingsError, TrainingError
-from anybatch.apps.limited import Ended, train_limited
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import train
+from anybatch.cli import allocator, compare, limited
+from anybatch.cli.compare import table, train_apart
+from anybatch.cli.faults import SettingsError, TrainingError
+from anybatch.cli.limited import Ended, train_limited
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import train
 
 MIB = 2**20
 DIGITS = Settings(model="cnn:4", batch_size=600, threads=1, memory=2 * MIB)

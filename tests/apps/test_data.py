@@ -9,19 +9,12 @@ import pytest
 from PIL import Image
 from tests.apps.conftest import Make, save
 
-from anybatch.apps.data import open_data
-from anybatch.apps.faults import DataError, MissingExtraError
-from anybatch.apps.folders import hold_out, list_pairs
-from anybatch.apps.images import (
-    Header,
-    Unreadable,
-    read_header,
-    read_mask,
-    read_pixels,
-    unit_range,
-)
-from anybatch.apps.settings import Settings
-from anybatch.apps.sources import Arrays, ClassFiles
+from anybatch.cli.data import open_data
+from anybatch.cli.faults import DataError, MissingExtraError
+from anybatch.cli.folders import hold_out, list_pairs
+from anybatch.cli.images import Header, Unreadable, read_header, read_mask, read_pixels, unit_range
+from anybatch.cli.settings import Settings
+from anybatch.cli.sources import Arrays, ClassFiles
 
 
 def opened(folder: Path, *, task: str | None = None, skip: bool = False):  # noqa: ANN201

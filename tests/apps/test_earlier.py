@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.apps.earlier import Earlier
+from anybatch.cli.earlier import Earlier
 
 OLD = {"a": "old a", "b": "old b", "c": "old c"}
 

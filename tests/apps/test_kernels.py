@@ -18,11 +18,11 @@ from torch import nn
 from typer.testing import Result
 
 from anybatch import Plan
-from anybatch.apps.fronts import COLORS, draw_fronts
-from anybatch.apps.kernels import Row, at_size, kernels_of, rows_of, summary_of, table_of
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import resume, train
+from anybatch.cli.fronts import COLORS, draw_fronts
+from anybatch.cli.kernels import Row, at_size, kernels_of, rows_of, summary_of, table_of
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import resume, train
 from anybatch.conv import costs
 from anybatch.conv.divide import Configuration, Part
 from anybatch.conv.problem import KERNELS, Problem

@@ -17,9 +17,9 @@ import pytest
 from tests.apps.conftest import Make
 from tests.apps.runs import checkpoint, rows, same_end
 
-from anybatch.apps import allocator
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import resume, train
+from anybatch.cli import allocator
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import resume, train
 
 ROOT = Path(__file__).parents[2]
 POINTS = 60  # of death, in a soak

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import anybatch
-from anybatch.apps.faults import SettingsError
-from anybatch.apps.losses import bce_dice, bce_dice_per_image, make_loss
-from anybatch.apps.metrics import Accuracy, IoU, make_metric
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.losses import bce_dice, bce_dice_per_image, make_loss
+from anybatch.cli.metrics import Accuracy, IoU, make_metric
 
 
 def batch(n: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.apps.faults import ModelError
-from anybatch.apps.models.amoebanet import AmoebaNetD
-from anybatch.apps.models.find import find_model
-from anybatch.apps.models.norm import groups_for, make_norm
-from anybatch.apps.models.resnet import resnet, resnet20
-from anybatch.apps.models.small import cnn
-from anybatch.apps.models.unet import UNet
+from anybatch.cli.faults import ModelError
+from anybatch.cli.models.amoebanet import AmoebaNetD
+from anybatch.cli.models.find import find_model
+from anybatch.cli.models.norm import groups_for, make_norm
+from anybatch.cli.models.resnet import resnet, resnet20
+from anybatch.cli.models.small import cnn
+from anybatch.cli.models.unet import UNet
 
 
 def parameters(make: Callable[[], nn.Module]) -> int:

@@ -15,10 +15,10 @@ from tests.apps.runs import Stopped, checkpoint, same_end
 from typer.testing import Result
 
 from anybatch import Engine, Plan
-from anybatch.apps.norms import Norms
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import resume, train
+from anybatch.cli.norms import Norms
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import resume, train
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from typer.testing import Result
 
-from anybatch.apps import profiled
-from anybatch.profiling.stages import STAGES
+from anybatch.cli import profiled
+from anybatch.tools.stages import STAGES
 
 Command = Callable[..., Result]
 PROFILE = ("profile", "--batch-size", 128, "--steps", 2, "--threads", 1)

@@ -7,8 +7,8 @@ import threading
 import pytest
 from rich.console import Console
 
-from anybatch.apps.interrupts import Terminated, deaf, terminable, unbroken
-from anybatch.apps.progress import Gauge, Live, Plain, Silent, make_progress
+from anybatch.cli.interrupts import Terminated, deaf, terminable, unbroken
+from anybatch.cli.progress import Gauge, Live, Plain, Silent, make_progress
 
 
 class Clock:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.apps.faults import SettingsError
-from anybatch.apps.recipes import (
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.recipes import (
     RECIPES,
     choose,
     chosen_image_size,
@@ -16,7 +16,7 @@ from anybatch.apps.recipes import (
     make_optimizer,
     make_schedule,
 )
-from anybatch.apps.settings import Settings, parse_image_size
+from anybatch.cli.settings import Settings, parse_image_size
 
 
 def test_the_mbs_recipes_are_those_of_section_4_2() -> None:

@@ -20,16 +20,16 @@ from tests.ranks.pool import PROCESSES
 from torch import nn
 from typer.testing import Result
 
-from anybatch.apps.checkpoint import WholeStep
-from anybatch.apps.faults import DataError, RunFolderError, SettingsError
-from anybatch.apps.interrupts import Terminated, terminable
-from anybatch.apps.lock import Lock
-from anybatch.apps.log import Log, lines_until
-from anybatch.apps.progress import Gauge
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import resume, train
-from anybatch.apps.views import Key, View, Views
+from anybatch.cli.checkpoint import WholeStep
+from anybatch.cli.faults import DataError, RunFolderError, SettingsError
+from anybatch.cli.interrupts import Terminated, terminable
+from anybatch.cli.lock import Lock
+from anybatch.cli.log import Log, lines_until
+from anybatch.cli.progress import Gauge
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import resume, train
+from anybatch.cli.views import Key, View, Views
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

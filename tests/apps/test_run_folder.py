@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from anybatch.apps.faults import RunFolderError
-from anybatch.apps.run_folder import RunFolder
+from anybatch.cli.faults import RunFolderError
+from anybatch.cli.run_folder import RunFolder
 
 EPOCH = {
     "kind": "epoch",
@@ -151,7 +151,7 @@ def test_a_picture_that_fails_costs_neither_the_run_nor_its_summary(
     def broken(*_: object) -> bytes:
         raise ZeroDivisionError("no ink.")
 
-    monkeypatch.setattr("anybatch.apps.run_folder.draw_curves", broken)
+    monkeypatch.setattr("anybatch.cli.run_folder.draw_curves", broken)
     folder.close({"best": 0.7})
     assert (ended()["curves"], ended()["best"]) == ("not drawn: no ink", 0.7)
 

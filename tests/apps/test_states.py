@@ -11,9 +11,9 @@ from tests.apps.runs import Stopped, checkpoint, equal, same_end
 from typer.testing import Result
 
 from anybatch import Plan
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import resume, train
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import resume, train
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

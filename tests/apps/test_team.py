@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from typer.testing import Result
 
 from anybatch import RankError
-from anybatch.apps.faults import DataError, TrainingError
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted, Summary
-from anybatch.apps.team import EARLY, Team
-from anybatch.apps.train import resume, train
+from anybatch.cli.faults import DataError, TrainingError
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted, Summary
+from anybatch.cli.team import EARLY, Team
+from anybatch.cli.train import resume, train
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -267,7 +267,7 @@ def test_what_one_process_does_is_refused_once(
     what: str,
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr("anybatch.apps.team.time.sleep", waited.append)
+    monkeypatch.setattr("anybatch.cli.team.time.sleep", waited.append)
     for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, str(value))
     done = command(*words.split())

@@ -16,16 +16,16 @@ from tests.outofcore.test_recording import recording
 from typer.testing import Result
 
 from anybatch import Plan, StepTimeline
-from anybatch.apps.faults import SettingsError
-from anybatch.apps.picture import draw_step, style_of
-from anybatch.apps.run_folder import RunFolder
-from anybatch.apps.timeline import colored, write_picture
-from anybatch.links import Link
-from anybatch.outofcore.course import set_course
-from anybatch.outofcore.unroll import OWNERS, of_course
-from anybatch.step_timeline import Phase, chart, facts
-from anybatch.timeline import Timeline
-from anybatch.units import show_bytes
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.picture import draw_step, style_of
+from anybatch.cli.run_folder import RunFolder
+from anybatch.cli.timeline import colored, write_picture
+from anybatch.core.links import Link
+from anybatch.core.units import show_bytes
+from anybatch.memory.step_timeline import Phase, chart, facts
+from anybatch.memory.timeline import Timeline
+from anybatch.offload.course import set_course
+from anybatch.offload.unroll import OWNERS, of_course
 
 Command = Callable[..., Result]
 PLAN = ("plan", "--model", "cnn:4", "--threads", 1, "--batch-size", 64, "--memory", "400KiB")

@@ -16,8 +16,8 @@ import torch
 from tests.apps.conftest import Make
 from tests.apps.runs import checkpoint, rows
 
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import resume, train
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import resume, train
 
 ROOT = Path(__file__).parents[2]
 EPOCHS = 20

@@ -13,14 +13,14 @@ from tests.apps.conftest import Make
 from torch import Tensor, nn
 
 from anybatch import NotExactError
-from anybatch.apps.build import build, seeded
-from anybatch.apps.devices import find_device
-from anybatch.apps.faults import DataError, RunFolderError, SettingsError, TrainingError
-from anybatch.apps.progress import Gauge, Silent
-from anybatch.apps.run_folder import RunFolder
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import train
+from anybatch.cli.build import build, seeded
+from anybatch.cli.devices import find_device
+from anybatch.cli.faults import DataError, RunFolderError, SettingsError, TrainingError
+from anybatch.cli.progress import Gauge, Silent
+from anybatch.cli.run_folder import RunFolder
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import train
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

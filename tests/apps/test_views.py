@@ -5,11 +5,11 @@ import pytest
 import torch
 from tests.apps.conftest import Make
 
-from anybatch.apps.data import Data, open_data
-from anybatch.apps.faults import SettingsError
-from anybatch.apps.settings import Settings
-from anybatch.apps.sources import Arrays
-from anybatch.apps.views import InEpochs, Loader, Views, fixed_offsets, make_views
+from anybatch.cli.data import Data, open_data
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.settings import Settings
+from anybatch.cli.sources import Arrays
+from anybatch.cli.views import InEpochs, Loader, Views, fixed_offsets, make_views
 
 
 def arrays(n: int = 11, size: int = 6) -> Arrays:

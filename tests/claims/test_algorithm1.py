@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 
 def paper(model: nn.Module, x: Tensor, y: Tensor, micro_batch: int) -> Tensor:

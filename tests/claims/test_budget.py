@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.fakes import is_fake
-from anybatch.meter import Meter
-from anybatch.updates import state_tensors
+from anybatch.memory.fakes import is_fake
+from anybatch.memory.meter import Meter
+from anybatch.planner.updates import state_tensors
 
 CPU = torch.device("cpu")
 AMPLE = "1GiB"

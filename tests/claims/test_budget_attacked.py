@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.choice import search
-from anybatch.fakes import is_fake
-from anybatch.meter import Meter
+from anybatch.memory.fakes import is_fake
+from anybatch.memory.meter import Meter
+from anybatch.planner.choice import search
 
 
 def batch(size: int, width: int = 8) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import anybatch
-from anybatch import BudgetError, Engine, LazyBatch, tree
-from anybatch.meter import Meter
+from anybatch import BudgetError, Engine, LazyBatch
+from anybatch.core import tree
+from anybatch.memory.meter import Meter
 
 CPU = torch.device("cpu")
 WIDE = 64
@@ -87,7 +88,7 @@ def test_a_later_batch_that_holds_more_keeps_to_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr("anybatch.staying.seconds", lambda case, look, n, **_: 1.0)
+    monkeypatch.setattr("anybatch.planner.staying.seconds", lambda case, look, n, **_: 1.0)
     budget = 40_000
     engine = Engine(model(), F.cross_entropy, memory=budget)
     held = []

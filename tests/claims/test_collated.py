@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-import anybatch.collated
+import anybatch.execution.proof.collated
 from anybatch import Engine, LazyBatch, NotExactError
-from anybatch.collated import FEW, doubts_of_collate
-from anybatch.proof.familiar import MOST
-from anybatch.proof.sizes import FREE
-from anybatch.rng import Dice
+from anybatch.core.rng import Dice
+from anybatch.execution.proof.collated import FEW, doubts_of_collate
+from anybatch.execution.proof.familiar import MOST
+from anybatch.execution.proof.sizes import FREE
 
 N, LONG = 7, 6
 Items = list[tuple[Tensor, Tensor]]
@@ -297,7 +297,7 @@ def test_a_function_that_counts_its_calls_is_not_shown() -> None:
 def test_a_batch_that_is_too_large_to_be_collated_at_once_is_not_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(anybatch.collated, "ROOM", 2000)
+    monkeypatch.setattr(anybatch.execution.proof.collated, "ROOM", 2000)
     engine, _ = backward(stacked, ragged=False)
     assert engine.plan is not None
     assert engine.plan.exact.state == "not shown"

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine, LossError
-from anybatch.batch import MicroBatch
-from anybatch.exactness import error_of, tolerance
+from anybatch.core.batch import MicroBatch
 from anybatch.loss import tiles
+from anybatch.tools.exactness import error_of, tolerance
 
 N, D = 22, 4
 SIZES = (13, 0, 9)

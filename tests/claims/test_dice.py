@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine, NotExactError
-from anybatch.rng import Dice
+from anybatch.core.rng import Dice
 
 N = 22
 WIDE = 8

@@ -40,10 +40,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch, Loss, NotExactError
-from anybatch.dice.weigh import largest_draw
-from anybatch.fakes import is_fake
-from anybatch.meter import Meter
-from anybatch.rng import Dice
+from anybatch.core.rng import Dice
+from anybatch.execution.dice.weigh import largest_draw
+from anybatch.memory.fakes import is_fake
+from anybatch.memory.meter import Meter
 
 pytestmark = pytest.mark.usefixtures("_double")
 

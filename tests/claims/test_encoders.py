@@ -27,16 +27,16 @@ from anybatch import (
     NotExactError,
     NotReproducibleError,
     Plan,
-    probe,
 )
-from anybatch._memory import Memory
-from anybatch._plan import Away
-from anybatch.given import Given
+from anybatch.core.memory import Memory
+from anybatch.core.plan import Away
+from anybatch.engine.given import Given
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss import tiles
-from anybatch.meter import Meter
-from anybatch.norm.adaptive import Fixed
-from anybatch.outofcore import execute
-from anybatch.rehearse import Look
+from anybatch.memory.meter import Meter
+from anybatch.offload import execute
+from anybatch.planner import probe
+from anybatch.planner.rehearse import Look
 
 N, D, WIDTH = 22, 4, 6
 SIZES = (13, 0, 9)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Loss
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 
 def engine_result(problem: Problem, micro_batch: int) -> dict[str, Tensor]:

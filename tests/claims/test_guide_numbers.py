@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from anybatch.tools.servers import Cluster, servers_for
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2, convolutions
 from benchmarks.simulators.fft_memory import ratio
 from benchmarks.simulators.layers import Shape
 
-from anybatch.scale.gpus import efficiency, gpus_for, overhead_allowed, speedup
-from anybatch.scale.servers import Cluster, servers_for
+from anybatch.tools.gpus import efficiency, gpus_for, overhead_allowed, speedup
 
 GIGABIT = 1e9 / 8
 """Bytes a second of a link of 1 Gbit/s."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from anybatch import Engine, LazyBatch, Loss, LossError
-from anybatch.hanging import hanging, hangs
+from anybatch.core.hanging import hanging, hangs
 
 N = 14
 

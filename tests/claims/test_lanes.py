@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import Engine, LaneMismatchError, NotExactError
-from anybatch.exactness import error_of
-from anybatch.meter import Meter
-from anybatch.room import least
+from anybatch.memory.meter import Meter
+from anybatch.memory.room import least
+from anybatch.tools.exactness import error_of
 
 N = 22
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.apps.models.resnet import resnet20
-from anybatch.apps.models.unet import UNet
-from anybatch.meter import Meter
+from anybatch.cli.models.resnet import resnet20
+from anybatch.cli.models.unet import UNet
+from anybatch.memory.meter import Meter
 
 CPU = torch.device("cpu")
 BATCH = 64
@@ -74,7 +74,7 @@ def test_where_there_is_room_for_all_nothing_is_watched_and_nothing_moves(
     def never(*_: object) -> None:
         raise AssertionError("a dispatch mode")
 
-    monkeypatch.setattr("anybatch.lockstep.Paging", never)
+    monkeypatch.setattr("anybatch.lockstep.lockstep.Paging", never)
     make, loss, side = NETS["ResNet-20"]
     model = make()
     x, y = torch.randn(8, 3, side, side), torch.randint(2, (8,))

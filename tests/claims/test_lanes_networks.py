@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch._memory import Memory
-from anybatch._plan import Away
-from anybatch.exactness import error_of
+from anybatch.core.memory import Memory
+from anybatch.core.plan import Away
+from anybatch.tools.exactness import error_of
 
 N = 22
 SPLITS = [1, 7]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.room import WAITING, Lane
+from anybatch.memory.room import WAITING, Lane
 
 N = 22
 SHARES = (0.1, 0.97)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import anybatch
 from anybatch import Engine, LazyBatch
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 State = dict[str, Tensor]
 

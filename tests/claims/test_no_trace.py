@@ -21,8 +21,8 @@ from torch.utils.data import Dataset
 
 import anybatch
 from anybatch import Engine, LazyBatch
-from anybatch.fakes import is_fake
-from anybatch.proof.rows import _saving_nothing
+from anybatch.execution.proof.rows import _saving_nothing
+from anybatch.memory.fakes import is_fake
 
 SOURCE = str(Path(anybatch.__file__).parent)
 

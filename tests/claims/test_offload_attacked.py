@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.outofcore import execute
+from anybatch.offload import execute
 
 WIDTH = 16
 

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss, NotExactError
-from anybatch.step import Step
+from anybatch.execution.step import Step
 
 BATCH, MICRO = 10, 4
 ERRORS = (
@@ -738,7 +738,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from anybatch import Engine
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

@@ -33,7 +33,7 @@ def test_it_knows_as_many_items_as_the_papers_have() -> None:
 
 
 def moved(map_: list[dict[str, Any]]) -> None:
-    map_[0]["item"][0]["where"] = ["src/anybatch/batch.py::gone", "docs/gone.md"]
+    map_[0]["item"][0]["where"] = ["src/anybatch/core/batch.py::gone", "docs/gone.md"]
 
 
 def forgotten(map_: list[dict[str, Any]]) -> None:
@@ -54,7 +54,7 @@ def nowhere(map_: list[dict[str, Any]]) -> None:
         (
             moved,
             [
-                "MBS: Equation 1: there is no src/anybatch/batch.py::gone",
+                "MBS: Equation 1: there is no src/anybatch/core/batch.py::gone",
                 "MBS: Equation 1: there is no docs/gone.md",
             ],
         ),
@@ -72,4 +72,4 @@ def test_what_is_wrong_with_a_map_is_said(spoil: Any, said: list[str]) -> None:
 def test_the_page_names_what_is_left_out() -> None:
     page = papers_page()
     assert "| Table 1 | the cloud machines that were rented | - | hardware" in page
-    assert "[`stream`](../src/anybatch/stream.py)" in page
+    assert "[`stream`](../src/anybatch/execution/stream.py)" in page

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch, NotExactError
-from anybatch.gradients import Gradients
+from anybatch.execution.gradients import Gradients
 
 BATCH = 10
 SIZES = [(1, False), (3, True), (4, False), (10, True)]
@@ -545,7 +545,7 @@ def test_a_check_has_hooks_of_its_own(hooks: str) -> None:
 def test_a_check_runs_with_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what suspends them they would be there during the step, and that is refused."""
     model, loss, _ = made("streaming", "clamp", before=False)
-    monkeypatch.setattr("anybatch.undo.Before.suspend_hooks", lambda self: None)
+    monkeypatch.setattr("anybatch.core.undo.Before.suspend_hooks", lambda self: None)
     with pytest.raises(NotExactError, match="hooks on parameters must be registered before"):
         anybatch.check(model, loss, rows())
 

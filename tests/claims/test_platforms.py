@@ -44,10 +44,10 @@ pathlib.Path.read_text = read_text
 sys.platform = system
 
 import anybatch
-import anybatch.apps.cli
-from anybatch.exactness import error_of, tolerance
-from anybatch.memory import left
-from anybatch.apps.lock import Lock
+import anybatch.cli.cli
+from anybatch.tools.exactness import error_of, tolerance
+from anybatch.memory.limits import left
+from anybatch.cli.lock import Lock
 
 layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
 model = torch.nn.Sequential(*layers).double()

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 SHARDS = {
     2: {"uneven": (13, 9), "empty": (22, 0)},

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Loss, RankError
-from anybatch.ranks.group import Group, group_of
+from anybatch.distributed.group import Group, group_of
 
 SIZES = (8, 5)
 N = sum(SIZES)

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import AnybatchError, BudgetError, Engine, NotYetError, Plan
-from anybatch._memory import Memory
-from anybatch._plan import Away
-from anybatch.outofcore import execute
-from anybatch.spill import Spill
+from anybatch.core.memory import Memory
+from anybatch.core.plan import Away
+from anybatch.memory.spill import Spill
+from anybatch.offload import execute
 
 SHARDS = {2: (5, 2), 4: (3, 0, 1, 2)}
 Batch = tuple[Tensor, Tensor]

@@ -35,9 +35,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import BudgetError, Engine, LaneMismatchError, LazyBatch
-from anybatch.forecast import DRAW
-from anybatch.meeting import looks_here
-from anybatch.rng import Dice
+from anybatch.core.meeting import looks_here
+from anybatch.core.rng import Dice
+from anybatch.planner.forecast import DRAW
 
 LOSSES = {"one pass": F.cross_entropy, "coupled": coupled}
 MODELS = {"streaming": Noisy, "lanes": Normed}

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.ladder import COLLECTIVES
-from anybatch.ranks import gradients, pieces
-from anybatch.ranks.group import Group
+from anybatch.distributed import gradients, pieces
+from anybatch.distributed.group import Group
+from anybatch.planner.ladder import COLLECTIVES
 
 SIZE, SHARDS = 3, (5, 0, 8)
 N, MICRO = 13, 3

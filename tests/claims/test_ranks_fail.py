@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, RankError
-from anybatch.gradients import Gradients
-from anybatch.ranks import pieces
+from anybatch.distributed import pieces
+from anybatch.execution.gradients import Gradients
 
 N = 12
 

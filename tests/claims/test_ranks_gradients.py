@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LaneMismatchError, LazyBatch
-from anybatch.ranks.pieces import SMALL
+from anybatch.distributed.pieces import SMALL
 
 N = 12
 SHARDS = {2: (8, 4), 3: (5, 0, 7)}

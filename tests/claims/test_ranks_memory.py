@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.ranks.unison import Unison
+from anybatch.distributed.unison import Unison
 
 SHARDS = {2: (9, 4), 4: (5, 2, 1, 7)}
 ENOUGH = "8MiB"

@@ -34,10 +34,10 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import Engine, NotYetError, RankError
-from anybatch.exactness import error_of
-from anybatch.gradients import Gradients
-from anybatch.ranks.group import Group
-from anybatch.ranks.sharded import Sharded, refuse_unknown
+from anybatch.distributed.group import Group
+from anybatch.distributed.sharded import Sharded, refuse_unknown
+from anybatch.execution.gradients import Gradients
+from anybatch.tools.exactness import error_of
 
 N = 22
 SHARDS = {2: (13, 9), 4: (7, 0, 3, 12)}

@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import anybatch
-from anybatch.apps.cli import app
+from anybatch.cli.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -24,17 +24,17 @@ from typing import Any, cast
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from anybatch._memory import Candidate, Memory
-from anybatch._plan import Away
-from anybatch.above import GAIN, above
-from anybatch.choice import START, between, search, step_seconds
-from anybatch.contest import faster
-from anybatch.duel import StepSeconds, chosen, duel
-from anybatch.errors import BudgetError
-from anybatch.kinds import Allowed
-from anybatch.leaving import Leaving
-from anybatch.narrow import Narrow
-from anybatch.staying import Staying
+from anybatch.core.errors import BudgetError
+from anybatch.core.memory import Candidate, Memory
+from anybatch.core.plan import Away
+from anybatch.execution.kinds import Allowed
+from anybatch.planner.above import GAIN, above
+from anybatch.planner.choice import START, between, search, step_seconds
+from anybatch.planner.contest import faster
+from anybatch.planner.duel import StepSeconds, chosen, duel
+from anybatch.planner.leaving import Leaving
+from anybatch.planner.narrow import Narrow
+from anybatch.planner.staying import Staying
 
 ROUNDED = 1 + 1e-9
 """Sums of seconds in another order."""

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import BudgetError, Engine, LazyBatch, Loss, NotExactError
-from anybatch.exactness import error_of
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
+from anybatch.tools.exactness import error_of
 
 SIZE = 48
 EVERY = 10**9

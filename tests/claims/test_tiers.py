@@ -1,7 +1,6 @@
-"""Who may import whom: every module is in one tier, and imports go down.
+"""A folder is a tier: every module is in one, and imports go down.
 
-The table is the architecture (design, section 3). A new file fails this test until it has a tier;
-an import that goes up, sideways, in a circle, or hides in a function fails it too.
+An import that goes up, in a circle, or hides in a function fails this test.
 """
 
 from __future__ import annotations
@@ -15,69 +14,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from scripts import house
 
 SOURCE = Path(__file__).parents[2] / "src"
 FRONT = "anybatch"
 
-# Lowest first; a name stands for the module and, if it is a package, for all that is in it.
-TIERS = {
-    "base": "errors units links",
-    "parts of plans": "_absent _divisions _memory _pace _scale proof.evidence",
-    "cards": "cards",
-    "pure": "_plan timeline choice",
-    "room": "room filling",
-    "sharing": "sharing",
-    "profiling": "profiling",
-    "above": "above duel",
-    "outofcore": "outofcore step_timeline conv",  # but for those named below
-    "scale": "scale",
-    "scaled": "scaled",
-    "generators": "generators",
-    "ground": "accelerator accelerators "
-    "functions tree modules rng exactness batch device undo gradients buffers batchnorm "
-    "joint loss graph step taken _coupled beside collated hanging outside alike encoders parts "
-    "rounding guard look records refusals memory_errors "
-    "first_pass second_pass retry hidden meter fakes case given discover memory kinds kept "
-    "reach updates measure repeatable stage full_size "
-    "meeting norm unseen checksums nameless stores threads copier book hold pager paged paging "
-    "slots turns workers lanes notes surroundings ranks dice gathered segments states.optimizers "
-    "states.parts prepared proof execution",
-    "mechanisms": "undivided stream gather",
-    "offload": "outofcore.saved outofcore.rules outofcore.recipes outofcore.weights "
-    "outofcore.watch outofcore.mover outofcore.execute outofcore.keeping outofcore.known "
-    "outofcore.hooked spill states _states conv.plans conv.spectra conv.staged conv.fourier "
-    "conv.algorithms conv.execute conv.measuring conv.search conv.costs conv.calls conv.heard "
-    "conv.intercept conv.chooser conv.engaged conv.telling conv.warm _convolutions engaged",
-    "lockstep": "lockstep",
-    "rehearsal": "rehearse",
-    "probe": "diagnose forecast probe",
-    "ladder": "ladder lean widths touching",
-    "budget": "budget",
-    "foreseen": "foreseen describe depict leaving narrow",
-    "staying": "staying",
-    "contest": "contest",
-    "asked": "asked workspaces precedent",
-    "decision": "decision",
-    "planner": "planner",
-    "runner": "runner facts",
-    "trial": "trial",
-    "arranged": "as_it_was arranged",
-    "engine": "engine",
-    "loaders": "profiling.loaders",
-    "watched": "profiling.watched",
-    "profile": "_profile goals",
-    "question": "question",
-    "public": "_check planning _offload",
-    "integrations": "integrations",
-    "front": "",
-    "apps": "apps __main__",
-}
-LAYERED_INSIDE = {"outofcore", "profiling", "scale", "ground", "offload", "integrations", "apps"}
-"""Tiers whose modules may import each other, without a circle; elsewhere that is sideways."""
-WITHOUT_TORCH = {
-    *("base", "parts of plans", "cards", "pure", "room", "profiling", "sharing", "above"),
-    *("outofcore", "scale", "scaled"),
-}
+# Lowest first: what lies in a folder may import its own folder and those before it.
+FOLDERS = house.FOLDERS
+FRONT_AT = FOLDERS.index("integrations")
+"""The package itself, with the public names, stands below these."""
+WITHOUT_TORCH = set(
+    (
+        "conv.circles conv.convolutions conv.divide conv.network conv.problem conv.rough "
+        "conv.share core.absent core.cards core.divisions core.errors core.evidence core.links "
+        "core.memory core.pace core.plan core.scale core.units memory.filling memory.room "
+        "memory.step_timeline memory.timeline offload.again offload.belady offload.best "
+        "offload.chain offload.course offload.draft offload.ends offload.fit offload.gaps "
+        "offload.hiding offload.recording offload.schedule offload.simulate offload.trace "
+        "offload.unroll offload.window planner.above planner.choice planner.duel planner.sharing "
+        "tools.costs tools.given tools.gpus tools.loop tools.minibatch tools.profiled "
+        "tools.remedies tools.scaled tools.servers tools.stages "
+    ).split()
+)
 OF_INTEGRATIONS = ("transformers", "accelerate", "lightning")
 """Libraries that an integration is made for: it imports them, and nothing else does."""
 OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
@@ -97,18 +55,12 @@ def module_name(path: Path, source: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def tiers_of(module: str) -> list[str]:
-    """The tiers that claim a module by the longest name; it must be one."""
-    inner = module.removeprefix(FRONT).removeprefix(".")
-    claims = [
-        (len(name), tier)
-        for tier, names in TIERS.items()
-        for name in names.split()
-        if inner == name or inner.startswith(f"{name}.")
-    ]
-    most = max(claims, default=(0, ""))[0]
-    front = ["front"] if module == FRONT else []
-    return front + [tier for length, tier in claims if length == most]
+def place(module: str) -> float | None:
+    """Return where a module stands among the folders; None for one outside them."""
+    inner = module.removeprefix(FRONT).removeprefix(".").partition(".")[0]
+    if inner in ("", "__main__"):
+        return FRONT_AT - 0.5 if not inner else len(FOLDERS)
+    return FOLDERS.index(inner) if inner in FOLDERS else None
 
 
 def within(name: str, packages: tuple[str, ...]) -> bool:
@@ -168,32 +120,23 @@ def edge_fault(module: str, found: Import) -> str | None:
         return "is inside a function: only optional extras may be"
     if not found.inside and within(found.name, OPTIONAL):
         return "is an optional extra at the top of a file"
-    (tier,) = tiers_of(module)
-    if tier != "integrations" and within(found.name, OF_INTEGRATIONS):
+    here, there = place(module), place(found.name)
+    if not within(module, (f"{FRONT}.integrations",)) and within(found.name, OF_INTEGRATIONS):
         return "is of a library that only an integration knows"
-    if tier in WITHOUT_TORCH and within(found.name, ("torch",)):
-        return f"brings torch into the {tier} tier"
+    if module.removeprefix(f"{FRONT}.") in WITHOUT_TORCH and within(found.name, ("torch",)):
+        return "brings torch into a module without it"
     if not ours:
         return None
-    order, target = list(TIERS), tiers_of(found.name)
-    if len(target) != 1:
+    if there is None or here is None:
         return "is of no known module"
-    if target[0] == tier and tier not in LAYERED_INSIDE:
-        return f"goes sideways in the {tier} tier"
-    if order.index(target[0]) > order.index(tier):
-        return f"goes up from {tier} to {target[0]}"
-    return None
+    return "goes up" if there > here else None
 
 
 def faults(source: Path) -> list[str]:
     """Everything that breaks the layers below `source`, one sentence each."""
     texts = {module_name(p, source): p.read_text() for p in source.rglob("*.py")}
     packages = {module_name(p, source) for p in source.rglob("__init__.py")} - {FRONT}
-    found = [
-        f"{module} is in {len(tiers_of(module))} tiers, not in one"
-        for module in sorted(texts)
-        if len(tiers_of(module)) != 1
-    ]
+    found = [f"{module} is in no folder" for module in sorted(texts) if place(module) is None]
     if found:
         return found
     for package in sorted(packages):
@@ -218,33 +161,36 @@ def test_imports_go_down() -> None:
     assert faults(SOURCE) == []
 
 
-def test_no_tier_names_a_module_that_is_gone() -> None:
-    there = {module_name(path, SOURCE) for path in SOURCE.rglob("*.py")}
-    named = {f"{FRONT}.{name}" for names in TIERS.values() for name in names.split()}
-    assert named <= there
+def test_every_module_without_torch_is_there() -> None:
+    there = {module_name(path, SOURCE).removeprefix(f"{FRONT}.") for path in SOURCE.rglob("*.py")}
+    assert there >= WITHOUT_TORCH
+
+
+def test_the_folders_are_those_of_the_package() -> None:
+    there = {path.parent.name for path in (SOURCE / FRONT).glob("*/__init__.py")}
+    assert there == set(FOLDERS)
 
 
 PLANTED = [
     (
-        "rng.py",
-        "from anybatch.engine import Engine",
-        "import of anybatch.engine goes up from ground",
+        "core/rng.py",
+        "from anybatch.engine.engine import Engine",
+        "of anybatch.engine.engine goes up",
     ),
-    ("tree.py", "from anybatch import Plan", "import of anybatch goes up from ground to front"),
-    ("engine.py", "import anybatch.apps.cli", "anybatch.apps.cli goes up from engine to apps"),
-    ("gather.py", "from anybatch.stream import stream", "goes sideways in the mechanisms tier"),
-    ("tree.py", "from anybatch import step", "a circle: "),
-    ("apps/faults.py", "import anybatch.apps.train", "a circle: "),
-    ("_plan.py", "from torch import Tensor", "import of torch brings torch into the pure tier"),
-    ("step.py", "def f():\n    import math", "import of math is inside a function"),
-    ("step.py", "def f():\n    from anybatch import tree", "anybatch.tree is inside a function"),
-    ("apps/curves.py", "from matplotlib import pyplot", "is an optional extra at the top"),
+    ("core/tree.py", "from anybatch import Plan", "the import of anybatch goes up"),
+    ("engine/engine.py", "import anybatch.cli.cli", "the import of anybatch.cli.cli goes up"),
+    ("core/tree.py", "from anybatch.core import batch", "a circle: "),
+    ("cli/faults.py", "import anybatch.cli.train", "a circle: "),
+    ("core/plan.py", "from torch import Tensor", "import of torch brings torch into a module"),
+    ("execution/step.py", "def f():\n    import math", "import of math is inside a function"),
+    ("core/rng.py", "def f():\n    from anybatch.core import tree", "tree is inside a function"),
+    ("cli/curves.py", "from matplotlib import pyplot", "is an optional extra at the top"),
     ("loss/rows.py", "from .known import TABLE", "is relative"),
     ("loss/__init__.py", "from torch import Tensor", "must be a docstring and nothing else"),
-    ("step.py", "import transformers", "is of a library that only an integration knows"),
-    ("engine.py", "import anybatch.integrations.install", "goes up from engine to integrations"),
-    ("spare.py", "'''New.'''", "anybatch.spare is in 0 tiers, not in one"),
-    ("engine.py", "import anybatch.spare", "import of anybatch.spare is of no known module"),
+    ("core/rng.py", "import transformers", "is of a library that only an integration knows"),
+    ("engine/engine.py", "import anybatch.integrations.install", "install goes up"),
+    ("spare.py", "'''New.'''", "anybatch.spare is in no folder"),
+    ("engine/engine.py", "import anybatch.spare", "import of anybatch.spare is of no known module"),
 ]
 
 
@@ -261,6 +207,6 @@ def test_a_planted_import_is_found(tmp_path: Path, name: str, line: str, fault: 
 
 def test_an_optional_extra_may_be_imported_where_it_is_used(tmp_path: Path) -> None:
     shutil.copytree(SOURCE / FRONT, tmp_path / FRONT)
-    path = tmp_path / FRONT / "apps" / "curves.py"
+    path = tmp_path / FRONT / "cli" / "curves.py"
     path.write_text(f"{path.read_text()}\ndef f():\n    import torch.utils.tensorboard\n")
     assert faults(tmp_path) == []

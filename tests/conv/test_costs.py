@@ -23,7 +23,7 @@ from anybatch.conv.execute import run
 from anybatch.conv.fourier import Fourier
 from anybatch.conv.measuring import allocated, duel, held, machine, measure
 from anybatch.conv.problem import KERNELS, Problem
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 LOTS = 1 << 40
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.exactness import error_of
-from anybatch.tree import map_tensors
+from anybatch.core.tree import map_tensors
+from anybatch.tools.exactness import error_of
 
 N = 96
 ABOVE = 1.02

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Engine
-from anybatch.accelerator import of
-from anybatch.batch import TensorBatch
-from anybatch.device import StreamLink, feed
+from anybatch.core.accelerator import of
+from anybatch.core.batch import TensorBatch
+from anybatch.execution.device import StreamLink, feed
 
 CUDA = torch.device("cuda")
 

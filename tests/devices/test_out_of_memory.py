@@ -11,7 +11,7 @@ import torch
 from tests.devices.steps import KINDS, N, setting
 from tests.oracle import assert_exact, same, state_of, undivided
 
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 FOREVER = 1 << 40
 RETRIES = 2 * N

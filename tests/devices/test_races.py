@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine, leaving
-from anybatch.exactness import error_of
-from anybatch.outofcore import execute
-from anybatch.units import parse_bytes
+from anybatch import BudgetError, Engine
+from anybatch.core.units import parse_bytes
+from anybatch.offload import execute
+from anybatch.planner import leaving
+from anybatch.tools.exactness import error_of
 
 N = 22
 

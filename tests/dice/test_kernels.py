@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anybatch.dice.kernels import FORMS, KIND, Draw, fault_of, kind_of
-from anybatch.dice.law import Law, Rows, fitted, pattern_of
+from anybatch.execution.dice.kernels import FORMS, KIND, Draw, fault_of, kind_of
+from anybatch.execution.dice.law import Law, Rows, fitted, pattern_of
 
 aten = torch.ops.aten
 CALLS = [

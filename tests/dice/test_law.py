@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from anybatch.dice.law import Law, Rows, candidates, fitted, pattern_of
+from anybatch.execution.dice.law import Law, Rows, candidates, fitted, pattern_of
 
 N, SIZE = 6, 2
 SHAPES = [(1, 1), (1, 3), (2, 1), (2, 3)]

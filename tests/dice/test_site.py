@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from anybatch.dice.site import Site, site
+from anybatch.execution.dice.site import Site, site
 
 
 class Says(nn.Module):

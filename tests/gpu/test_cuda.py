@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, LazyBatch
-from anybatch.accelerator import of
-from anybatch.batch import TensorBatch
-from anybatch.device import StreamLink, feed
-from anybatch.exactness import error_of
-from anybatch.tree import map_tensors
+from anybatch.core.accelerator import of
+from anybatch.core.batch import TensorBatch
+from anybatch.core.tree import map_tensors
+from anybatch.execution.device import StreamLink, feed
+from anybatch.tools.exactness import error_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -18,7 +18,7 @@ from tests.integrations.loops import accelerated
 
 import anybatch
 from anybatch import Engine, NotExactError, NotYetError
-from anybatch.prepared import bare
+from anybatch.core.prepared import bare
 
 
 def net() -> nn.Module:

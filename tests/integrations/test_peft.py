@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 for name in ("transformers", "peft"):
     pytest.importorskip(name, reason=f"pip install {name} is needed for these tests")

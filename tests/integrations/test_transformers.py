@@ -13,7 +13,7 @@ import torch
 from tests.oracle import assert_exact, copy_of
 from torch import Tensor, nn
 
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"

@@ -11,8 +11,9 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 
-from anybatch import BudgetError, tree
-from anybatch.meter import Meter
+from anybatch import BudgetError
+from anybatch.core import tree
+from anybatch.memory.meter import Meter
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"

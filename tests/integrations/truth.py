@@ -10,9 +10,9 @@ from tests.integrations.trainings import Seen
 from tests.oracle import assert_exact, copy_of, state_of
 from torch import Tensor, nn
 
-from anybatch._check import permuted
-from anybatch.batch import TensorBatch
-from anybatch.exactness import error_of
+from anybatch.core.batch import TensorBatch
+from anybatch.tools.check import permuted
+from anybatch.tools.exactness import error_of
 
 N = 22
 BY_NAME = {family.name: family for family in FAMILIES}

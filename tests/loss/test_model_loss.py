@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, LazyBatch, Loss, LossError, NotExactError
-from anybatch.exactness import error_of
-from anybatch.fakes import is_fake
-from anybatch.meeting import looks_here
+from anybatch.core.meeting import looks_here
+from anybatch.memory.fakes import is_fake
+from anybatch.tools.exactness import error_of
 
 N, T, V = 7, 5, 11
 Lose = Callable[[Tensor, Tensor], Tensor]
@@ -182,7 +182,7 @@ def test_an_observer_gets_what_the_model_returns(form: str, norm: bool) -> None:
     with torch.no_grad():
         kind = type(net(**rows))
     assert [type(one) for one in seen] == [kind] * 6
-    tensors = [t for one in seen for _, t in anybatch.tree.tensors(one)]
+    tensors = [t for one in seen for _, t in anybatch.core.tree.tensors(one)]
     assert not any(t.requires_grad for t in tensors)
     logits = [t for t in tensors if t.dim() == 3]
     assert [len(t) for t in logits] == [3, 3, 1] * 2

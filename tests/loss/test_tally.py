@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anybatch import LossError
-from anybatch.batch import MicroBatch
+from anybatch.core.batch import MicroBatch
 from anybatch.loss.tally import Count, Tally
 
 

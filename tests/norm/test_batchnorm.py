@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.norm.batchnorm import batch_norm
+from anybatch.lockstep.batchnorm import batch_norm
 
 
 def distance(model: nn.Module, exact: nn.Module) -> float:
@@ -78,7 +78,7 @@ def test_in_half_precision_all_that_waits_may_leave(
 ) -> None:
     # a bf16 model under memory= ended in a segmentation fault: of its weights, the copies in
     # float32 had left, and were read past the mode that brings them back
-    monkeypatch.setattr("anybatch.lockstep.AHEAD", 0)
+    monkeypatch.setattr("anybatch.lockstep.lockstep.AHEAD", 0)
     made = torch.float32 if how == "autocast" else dtype
     model, x = half_net(dims, how).to(made), torch.randn(7, 3, *(3,) * dims).to(made)
     y = torch.randint(5, (7,))
@@ -104,7 +104,7 @@ class Ended(nn.Module):
 def test_micro_batches_without_a_value_may_wait_where_all_that_waits_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anybatch.lockstep.AHEAD", 0)
+    monkeypatch.setattr("anybatch.lockstep.lockstep.AHEAD", 0)
     x, y = torch.randn(6, 3, 4), torch.randint(5, (6,))
     x[:2] = x[4:] = 0
     assert_same_where_nothing_leaves(Ended(), x, y, 1, monkeypatch)
@@ -119,7 +119,7 @@ def assert_same_where_nothing_leaves(
 
     engines: list[Engine] = []
     found = state_after(model, step)
-    monkeypatch.setattr("anybatch.lockstep._pager", lambda *_: None)
+    monkeypatch.setattr("anybatch.lockstep.lockstep._pager", lambda *_: None)
     assert same(found, state_after(model, step))
     assert [bool(e.last and e.last.moved_bytes) for e in engines] == [True, False]
 

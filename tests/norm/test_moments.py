@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.meter import Meter
-from anybatch.norm.moments import CACHED, HALF, merged, moments_of
+from anybatch.core.norm.moments import CACHED, HALF, merged, moments_of
+from anybatch.memory.meter import Meter
 
 
 @given(

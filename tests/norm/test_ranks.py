@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import NotExactError
-from anybatch.norm.moments import merged, moments_of
-from anybatch.norm.ranks import GlobalBatchNorm, GroupMeeting
-from anybatch.ranks.group import group_of
+from anybatch.core.norm.moments import merged, moments_of
+from anybatch.distributed.group import group_of
+from anybatch.lockstep.ranks import GlobalBatchNorm, GroupMeeting
 
 SHARDS = {2: (9, 4), 3: (1, 0, 12)}
 N = 13

@@ -19,9 +19,9 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.exactness import error_of, tolerance
-from anybatch.norm import strides
-from anybatch.norm.strides import FORMATS, one_row, standard, standard_strides
+from anybatch.execution import strides
+from anybatch.execution.strides import FORMATS, one_row, standard, standard_strides
+from anybatch.tools.exactness import error_of, tolerance
 
 C = 4
 IMAGES = {1: (C, 9), 2: (C, 5, 6), 3: (C, 3, 4, 5)}

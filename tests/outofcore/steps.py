@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Offload
-from anybatch.links import Link
-from anybatch.meter import Meter
-from anybatch.outofcore import known
+from anybatch.core.links import Link
+from anybatch.memory.meter import Meter
+from anybatch.offload import known
 
 CPU = torch.device("cpu")
 LOTS = 1 << 30

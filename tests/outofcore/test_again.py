@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
-from anybatch.errors import BudgetError
-from anybatch.links import Link
-from anybatch.outofcore.again import choices, remade
-from anybatch.outofcore.course import set_course, wanted
-from anybatch.outofcore.recording import Cut, Recording, Remake
-from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.unroll import of_course
+from anybatch.core.errors import BudgetError
+from anybatch.core.links import Link
+from anybatch.offload.again import choices, remade
+from anybatch.offload.course import set_course, wanted
+from anybatch.offload.recording import Cut, Recording, Remake
+from anybatch.offload.schedule import Schedule, Stage
+from anybatch.offload.trace import Trace
+from anybatch.offload.unroll import of_course
 
 SLOW, FAST = Link(1.0, 1.0), Link(1e9, 1e9)
 

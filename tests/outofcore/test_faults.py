@@ -27,7 +27,7 @@ from torch import nn
 
 import anybatch
 from anybatch import Offload, StoreError
-from anybatch.outofcore import execute
+from anybatch.offload import execute
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="no /proc: a file without a name cannot be reached"

@@ -9,16 +9,16 @@ from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, pr
 from benchmarks.simulators.fragmentation import events
 from tests.outofcore.traces import anything, network
 
-from anybatch.errors import BudgetError, ScheduleError
-from anybatch.links import Link
-from anybatch.outofcore.belady import belady
-from anybatch.outofcore.best import plan
-from anybatch.outofcore.ends import ends
-from anybatch.outofcore.hiding import hiding
-from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Function, Trace, Variable
-from anybatch.outofcore.window import window
+from anybatch.core.errors import BudgetError, ScheduleError
+from anybatch.core.links import Link
+from anybatch.offload.belady import belady
+from anybatch.offload.best import plan
+from anybatch.offload.ends import ends
+from anybatch.offload.hiding import hiding
+from anybatch.offload.schedule import Schedule, Stage
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Function, Trace, Variable
+from anybatch.offload.window import window
 
 LINK = Link(5, 7)
 ALWAYS = {

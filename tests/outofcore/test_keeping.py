@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.links import Link
-from anybatch.meter import Meter
-from anybatch.outofcore import execute, known
-from anybatch.outofcore.execute import Step
-from anybatch.outofcore.keeping import Keeping
-from anybatch.outofcore.mover import Mover
-from anybatch.outofcore.saved import Saved
-from anybatch.stores import FileStore
+from anybatch.core.links import Link
+from anybatch.memory.meter import Meter
+from anybatch.memory.stores import FileStore
+from anybatch.offload import execute, known
+from anybatch.offload.execute import Step
+from anybatch.offload.keeping import Keeping
+from anybatch.offload.mover import Mover
+from anybatch.offload.saved import Saved
 
 pytestmark = pytest.mark.skipif(
     not TELLS, reason="this torch does not say what hooks have given a node"

@@ -12,8 +12,8 @@ from tests.outofcore.steps import LOTS, bounds, equal, mlp, plain, states
 
 import anybatch
 from anybatch import StoreError
-from anybatch.outofcore import execute
-from anybatch.stores import FileStore
+from anybatch.memory.stores import FileStore
+from anybatch.offload import execute
 
 Fault = Callable[..., Any]
 

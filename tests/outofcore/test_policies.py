@@ -16,17 +16,17 @@ from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
 from tests.outofcore.traces import anything, network
 
-from anybatch.errors import BudgetError
-from anybatch.links import Link
-from anybatch.outofcore.belady import belady
-from anybatch.outofcore.best import by_rule, plan
-from anybatch.outofcore.ends import ends
-from anybatch.outofcore.gaps import Gap, as_schedule
-from anybatch.outofcore.hiding import hiding
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.window import window
+from anybatch.core.errors import BudgetError
+from anybatch.core.links import Link
+from anybatch.offload.belady import belady
+from anybatch.offload.best import by_rule, plan
+from anybatch.offload.ends import ends
+from anybatch.offload.gaps import Gap, as_schedule
+from anybatch.offload.hiding import hiding
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Trace
+from anybatch.offload.window import window
 
 Policy = Callable[[Trace, int], Schedule]
 ALWAYS: dict[str, Policy] = {

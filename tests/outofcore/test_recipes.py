@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.exactness import error_of, tolerance
-from anybatch.outofcore import execute, rules
+from anybatch.offload import execute, rules
+from anybatch.tools.exactness import error_of, tolerance
 
 C = 8
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from anybatch.errors import BudgetError
-from anybatch.links import Link
-from anybatch.outofcore.course import set_course
-from anybatch.outofcore.recording import Cut, Recording
+from anybatch.core.errors import BudgetError
+from anybatch.core.links import Link
+from anybatch.offload.course import set_course
+from anybatch.offload.recording import Cut, Recording
 
 LINK = Link(1.0, 1.0)
 

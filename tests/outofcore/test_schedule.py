@@ -6,8 +6,8 @@ from random import Random
 
 from tests.outofcore.traces import network
 
-from anybatch.outofcore.belady import belady
-from anybatch.outofcore.schedule import Schedule
+from anybatch.offload.belady import belady
+from anybatch.offload.schedule import Schedule
 
 
 def test_a_schedule_is_data() -> None:

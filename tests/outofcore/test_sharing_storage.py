@@ -19,9 +19,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import NotExactError
-from anybatch.exactness import error_of, tolerance
-from anybatch.outofcore import execute
-from anybatch.outofcore.saved import Handle, Saved, one_count, probe
+from anybatch.offload import execute
+from anybatch.offload.saved import Handle, Saved, one_count, probe
+from anybatch.tools.exactness import error_of, tolerance
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from anybatch.errors import ScheduleError
-from anybatch.links import Interval, Link
-from anybatch.outofcore.schedule import Schedule, Stage
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Function, Trace, Variable
+from anybatch.core.errors import ScheduleError
+from anybatch.core.links import Interval, Link
+from anybatch.offload.schedule import Schedule, Stage
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Function, Trace, Variable
 
 # a is made, not used for a function, and used again; b takes its place meanwhile.
 TRACE = Trace(

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from tests.outofcore.traces import anything
 
-from anybatch.outofcore.trace import NEVER, Function, Trace, Variable
+from anybatch.offload.trace import NEVER, Function, Trace, Variable
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,15 +11,15 @@ from benchmarks.simulators.baselines import naive, on_demand
 from tests.outofcore.test_recording import recording
 from tests.outofcore.traces import anything, network
 
-from anybatch.links import Link
-from anybatch.outofcore.best import plan
-from anybatch.outofcore.course import set_course
-from anybatch.outofcore.recording import Recording
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.unroll import COPIED, LEAVING, RETURNING, THERE, of_course, unroll
-from anybatch.outofcore.window import window
+from anybatch.core.links import Link
+from anybatch.offload.best import plan
+from anybatch.offload.course import set_course
+from anybatch.offload.recording import Recording
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Trace
+from anybatch.offload.unroll import COPIED, LEAVING, RETURNING, THERE, of_course, unroll
+from anybatch.offload.window import window
 
 LINKS = (Link(7.0, 5.0), Link(1e9, 1e9), Link(4.0, 4.0, duplex=False))
 

@@ -27,7 +27,7 @@ from tests.apps.conftest import save
 from tests.outside.ranks import batches, in_processes, tiny, trained
 from torch import nn
 
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 
 @pytest.fixture

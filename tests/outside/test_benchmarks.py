@@ -21,7 +21,7 @@ from benchmarks.mbs.loops import LOOPS, PEERS, by_hand, naive, undivided
 from benchmarks.mbs.measure import gradients, worst
 from benchmarks.mbs.speed.run import summary
 
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 ROOT = Path(__file__).parents[2]
 BY_NAME = {case.name: case for case in CASES}

@@ -11,7 +11,7 @@ from benchmarks.integrations.contrastive import learns, rows, run, steps
 from benchmarks.integrations.contrastive.ways import MODULES
 from benchmarks.results import read
 
-from anybatch.exactness import tolerance
+from anybatch.tools.exactness import tolerance
 
 PEERS = {way for way, module in MODULES.items() if find_spec(module) is not None}
 

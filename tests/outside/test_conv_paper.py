@@ -202,7 +202,7 @@ def test_a_device_whose_kernels_are_left_to_torch_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert device.refusal("cpu") is None
-    monkeypatch.setattr("anybatch._convolutions.intercepted", _nothing)
+    monkeypatch.setattr("anybatch.conv.convolutions.intercepted", _nothing)
     assert "leaves all kernels on cpu to torch" in str(device.refusal("cpu"))
 
 

@@ -31,8 +31,8 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from tests.integrations.fits import N, Net, fit, made, rows
 
 from anybatch import Engine
+from anybatch.core.memory_errors import out_of_memory
 from anybatch.integrations.lightning import WholeBatch
-from anybatch.memory_errors import out_of_memory
 
 FULL = "CUDA out of memory."
 BATCH, FITS = 128, 8

@@ -13,7 +13,7 @@ from benchmarks.outofcore.frontier.networks import NETWORKS, Network
 from benchmarks.outofcore.frontier.peers import files
 from torch import nn
 
-from anybatch.apps.models.resnet import Residual, resnet20
+from anybatch.cli.models.resnet import Residual, resnet20
 
 
 def _small() -> Problem:

@@ -20,8 +20,8 @@ from benchmarks.ucudnn.models import LARGE, NETWORKS, Network
 from torch import nn
 from typer.testing import CliRunner
 
-from anybatch.apps.cli import app
-from anybatch.scale.costs import Link
+from anybatch.cli.cli import app
+from anybatch.tools.costs import Link
 
 
 def output(*words: str) -> str:

@@ -17,7 +17,7 @@ from benchmarks.integrations.language.text import (
 )
 from torch import Tensor
 
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 
 
 def worst(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:

@@ -19,7 +19,7 @@ from benchmarks.integrations.accelerate import errors as of_accelerate
 from benchmarks.integrations.lightning import errors as of_lightning
 from benchmarks.integrations.problems import PROBLEMS
 
-from anybatch.exactness import tolerance
+from anybatch.tools.exactness import tolerance
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "integrations"
 RIGHT = {

@@ -15,7 +15,7 @@ from benchmarks.mbs.prediction.referee import allocated_peaks
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 KIB = 1024
 FLOATS = KIB // 4  # in a KiB

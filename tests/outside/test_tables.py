@@ -38,8 +38,8 @@ from benchmarks.mbs.training_rows import CURVES
 from PIL import Image
 from tests.apps.conftest import save
 
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import train
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import train
 
 TINY = replace(QUICK, epochs=1, samples=64)
 MIB = 2**20

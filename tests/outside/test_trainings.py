@@ -19,7 +19,7 @@ from benchmarks.mbs.training_rows import CURVES, HEAD
 from PIL import Image
 from tests.apps.conftest import save
 
-from anybatch.apps.settings import Settings
+from anybatch.cli.settings import Settings
 
 
 @pytest.fixture

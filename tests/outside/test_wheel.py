@@ -49,11 +49,11 @@ WITHOUT = """
 import sys
 for name in sys.argv[1].split():
     sys.modules[name] = None
-import importlib, pathlib, tempfile, torch, anybatch, anybatch.apps.cli
-from anybatch.apps.curves import refuse_without_matplotlib
-from anybatch.apps.run_folder import ABSENT
-from anybatch.apps.log import Log
-from anybatch.apps.sources import digits
+import importlib, pathlib, tempfile, torch, anybatch, anybatch.cli.cli
+from anybatch.cli.curves import refuse_without_matplotlib
+from anybatch.cli.run_folder import ABSENT
+from anybatch.cli.log import Log
+from anybatch.cli.sources import digits
 model = torch.nn.Linear(4, 3)
 batch = torch.randn(7, 4), torch.randint(3, (7,))
 assert anybatch.check(model, torch.nn.CrossEntropyLoss(), batch).exact
@@ -71,8 +71,8 @@ for call in (
         print(error)
 """
 PAGE = """
-from anybatch.apps.report.known import Known
-from anybatch.apps.report.page import page_of
+from anybatch.cli.report.known import Known
+from anybatch.cli.report.page import page_of
 print(page_of(Known("plan", {})))
 """
 

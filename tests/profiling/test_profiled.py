@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.profiling.profiled import Passed, profiled
-from anybatch.profiling.remedies import Conditions, Remedy, Waits, remedies
-from anybatch.profiling.stages import (
+from anybatch.tools.profiled import Passed, profiled
+from anybatch.tools.remedies import Conditions, Remedy, Waits, remedies
+from anybatch.tools.stages import (
     COMPUTE,
     EXCHANGE,
     LOAD,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.scale.costs import Affine, Gradients, Link, Measured, Work
+from anybatch.tools.costs import Affine, Gradients, Link, Measured, Work
 
 
 def ring(size: int, gpus: int, link: Link) -> float:

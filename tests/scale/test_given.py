@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from anybatch.scale.given import at_least, positive, share, whole
+from anybatch.tools.given import at_least, positive, share, whole
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])

@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.scale.gpus import (
-    efficiency,
-    gpus_for,
-    overhead_allowed,
-    speedup,
-    speedup_limit,
-)
+from anybatch.tools.gpus import efficiency, gpus_for, overhead_allowed, speedup, speedup_limit
 
 overheads = st.integers(0, 300).map(lambda k: Fraction(k, 100))
 counts = st.integers(1, 200)

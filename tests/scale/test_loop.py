@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.scale import gpus as lemma
-from anybatch.scale.costs import Affine, Gradients, Link, Measured, Work
-from anybatch.scale.loop import WORTH, Loop
+from anybatch.tools import gpus as lemma
+from anybatch.tools.costs import Affine, Gradients, Link, Measured, Work
+from anybatch.tools.loop import WORTH, Loop
 
 MANY = 840
 """Samples that 1 to 8 GPUs divide evenly, and many more counts do."""

@@ -8,11 +8,10 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
+from anybatch.tools.servers import Cluster, remedies, servers_for
 from benchmarks.simulators.parameter_servers import simulate
 from hypothesis import given
 from hypothesis import strategies as st
-
-from anybatch.scale.servers import Cluster, remedies, servers_for
 
 
 def drawn(seed: int) -> Cluster:

@@ -10,8 +10,8 @@ from torch import Tensor, nn, optim
 
 import anybatch
 from anybatch import NotExactError
-from anybatch.states import optimizers
-from anybatch.states.optimizers import COPIES, inner_step, state_bound
+from anybatch.core import optimizers
+from anybatch.core.optimizers import COPIES, inner_step, state_bound
 
 
 @pytest.fixture(autouse=True)

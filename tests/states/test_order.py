@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from anybatch.states.order import Order
+from anybatch.offload.states.order import Order
 
 
 def test_the_next_use_is_that_of_the_step_before() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anybatch.hold import Hold
-from anybatch.states.pages import Pages
-from anybatch.stores import HostStore
+from anybatch.memory.hold import Hold
+from anybatch.memory.stores import HostStore
+from anybatch.offload.states.pages import Pages
 
 ROWS = 256
 BYTES = 4 * ROWS

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import BudgetError, StoreError
-from anybatch.meter import Meter
-from anybatch.states import optimizers
-from anybatch.stores import FileStore
+from anybatch.core import optimizers
+from anybatch.memory.meter import Meter
+from anybatch.memory.stores import FileStore
 
 adamw = partial(optim.AdamW, lr=1e-2)
 Step = Callable[[nn.Module, optim.Optimizer, int], Any]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch import BudgetError
-from anybatch.states.parts import cut, parts_of
+from anybatch.offload.states.parts import cut, parts_of
 
 
 def fewest(sizes: list[int], limit: int) -> int:

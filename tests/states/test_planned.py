@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan
-from anybatch.meter import Meter
-from anybatch.states import optimizers
-from anybatch.states.planned import best_room, least_room
+from anybatch.core import optimizers
+from anybatch.memory.meter import Meter
+from anybatch.offload.states.planned import best_room, least_room
 
 STEPS = 3
 

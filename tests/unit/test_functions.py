@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from anybatch import Engine
-from anybatch.functions import keywords
+from anybatch.core.functions import keywords
 
 
 class Hears(TorchFunctionMode):

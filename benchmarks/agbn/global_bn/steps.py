@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.apps.models.resnet import resnet20
-from anybatch.norm import ranks as norm_ranks
-from anybatch.norm.moments import Moments, merged_in_order
+from anybatch.cli.models.resnet import resnet20
+from anybatch.core.norm.moments import Moments, merged_in_order
+from anybatch.lockstep import ranks as norm_ranks
 
 PIXELS, CLASSES, SEED = 32, 10, 0
 

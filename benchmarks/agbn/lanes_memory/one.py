@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.apps.models.resnet import resnet
-from anybatch.apps.models.unet import UNet
-from anybatch.meter import Meter
+from anybatch.cli.models.resnet import resnet
+from anybatch.cli.models.unet import UNet
+from anybatch.memory.meter import Meter
 from benchmarks.agbn.lanes_parts.ways import network
 
 STEPS = 2

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from anybatch.apps.allocator import TUNABLES, glibc, settings_of
+from anybatch.cli.allocator import TUNABLES, glibc, settings_of
 from benchmarks.agbn.lanes_memory.one import NETS
 from benchmarks.environment import environment
 from benchmarks.results import console, read, write

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.lanes import Lanes
-from anybatch.meeting import reduce
-from anybatch.norm.batchnorm import batch_norm
-from anybatch.stores import FileStore
-from anybatch.turns import LaneTurns
+from anybatch.core.meeting import reduce
+from anybatch.lockstep.batchnorm import batch_norm
+from anybatch.lockstep.lanes import Lanes
+from anybatch.lockstep.turns import LaneTurns
+from anybatch.memory.stores import FileStore
 from benchmarks.agbn.lanes_parts.ways import Subject
 
 REPEATS = 5

@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.agbn.images import Images, mini_batches, read
 from benchmarks.agbn.learns.arms import ARMS, ORDERS, Arm, agreement, backward_of
 from benchmarks.agbn.learns.curves import draw

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.ranks import gradients
-from anybatch.ranks.group import Group, group_of
-from anybatch.ranks.ranks import Ranks
+from anybatch.distributed import gradients
+from anybatch.distributed.group import Group, group_of
+from anybatch.distributed.ranks import Ranks
 from benchmarks.agbn.overlap.links import LINKS, wire
 from benchmarks.mbs.models import ResNet, TransformerLM
 

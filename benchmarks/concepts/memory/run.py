@@ -14,8 +14,8 @@ import torch
 import typer
 
 import anybatch
-from anybatch.apps.models.resnet import resnet20
-from anybatch.meter import Meter
+from anybatch.cli.models.resnet import resnet20
+from anybatch.memory.meter import Meter
 from benchmarks.concepts.memory.picture import draw
 from benchmarks.environment import environment
 from benchmarks.results import folder, write

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from anybatch import AnybatchError, BudgetError, Engine, Plan
-from anybatch.hidden import _run
-from anybatch.meter import Meter
-from anybatch.updates import state_tensors
+from anybatch.memory.hidden import _run
+from anybatch.memory.meter import Meter
+from anybatch.planner.updates import state_tensors
 from benchmarks.guide.draws.draws import Draw, Training
 from benchmarks.mbs.tables.limited import STACK, DataLimit
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import anybatch
-from anybatch.apps.models.resnet import resnet20
+from anybatch.cli.models.resnet import resnet20
 from benchmarks.mbs.models import LSTM, MLP, ResNet, TransformerLM, UNet
 from benchmarks.mbs.prediction.models import densenet
 

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import typer
 from rich.progress import track
 
-from anybatch.apps.allocator import choose, glibc, settings_of
+from anybatch.cli.allocator import choose, glibc, settings_of
 from benchmarks.environment import environment
 from benchmarks.guide.draws.child import child
 from benchmarks.results import console, write

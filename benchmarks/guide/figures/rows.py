@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from anybatch.units import show_bytes
+from anybatch.core.units import show_bytes
 from benchmarks.mbs.rows import markdown
 
 Results = dict[str, Any]

@@ -23,8 +23,8 @@ import typer
 from torch.nn import functional
 
 import anybatch
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import train
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import train
 from benchmarks.environment import environment
 from benchmarks.guide.figures.pictures import draw
 from benchmarks.results import console, write

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from anybatch.scale import gpus as lemma
-from anybatch.scale.costs import Affine, Gradients, Link, Work
-from anybatch.scale.loop import Loop
+from anybatch.tools import gpus as lemma
+from anybatch.tools.costs import Affine, Gradients, Link, Work
+from anybatch.tools.loop import Loop
 from benchmarks.guide.gpus.ranks import Job
 
 GPUS = (1, 2, 4, 8)

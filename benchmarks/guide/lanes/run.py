@@ -15,7 +15,7 @@ from rich.progress import track
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.environment import environment
 from benchmarks.guide.plans.cells import Cell, cells
 from benchmarks.results import console, write

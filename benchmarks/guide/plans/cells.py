@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import anybatch
-from anybatch.apps.models.resnet import resnet20 as resnet20_of
+from anybatch.cli.models.resnet import resnet20 as resnet20_of
 from benchmarks.mbs.choice.problems import resnet20, transformer, unet96
 from benchmarks.mbs.prediction.models import Recurrent, densenet, next_token
 from benchmarks.mbs.problem import Problem, term

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from anybatch.units import show_bytes
+from anybatch.core.units import show_bytes
 from benchmarks.mbs.rows import markdown
 
 Results = dict[str, Any]

@@ -24,7 +24,7 @@ import typer
 
 import anybatch
 from anybatch import BudgetError, Engine, Plan
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.environment import environment
 from benchmarks.guide.plans.cells import PROBLEMS, Cell, cells
 from benchmarks.mbs.choice.registry import FINDERS, missing

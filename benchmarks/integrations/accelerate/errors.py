@@ -9,7 +9,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
 
 from anybatch import Engine
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 from benchmarks.integrations.accelerate.theirs import accumulated, counted, loader_of
 from benchmarks.integrations.problems import (
     BATCH,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.apps.models.resnet import resnet20
+from anybatch.cli.models.resnet import resnet20
 
 WORDS, LENGTH, D = 1000, 16, 64
 

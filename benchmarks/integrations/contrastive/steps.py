@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.exactness import error_of
-from anybatch.meter import FOREIGN, Meter
+from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.tools.exactness import error_of
 from benchmarks.integrations.contrastive.encoders import SUBJECTS, Subject
 from benchmarks.integrations.contrastive.ways import MODULES, TEMPERATURE, WAYS, Step, pair
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from anybatch import coupled
-from anybatch.exactness import error_of
 from anybatch.integrations.lightning import WholeBatch
+from anybatch.tools.exactness import error_of
 from benchmarks.integrations.lightning.theirs import Module, fit
 from benchmarks.integrations.problems import (
     BATCH,

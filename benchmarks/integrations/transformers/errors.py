@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from anybatch.exactness import error_of
 from anybatch.integrations.transformers import Trainer
+from anybatch.tools.exactness import error_of
 from benchmarks.integrations.transformers.families import Family, Row, collate
 
 BATCH, MICRO_BATCH = 8, 2

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from anybatch import AnybatchError, BudgetError, Engine
-from anybatch.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
+from anybatch.tools.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
 from benchmarks.mbs.adversary.cases import Case
 from benchmarks.mbs.adversary.forms import FORMS
 from benchmarks.mbs.adversary.net import STEPS, Problem, build

@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 import typer
 
-from anybatch.apps.settings import Settings
+from anybatch.cli.settings import Settings
 from benchmarks.mbs.trainings import RUNS, draw, trainings
 from benchmarks.results import console, write
 

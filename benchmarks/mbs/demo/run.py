@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from anybatch.apps.settings import Settings
+from anybatch.cli.settings import Settings
 from benchmarks.mbs.trainings import RUNS, trainings
 from benchmarks.results import write
 

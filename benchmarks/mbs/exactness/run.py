@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.progress import track
 
-from anybatch.exactness import error_of, tolerance
+from anybatch.tools.exactness import error_of, tolerance
 from benchmarks.environment import environment
 from benchmarks.mbs.cases import CASES, Case, splits
 from benchmarks.mbs.loops import Loop, undivided

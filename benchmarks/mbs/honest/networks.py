@@ -14,11 +14,11 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from anybatch.apps.losses import bce_dice
-from anybatch.apps.models.amoebanet import AmoebaNetD
-from anybatch.apps.models.resnet import resnet20
-from anybatch.apps.models.small import cnn
-from anybatch.apps.models.unet import UNet
+from anybatch.cli.losses import bce_dice
+from anybatch.cli.models.amoebanet import AmoebaNetD
+from anybatch.cli.models.resnet import resnet20
+from anybatch.cli.models.small import cnn
+from anybatch.cli.models.unet import UNet
 from benchmarks.mbs import models as mbs
 from benchmarks.mbs.honest.subjects import (
     ROWS,

@@ -26,9 +26,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from anybatch import AnybatchError, Engine
-from anybatch.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
+from anybatch.core.tree import map_tensors
 from anybatch.loss.declared import loss_inside
-from anybatch.tree import map_tensors
+from anybatch.tools.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
 from benchmarks.environment import environment
 from benchmarks.mbs.honest import families, inside, modules, networks
 from benchmarks.mbs.honest.subjects import ROWS, SUBJECTS, Problem, Subject

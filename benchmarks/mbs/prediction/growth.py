@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from anybatch import Engine, Plan
-from anybatch.apps.allocator import Mode, glibc, settings_of
+from anybatch.cli.allocator import Mode, glibc, settings_of
 from benchmarks.mbs.prediction.live import PARTS, ROOM, Ready
 from benchmarks.mbs.prediction.models import OPTIMIZERS, Recurrent, next_token
 

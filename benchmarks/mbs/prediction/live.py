@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from anybatch import Engine, Plan
-from anybatch._memory import Memory
-from anybatch.batch import TensorBatch
-from anybatch.forecast import Forecast
-from anybatch.given import Given
-from anybatch.ladder import forecast
+from anybatch.core.batch import TensorBatch
+from anybatch.core.evidence import FORESEEN
+from anybatch.core.memory import Memory
+from anybatch.engine.given import Given
+from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
-from anybatch.meter import Meter
-from anybatch.norm.adaptive import Fixed
-from anybatch.proof.evidence import FORESEEN
-from anybatch.updates import state_tensors
+from anybatch.memory.meter import Meter
+from anybatch.planner.forecast import Forecast
+from anybatch.planner.ladder import forecast
+from anybatch.planner.updates import state_tensors
 from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
 

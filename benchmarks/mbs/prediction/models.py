@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anybatch.apps.models.resnet import resnet
-from anybatch.apps.models.unet import UNet
+from anybatch.cli.models.resnet import resnet
+from anybatch.cli.models.unet import UNet
 from benchmarks.mbs.models import TransformerLM
 
 WORDS = 256

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from anybatch.apps.settings import RecipeName, Settings, Task
+from anybatch.cli.settings import RecipeName, Settings, Task
 from benchmarks.environment import MALLOC as MODES
 
 MIB, GIB = 2**20, 2**30

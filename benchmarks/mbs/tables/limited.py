@@ -23,8 +23,8 @@ from typing import Protocol
 
 import torch
 
-from anybatch.apps.build import Parts
-from anybatch.apps.sources import CACHE_BYTES
+from anybatch.cli.build import Parts
+from anybatch.cli.sources import CACHE_BYTES
 
 COPIES = 3  # of a mini-batch on the host
 STACK = 256 * 1024  # bytes, of a thread that waits

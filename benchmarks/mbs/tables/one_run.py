@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from anybatch.apps.build import build
-from anybatch.apps.curves import EpochRow, draw_curves
-from anybatch.apps.faults import TrainingError
-from anybatch.apps.progress import Silent
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import train
+from anybatch.cli.build import build
+from anybatch.cli.curves import EpochRow, draw_curves
+from anybatch.cli.faults import TrainingError
+from anybatch.cli.progress import Silent
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import train
 from benchmarks.mbs.tables.jobs import ALONE, Job, Look
 from benchmarks.mbs.tables.limited import STACK, Limit, is_memory_failure, make_limit
 from benchmarks.mbs.tables.plain import Row, train_undivided

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from anybatch import Loss
-from anybatch.apps.build import Parts, build, seeded
-from anybatch.apps.faults import TrainingError
-from anybatch.apps.metrics import Metric, make_metric
-from anybatch.apps.recipes import make_optimizer, make_schedule
-from anybatch.apps.settings import Settings
+from anybatch.cli.build import Parts, build, seeded
+from anybatch.cli.faults import TrainingError
+from anybatch.cli.metrics import Metric, make_metric
+from anybatch.cli.recipes import make_optimizer, make_schedule
+from anybatch.cli.settings import Settings
 
 Row = dict[str, Any]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -40,8 +40,8 @@ from typing import Annotated
 
 import typer
 
-from anybatch.apps.settings import Task
-from anybatch.units import parse_bytes
+from anybatch.cli.settings import Task
+from anybatch.core.units import parse_bytes
 from benchmarks.mbs.tables.curves import draw
 from benchmarks.mbs.tables.data import Prepared, prepare_images, prepare_masks
 from benchmarks.mbs.tables.jobs import (

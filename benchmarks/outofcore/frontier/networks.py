@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from anybatch.apps.models.resnet import Residual, resnet20
+from anybatch.cli.models.resnet import Residual, resnet20
 from benchmarks.mbs.models import Attention, TransformerLM
 from benchmarks.mbs.problem import Problem
 from benchmarks.outofcore.models import Dense, densenet121

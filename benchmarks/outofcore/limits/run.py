@@ -30,7 +30,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from anybatch.apps.allocator import glibc, settings_of
+from anybatch.cli.allocator import glibc, settings_of
 from benchmarks.environment import MALLOC, environment
 from benchmarks.outofcore.limits.cgroups import Group, group
 from benchmarks.outofcore.limits.problems import LARGE, SIZES

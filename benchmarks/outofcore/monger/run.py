@@ -22,11 +22,11 @@ from typing import Annotated, Any
 import typer
 from torch import nn
 
-from anybatch.apps.models.resnet import Residual, resnet
-from anybatch.links import Link
-from anybatch.outofcore.best import by_rule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
+from anybatch.cli.models.resnet import Residual, resnet
+from anybatch.core.links import Link
+from anybatch.offload.best import by_rule
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Trace
 from benchmarks.environment import environment
 from benchmarks.results import console, write
 from benchmarks.simulators.machine import Machine

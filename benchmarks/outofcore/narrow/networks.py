@@ -2,8 +2,8 @@
 
 from torch.nn import functional as F
 
-from anybatch.apps.models.resnet import resnet20
-from anybatch.apps.models.unet import UNet
+from anybatch.cli.models.resnet import resnet20
+from anybatch.cli.models.unet import UNet
 from benchmarks.agbn.lanes_memory.one import Net
 
 NETWORKS = {

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import anybatch
 from anybatch import BudgetError, Engine
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.agbn.lanes_memory.one import Net
 from benchmarks.environment import environment
 from benchmarks.modes import in_both_modes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.mbs.problem import Problem
 
 Around = AbstractContextManager[Any]

@@ -6,14 +6,14 @@ from typing import Any, Self
 
 import torch
 
-from anybatch.links import Link
-from anybatch.outofcore.again import choices, remade
-from anybatch.outofcore.course import Course, set_course
-from anybatch.outofcore.execute import Step as Hooks
-from anybatch.outofcore.mover import Mover
-from anybatch.outofcore.recording import Recording, Remake
-from anybatch.outofcore.watch import Watch
-from anybatch.stores import FileStore
+from anybatch.core.links import Link
+from anybatch.memory.stores import FileStore
+from anybatch.offload.again import choices, remade
+from anybatch.offload.course import Course, set_course
+from anybatch.offload.execute import Step as Hooks
+from anybatch.offload.mover import Mover
+from anybatch.offload.recording import Recording, Remake
+from anybatch.offload.watch import Watch
 from benchmarks.outofcore.offload.steps import LOTS, Step
 
 SLOW = Link(1.0, 1.0)

@@ -30,7 +30,7 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.apps.models.resnet import resnet
+from anybatch.cli.models.resnet import resnet
 from benchmarks.environment import environment
 from benchmarks.mbs.problem import Problem
 from benchmarks.mbs.speed.problems import STEPS

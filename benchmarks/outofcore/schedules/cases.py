@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from anybatch.apps.models.resnet import resnet
-from anybatch.apps.models.unet import UNet
-from anybatch.links import Link
-from anybatch.outofcore.trace import Trace
+from anybatch.cli.models.resnet import resnet
+from anybatch.cli.models.unet import UNet
+from anybatch.core.links import Link
+from anybatch.offload.trace import Trace
 from benchmarks.outofcore.models import DeepLabV3Plus, densenet121, pix2pixhd
 from benchmarks.simulators.machine import Machine
 from benchmarks.simulators.tracing import trace_step

@@ -7,13 +7,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from anybatch.errors import BudgetError
-from anybatch.outofcore.belady import belady
-from anybatch.outofcore.best import by_rule, plan
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.window import window
+from anybatch.core.errors import BudgetError
+from anybatch.offload.belady import belady
+from anybatch.offload.best import by_rule, plan
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Trace
+from anybatch.offload.window import window
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.schedules.parts import WORTH, in_parts
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from anybatch.errors import BudgetError
-from anybatch.outofcore.best import by_rule, fastest
-from anybatch.outofcore.schedule import Schedule
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.window import window
+from anybatch.core.errors import BudgetError
+from anybatch.offload.best import by_rule, fastest
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Trace
+from anybatch.offload.window import window
 from benchmarks.simulators.allocators import (
     MIB,
     Allocator,

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.outofcore.best import plan
-from anybatch.outofcore.trace import Trace
-from anybatch.outofcore.window import window
+from anybatch.offload.best import plan
+from anybatch.offload.trace import Trace
+from anybatch.offload.window import window
 from benchmarks.environment import environment
 from benchmarks.outofcore.schedules.cases import (
     BUDGET,

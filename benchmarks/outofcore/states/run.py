@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.apps.allocator import glibc, settings_of
+from anybatch.cli.allocator import glibc, settings_of
 from benchmarks.outofcore.states.trial import LAYER, STATES
 from benchmarks.results import console, write
 

@@ -13,8 +13,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from anybatch.links import Link
-from anybatch.stores import FileStore
+from anybatch.core.links import Link
+from anybatch.memory.stores import FileStore
 from benchmarks.simulators.machine import Machine
 
 ROUNDS = 5

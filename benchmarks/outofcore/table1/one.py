@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.apps.models.resnet import Residual
-from anybatch.memory_errors import out_of_memory
-from anybatch.meter import Meter
-from anybatch.units import show_bytes
+from anybatch.cli.models.resnet import Residual
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.units import show_bytes
+from anybatch.memory.meter import Meter
 from benchmarks.outofcore.table1.clocks import clocked
 from benchmarks.outofcore.table1.settings import AGAIN, CACHING, EXPANDABLE, SAVED, SETTINGS
 

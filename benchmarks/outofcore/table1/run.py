@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from anybatch.units import parse_bytes
+from anybatch.core.units import parse_bytes
 from benchmarks.environment import environment
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.table1.clocks import machine_of

@@ -19,8 +19,8 @@ from benchmarks.simulators.allocators import (
 from benchmarks.simulators.fragmentation import Event, events, footprint
 from tests.outofcore.traces import anything, network
 
-from anybatch.outofcore.belady import belady
-from anybatch.outofcore.schedule import Schedule, Stage
+from anybatch.offload.belady import belady
+from anybatch.offload.schedule import Schedule, Stage
 
 MAKE: dict[str, Callable[[], Allocator]] = {
     "first fit": lambda: Arena(best=False),

@@ -17,11 +17,11 @@ from benchmarks.simulators.rewrite import Rewriter, rewrite
 from benchmarks.simulators.sublinear import sublinear
 from tests.outofcore.traces import anything
 
-from anybatch.errors import BudgetError
-from anybatch.links import Link
-from anybatch.outofcore.best import plan
-from anybatch.outofcore.simulate import simulate
-from anybatch.outofcore.trace import Function, Trace, Variable
+from anybatch.core.errors import BudgetError
+from anybatch.core.links import Link
+from anybatch.offload.best import plan
+from anybatch.offload.simulate import simulate
+from anybatch.offload.trace import Function, Trace, Variable
 
 
 class Net:

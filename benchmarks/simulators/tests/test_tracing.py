@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from anybatch.meter import Meter
-from anybatch.outofcore.trace import Trace
+from anybatch.memory.meter import Meter
+from anybatch.offload.trace import Trace
 
 
 class Net(nn.Module):

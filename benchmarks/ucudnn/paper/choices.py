@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
-from anybatch._convolutions import Policy
 from anybatch.conv.chooser import certain, worthwhile
+from anybatch.conv.convolutions import Policy
 from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration
 from anybatch.conv.share import share

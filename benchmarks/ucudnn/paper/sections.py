@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from anybatch._convolutions import Policy
 from anybatch.conv.chooser import divided
+from anybatch.conv.convolutions import Policy
 from anybatch.conv.divide import Configuration
 from anybatch.conv.problem import Problem
 from benchmarks.ucudnn.paper.choices import (

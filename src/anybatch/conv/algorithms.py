@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch import accelerator
 from anybatch.conv.circles import Circle, tiled, whole
 from anybatch.conv.fourier import HALVES, Fourier
 from anybatch.conv.plans import PLANS, Planned, available
 from anybatch.conv.problem import Problem
+from anybatch.core import accelerator
 
 NATIVE = "native"
 """What is run where nothing else is chosen."""

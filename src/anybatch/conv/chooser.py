@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import accelerator
 from anybatch.conv.algorithms import NATIVE
 from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration, Part, front
@@ -30,9 +29,10 @@ from anybatch.conv.execute import run
 from anybatch.conv.intercept import Strides, untouched
 from anybatch.conv.network import Key, Network
 from anybatch.conv.problem import Problem
-from anybatch.memory_errors import out_of_memory
-from anybatch.meter import within_kernel
-from anybatch.units import show_bytes
+from anybatch.core import accelerator
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.units import show_bytes
+from anybatch.memory.meter import within_kernel
 
 GAIN = 0.9
 """A division must take no more than this share of what torch's kernel takes: in a network whatever

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple
 
-from anybatch._divisions import Division, Divisions
 from anybatch.conv.chooser import Chooser, Chosen, Convolutions
 from anybatch.conv.divide import Configuration, Part
 from anybatch.conv.intercept import inside, intercepted, stay
 from anybatch.conv.network import Key
 from anybatch.conv.problem import Problem
+from anybatch.core.divisions import Division, Divisions
 
 
 class Engaged:

@@ -29,8 +29,8 @@ from torch.library import Library, get_kernel
 
 from anybatch.conv.calls import BACKWARD, FORWARD, Place, problem_of, takes
 from anybatch.conv.problem import Kernel, Problem
-from anybatch.fakes import interrupted_between_functions
-from anybatch.meter import within_kernel
+from anybatch.memory.fakes import interrupted_between_functions
+from anybatch.memory.meter import within_kernel
 
 NAMES = (FORWARD, BACKWARD)
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from anybatch.accelerators import cudnn_stream
 from anybatch.conv.problem import Problem
+from anybatch.core.accelerators import cudnn_stream
 
 PLANS = 6
 """Plans of a kernel that are measured, the first ones by cuDNN's heuristics."""

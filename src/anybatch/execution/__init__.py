@@ -1,1 +1,10 @@
-"""One step: how it is run, and how it is undone."""
+"""One step: its gradient by one of the mechanisms, and the way back where it fails.
+
+This folder knows the batch, the loss, ranks and what leaves the device. It knows no planner: what
+is allowed is given to it. Lockstep has a folder of its own.
+
+Read `step` (what a step has), `undivided`, `stream` (micro-batches one after another), `gather`,
+`first_pass` and `second_pass` (a loss that couples samples), `gradients`, `retry` (out of memory),
+`look` (a few rows before a batch is split), the folders `proof` (whether samples meet) and `dice`
+(draws of the whole batch).
+"""

@@ -1,1 +1,6 @@
-"""anybatch inside other people's training loops; each needs its library, an optional extra."""
+"""anybatch inside the trainers of other libraries; each needs its library, an optional extra.
+
+Nothing else imports these libraries.
+
+Read `install`, then `transformers` or `lightning`.
+"""

@@ -25,11 +25,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch._plan import Plan
-from anybatch.engine import BatchNormMode, Engine, RngMode
+from anybatch.core.plan import Plan
+from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
+from anybatch.lockstep.adaptive import Adaptive
 from anybatch.loss.heard import OfModel
-from anybatch.norm.adaptive import Adaptive
 
 require("lightning", "lightning")
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from anybatch import tree
-from anybatch.accelerator import wide
-from anybatch.fakes import is_fake
+from anybatch.core import tree
+from anybatch.core.accelerator import wide
+from anybatch.core.meeting import looks_here
 from anybatch.integrations.lightning_step import Log
-from anybatch.meeting import looks_here
+from anybatch.memory.fakes import is_fake
 
 WAYS = ("forward", "update")
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-from anybatch import tree
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
-from anybatch.kept import names_of
+from anybatch.core import tree
+from anybatch.core.errors import LossError
+from anybatch.core.kept import names_of
 from anybatch.loss.heard import Heard, Overheard
 from anybatch.loss.hearing import rows_of
+from anybatch.memory.fakes import is_fake
 
 Step = Callable[..., Any]
 REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {

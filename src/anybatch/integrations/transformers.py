@@ -24,16 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch._plan import Plan
-from anybatch.engine import BatchNormMode, Engine, RngMode
+from anybatch.core.plan import Plan
+from anybatch.core.units import show_bytes
+from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
 from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, may_divide
 from anybatch.integrations.transformers_experts import evenly_over_all
 from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
 from anybatch.integrations.transformers_padding import OfTrimmed, Trimmed
 from anybatch.integrations.transformers_resume import History
-from anybatch.norm.adaptive import Adaptive
-from anybatch.units import show_bytes
+from anybatch.lockstep.adaptive import Adaptive
 
 require("transformers", "transformers", "accelerate")
 

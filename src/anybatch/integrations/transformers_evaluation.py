@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch import tree
-from anybatch.engine import Engine
-from anybatch.errors import AnybatchError, BudgetError
+from anybatch.core import tree
+from anybatch.core.errors import AnybatchError, BudgetError
+from anybatch.distributed.everyone import Layout
+from anybatch.engine.engine import Engine
+from anybatch.execution.look import layout_of
 from anybatch.integrations.transformers_padding import Trimmed
-from anybatch.look import layout_of
 from anybatch.loss.heard import WEIGHTS, OfModel
-from anybatch.ranks.everyone import Layout
 
 Outcome = tuple[Any, Any, Any]
 """Loss, outputs and labels, as ``Trainer.prediction_step`` returns them."""

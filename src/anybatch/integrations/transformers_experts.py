@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch._coupled import coupled
+from anybatch.lockstep.coupled import coupled
 
 NAME = "load_balancing_loss_func"
 """What the function is called wherever it is."""

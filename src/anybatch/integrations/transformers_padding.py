@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch import tree
-from anybatch._check import permuted
-from anybatch.batch import TensorBatch
-from anybatch.errors import NotExactError
-from anybatch.fakes import is_fake
+from anybatch.core import tree
+from anybatch.core.batch import TensorBatch
+from anybatch.core.errors import NotExactError
+from anybatch.core.meeting import looks_here
 from anybatch.loss.heard import Heard, OfModel, Overheard, first_loss
-from anybatch.meeting import looks_here
+from anybatch.memory.fakes import is_fake
+from anybatch.tools.check import permuted
 
 Inputs = dict[str, Any]
 FIRST = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch._plan import Plan
-from anybatch.engine import Engine
+from anybatch.core.plan import Plan
+from anybatch.engine.engine import Engine
 
 NAME = "anybatch_plan.json"
 Shape = tuple[list[int], str]

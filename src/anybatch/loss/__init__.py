@@ -1,1 +1,9 @@
-"""A loss as numerator over denominator: declared, known from torch, or watched once."""
+"""A loss as numerator over denominator: declared, known from torch, or traced once.
+
+This folder knows functions of tensors, and models as far as they compute a loss inside. It knows no
+step, no micro-batch of another rank and no plan.
+
+Read `declared` (`Loss` and its forms), `known` (what torch's losses divide by), `watch` (a loss
+function traced from outside), `hearing` and `heard` (the same inside a model), `model_loss` (a
+model that returns its loss), `contrastive` and `tiles` (every sample against all others).
+"""

@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anybatch import tree
-from anybatch.batch import MicroBatch
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
-from anybatch.functions import keywords
+from anybatch.core import tree
+from anybatch.core.batch import MicroBatch
+from anybatch.core.errors import LossError
+from anybatch.core.functions import keywords
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState
 from anybatch.loss.watched import silent
+from anybatch.memory.fakes import is_fake
 
 T = TypeVar("T")
 

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import graph
-from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
+from anybatch.core import graph
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.errors import LossError
+from anybatch.core.meeting import ForwardOf, in_a_meeting
 from anybatch.loss.nothing import nothing
 from anybatch.loss.terms import Term
-from anybatch.meeting import ForwardOf, in_a_meeting
+from anybatch.memory.fakes import is_fake
 
 Number = float | int | Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from anybatch import tree
+from anybatch.core import tree
 
 ASKS = (
     "len getitem setitem delitem iter next reversed contains bool int float index complex hash "

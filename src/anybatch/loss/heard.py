@@ -24,19 +24,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from anybatch import accelerator, tree
-from anybatch.batch import MicroBatch, TensorBatch
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
-from anybatch.graph import name_of
+from anybatch.core import accelerator, tree
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.errors import LossError
+from anybatch.core.graph import name_of
+from anybatch.core.meeting import looks_here
+from anybatch.core.norm.alone import AloneNorms
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import Hearing
 from anybatch.loss.model_terms import HeardTerm, SumBySamples, TermOfAll
 from anybatch.loss.quiet import Quiet
 from anybatch.loss.tally import Tally, agree, rounding, same
-from anybatch.meeting import looks_here
-from anybatch.norm.alone import AloneNorms
+from anybatch.memory.fakes import is_fake
 
 Weighted = list[tuple[float, HeardTerm]]
 Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from anybatch import tree
-from anybatch.functions import keywords
+from anybatch.core import tree
+from anybatch.core.functions import keywords
 from anybatch.loss import known
 from anybatch.loss.model_terms import Constant, HeardTerm, Record, TermOfAll, Weighed
 from anybatch.loss.replay import Recipes, name_of, touches

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybatch.fakes import is_fake
-from anybatch.kept import MANY, fill
-from anybatch.modules import is_spread
-from anybatch.paged import paged
-from anybatch.rng import Dice
-from anybatch.undo import same_values
+from anybatch.core.kept import MANY, fill
+from anybatch.core.modules import is_spread
+from anybatch.core.rng import Dice
+from anybatch.core.undo import same_values
+from anybatch.memory.fakes import is_fake
+from anybatch.memory.paged import paged
 
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
 

@@ -19,14 +19,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.accelerator import of
-from anybatch.batch import MicroBatch
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
+from anybatch.core.accelerator import of
+from anybatch.core.batch import MicroBatch
+from anybatch.core.errors import LossError
 from anybatch.loss.declared import Inside, Loss, Number, Part, Scope, Total, loss_among
 from anybatch.loss.heard import Heard, OfModel, Tracer
 from anybatch.loss.model_terms import TermOfAll
 from anybatch.loss.tally import same
+from anybatch.memory.fakes import is_fake
 
 WAY_OUT = (
     "declare Loss.inside(count=...) if it is a mean, or mark the part in which samples meet with "

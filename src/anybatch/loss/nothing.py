@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import graph
+from anybatch.core import graph
 
 
 def nothing(loss: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from anybatch.batch import TensorBatch
-from anybatch.functions import keywords
-from anybatch.modules import call_model
+from anybatch.core.batch import TensorBatch
+from anybatch.core.functions import keywords
+from anybatch.core.modules import call_model
 
 
 class Partners(TorchFunctionMode):

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import tree
-from anybatch.batch import MicroBatch
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
-from anybatch.meeting import as_it_is
-from anybatch.memory_errors import out_of_memory
-from anybatch.rng import Dice
-from anybatch.undo import same_values
+from anybatch.core import tree
+from anybatch.core.batch import MicroBatch
+from anybatch.core.errors import LossError
+from anybatch.core.meeting import as_it_is
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.rng import Dice
+from anybatch.core.undo import same_values
+from anybatch.memory.fakes import is_fake
 
 ROUNDING = 1000
 """Units in the last place by which two calls may differ."""

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import tree
+from anybatch.core import tree
+from anybatch.core.modules import storage_of
 from anybatch.loss import rows
-from anybatch.modules import storage_of
 
 PURE = (
     rows.ELEMENTWISE

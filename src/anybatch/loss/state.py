@@ -46,8 +46,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.fakes import is_fake
-from anybatch.kept import HOOKS, MANY
+from anybatch.core.kept import HOOKS, MANY
+from anybatch.core.modules import Modules, walk
 from anybatch.loss.holders import (
     ATOMS,
     SMALL,
@@ -61,7 +61,7 @@ from anybatch.loss.holders import (
     TensorPlace,
 )
 from anybatch.loss.writes import Writes
-from anybatch.modules import Modules, walk
+from anybatch.memory.fakes import is_fake
 
 CONTAINERS = (dict, list, set, deque)
 ARRAYS = (array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from anybatch.accelerator import of
-from anybatch.batch import MicroBatch
-from anybatch.errors import LossError
-from anybatch.fakes import is_fake
+from anybatch.core.accelerator import of
+from anybatch.core.batch import MicroBatch
+from anybatch.core.errors import LossError
+from anybatch.memory.fakes import is_fake
 
 Count = float | int | Tensor
 

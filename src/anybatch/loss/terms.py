@@ -15,9 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from anybatch.fakes import is_fake
-from anybatch.functions import keywords
+from anybatch.core.functions import keywords
 from anybatch.loss import known
+from anybatch.memory.fakes import is_fake
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anybatch.accelerator import of
-from anybatch.fakes import is_fake
+from anybatch.core.accelerator import of
+from anybatch.memory.fakes import is_fake
 
 SIDE, SIDE_THERE = 512, 4096
 """Rows and columns of a tile at most, on the host and on an accelerator."""

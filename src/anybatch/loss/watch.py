@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from anybatch import tree
-from anybatch.functions import keywords
+from anybatch.core import tree
+from anybatch.core.functions import keywords
 from anybatch.loss import known, rows
 from anybatch.loss.sums import Sum, arithmetic
 from anybatch.loss.terms import Term

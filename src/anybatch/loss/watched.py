@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from anybatch import tree
-from anybatch.batch import MicroBatch, TensorBatch
+from anybatch.core import tree
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.memory_errors import out_of_memory
 from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.entries import Asked, holds, unread
 from anybatch.loss.terms import Numerators, Term
 from anybatch.loss.watch import Watch, same_calls
-from anybatch.memory_errors import out_of_memory
 
 Weighted = list[tuple[float, Term]]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.apps.settings import Settings
-from anybatch.apps.train import train
+from anybatch.cli.settings import Settings
+from anybatch.cli.train import train
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,15 @@ from typing import Any
 from tests.apps.test_timeline import ordered, timed
 
 from anybatch import Plan
-from anybatch._divisions import Division, Divisions
-from anybatch._memory import Candidate, Memory
-from anybatch._pace import Pace
-from anybatch._plan import Away
-from anybatch._scale import Scale, ScaleRow
-from anybatch.apps.report.envelope import Envelope
-from anybatch.apps.report.history import History
-from anybatch.apps.report.known import Known
-from anybatch.proof.evidence import Evidence
+from anybatch.cli.report.envelope import Envelope
+from anybatch.cli.report.history import History
+from anybatch.cli.report.known import Known
+from anybatch.core.divisions import Division, Divisions
+from anybatch.core.evidence import Evidence
+from anybatch.core.memory import Candidate, Memory
+from anybatch.core.pace import Pace
+from anybatch.core.plan import Away
+from anybatch.core.scale import Scale, ScaleRow
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "line"}
 MIB = 1 << 20

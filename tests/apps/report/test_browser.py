@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from tests.apps.report.pages import away, in_order, known_of, log_of, plan_of
 
-from anybatch.apps.report.history import History
-from anybatch.apps.report.page import page_of
+from anybatch.cli.report.history import History
+from anybatch.cli.report.page import page_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)

@@ -13,8 +13,8 @@ from tests.apps.report.pages import Node, read
 from tests.apps.test_timeline import ordered, timed
 
 from anybatch import StepTimeline
-from anybatch.apps.report.drawing import Line, Titled, draw_envelope, draw_lines
-from anybatch.apps.report.envelope import Envelope
+from anybatch.cli.report.drawing import Line, Titled, draw_envelope, draw_lines
+from anybatch.cli.report.envelope import Envelope
 
 TITLED = Titled("name", "a title", "a description")
 EXACT = 0.011

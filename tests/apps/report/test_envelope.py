@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests.apps.test_timeline import ordered, timed
 
 from anybatch import StepTimeline
-from anybatch.apps.picture import STYLES
-from anybatch.apps.report.envelope import Envelope
-from anybatch.apps.report.svg import BANDS, HATCHES
+from anybatch.cli.picture import STYLES
+from anybatch.cli.report.envelope import Envelope
+from anybatch.cli.report.svg import BANDS, HATCHES
 
 STEPS = {"order": ordered(40), "one event": ordered(1), "times": timed(), "tight": timed(36)}
 

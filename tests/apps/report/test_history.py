@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.apps.report.pages import log_of
 
-from anybatch.apps.report.history import History, bins, quartiles, spans, thinned
+from anybatch.cli.report.history import History, bins, quartiles, spans, thinned
 
 FLOATS = st.floats(-1e6, 1e6)
 

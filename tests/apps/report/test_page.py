@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.apps.report.pages import Node, away, in_order, known_of, log_of, plan_of, read
 
-from anybatch._memory import verdicts
-from anybatch.apps.report import drawing
-from anybatch.apps.report.history import History, Spent, Step
-from anybatch.apps.report.known import Known
-from anybatch.apps.report.overhead import Overhead
-from anybatch.apps.report.page import page_of, parts_of
-from anybatch.apps.report.svg import ROLES
-from anybatch.apps.report.words import number, percent, seconds
-from anybatch.units import show_bytes
+from anybatch.cli.report import drawing
+from anybatch.cli.report.history import History, Spent, Step
+from anybatch.cli.report.known import Known
+from anybatch.cli.report.overhead import Overhead
+from anybatch.cli.report.page import page_of, parts_of
+from anybatch.cli.report.svg import ROLES
+from anybatch.cli.report.words import number, percent, seconds
+from anybatch.core.memory import verdicts
+from anybatch.core.units import show_bytes
 
 PAGES = {
     "whole run": known_of(),

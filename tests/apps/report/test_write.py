@@ -15,16 +15,16 @@ from tests.apps.test_run_folder import largest_file
 from typer.testing import Result
 
 from anybatch import Plan
-from anybatch.apps.faults import RunFolderError, SettingsError
-from anybatch.apps.report import saved
-from anybatch.apps.report.envelope import Envelope
-from anybatch.apps.report.page import page_of
-from anybatch.apps.report.words import number
-from anybatch.apps.report.write import write_page
-from anybatch.apps.run_folder import RunFolder
-from anybatch.apps.settings import Settings
-from anybatch.apps.summary import Interrupted
-from anybatch.apps.train import resume, train
+from anybatch.cli.faults import RunFolderError, SettingsError
+from anybatch.cli.report import saved
+from anybatch.cli.report.envelope import Envelope
+from anybatch.cli.report.page import page_of
+from anybatch.cli.report.words import number
+from anybatch.cli.report.write import write_page
+from anybatch.cli.run_folder import RunFolder
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Interrupted
+from anybatch.cli.train import resume, train
 
 Command = Callable[..., Result]
 QUICK = Settings(model="cnn:4", batch_size=512, micro_batch=512, epochs=2, threads=1)
@@ -195,7 +195,7 @@ def test_a_page_that_fails_does_not_lose_the_run(
     def broken(*_: object) -> str:
         raise ZeroDivisionError("no page today.")
 
-    monkeypatch.setattr("anybatch.apps.run_folder.page_of", broken)
+    monkeypatch.setattr("anybatch.cli.run_folder.page_of", broken)
     summary = train(Settings(**{**vars(QUICK), "out": tmp_path / "run"}))
     said = f"not written: no page today; anybatch report {tmp_path / 'run'} writes it"
     assert summary.report == said

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 GROUPS, EACH = 20, 40
 ROUNDING = 1e-9

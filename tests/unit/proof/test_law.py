@@ -10,7 +10,7 @@ from tests.unit.proof.nets import Body, Net, batch, is_shown
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.proof.law import Called, breaks, called
+from anybatch.execution.proof.law import Called, breaks, called
 
 
 def written(h: Tensor) -> Tensor:

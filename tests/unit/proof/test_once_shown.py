@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from anybatch import AnybatchError, Engine
-from anybatch.exactness import error_of
+from anybatch.tools.exactness import error_of
 
 FEATURES, WIDTH, CLASSES = 6, 5, 3
 BOUND = 1e-12

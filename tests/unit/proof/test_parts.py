@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
-from anybatch.proof.masks import Masks, total
+from anybatch.execution.proof.masks import Masks, total
 
 Write = Callable[[Tensor, Tensor], None]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, NotExactError
-from anybatch.proof.sizes import FREE, LARGER, ComparedSizes
+from anybatch.execution.proof.sizes import FREE, LARGER, ComparedSizes
 
 
 class Ghosts(nn.Module):

@@ -1,0 +1,171 @@
+"""`anybatch bench --convolutions`: measure a model's convolutions before anybody waits.
+
+What is measured goes to a file that every later process looks into, and that may be copied to other
+machines like this one.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from anybatch.cli.build import seeded
+from anybatch.cli.explain import first_batch
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.kernels import (
+    ROWS,
+    at_size,
+    console_of,
+    kernels_of,
+    refuse_without_rows,
+    rows_of,
+    summary_of,
+    table_of,
+)
+from anybatch.cli.options import (
+    BatchSizeOption,
+    BenchOption,
+    CacheOption,
+    CropOption,
+    DataOption,
+    DeviceOption,
+    LossOption,
+    MallocOption,
+    MicroBatchOption,
+    ModelOption,
+    NormOption,
+    PolicyOption,
+    ProcessesOption,
+    RecipeOption,
+    SecondsOption,
+    SeedOption,
+    SizeOption,
+    SkipOption,
+    TaskOption,
+    ThreadsOption,
+    WorkspaceOption,
+)
+from anybatch.cli.outcome import INTERRUPTED, ending
+from anybatch.cli.process import allocate
+from anybatch.cli.settings import Settings, parse_image_size
+from anybatch.cli.team import Team
+from anybatch.conv.convolutions import WORKSPACE, cache_file
+from anybatch.conv.costs import Costs
+from anybatch.conv.divide import Part
+from anybatch.conv.network import Key
+from anybatch.conv.warm import Warming, warm
+from anybatch.core.units import parse_bytes
+
+
+def bench(
+    context: typer.Context,
+    *,
+    convolutions: BenchOption = False,
+    data: DataOption = "digits",
+    task: TaskOption = None,
+    model: ModelOption = None,
+    batch_size: BatchSizeOption = 1024,
+    micro_batch: MicroBatchOption = None,
+    workspace: WorkspaceOption = WORKSPACE,
+    policy: PolicyOption = "powerOfTwo",
+    cache: CacheOption = None,
+    seconds: SecondsOption = 600.0,
+    processes: ProcessesOption = 1,
+    recipe: RecipeOption = None,
+    loss: LossOption = None,
+    norm: NormOption = "group",
+    image_size: SizeOption = None,
+    crop: CropOption = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    malloc: MallocOption = "auto",
+    skip_corrupt: SkipOption = False,
+) -> None:
+    """Measure what a model needs to know of this machine, and keep it for later processes.
+
+    With --convolutions: every convolution of the model on --micro-batch samples, forward and
+    backward, by all algorithms that --workspace allows. Ctrl-C keeps what was measured so far.
+    """
+    team = Team.here()
+    with ending(team):
+        team.refuse("bench")
+        _refuse(convolutions=convolutions, seconds=seconds, processes=processes)
+        console, errors = console_of(), Console(stderr=True)
+        allocated = allocate(context, malloc, device, budgeted=False)
+        errors.print(allocated, highlight=False, soft_wrap=True)
+        settings = Settings(
+            data=data,
+            task=task,
+            model=model,
+            batch_size=batch_size,
+            micro_batch=micro_batch or batch_size,
+            workspace=workspace,
+            recipe=recipe,
+            loss=loss,
+            norm=norm,
+            image_size=None if image_size is None else parse_image_size(image_size),
+            crop=crop,
+            seed=seed,
+            threads=threads,
+            device=device,
+            skip_corrupt=skip_corrupt,
+        )
+        with seeded(seed, threads):
+            parts, batch = first_batch(settings)
+            refuse_without_rows(batch.inputs)
+            hearing = kernels_of(parts.model, batch.inputs)
+            heard = min(ROWS, len(batch.inputs))
+            keys = at_size(hearing, heard, min(micro_batch or batch_size, batch_size))
+            path = cache_file(True if cache is None else cache)
+            assert path is not None
+            costs = Costs(path)  # refuses a file that cannot be written, before all else
+            limit = parse_bytes(workspace or WORKSPACE, "workspace")
+            how = Warming(path, policy, limit, seconds, processes)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = _measured(keys, how, errors)
+                rows = rows_of({key: found[key] for key in keys}, hearing, costs, limit)
+        console.print(table_of(rows))
+        console.print(summary_of(rows), highlight=False, soft_wrap=True)
+        told = [str(one.message) for one in caught] or [f"Measurements are kept in {path}"]
+        console.print(f"{told[0]}.", highlight=False, markup=False, soft_wrap=True)
+
+
+def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[Part]]:
+    """Measure kernels, and move a bar."""
+    columns = (
+        TextColumn("measuring convolutions"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
+    found = {}
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("", total=len(keys), last="")
+        try:
+            for key, parts in warm(keys, how):
+                found[key] = parts
+                bar.update(task, advance=1, last=str(key[0]))
+        except KeyboardInterrupt:
+            bar.stop()
+            done = f"{len(found)} of {len(keys)} kernels were measured"
+            text = f"interrupted: {done}, and are kept in {how.path}"
+            errors.print(text, highlight=False, markup=False, soft_wrap=True)
+            raise typer.Exit(INTERRUPTED) from None
+    return found
+
+
+def _refuse(*, convolutions: bool, seconds: float, processes: int) -> None:
+    if not convolutions:
+        raise SettingsError(
+            "bench must be told what to measure; nothing was named. Add --convolutions."
+        )
+    if seconds <= 0 or processes < 1:
+        raise SettingsError(
+            f"seconds must be above 0 and processes at least 1; got {seconds:g} and {processes}."
+        )

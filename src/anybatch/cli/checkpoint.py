@@ -1,0 +1,215 @@
+"""What a checkpoint holds, so that a run goes on from it as if nothing had happened, bit for bit.
+
+The usual model, optimizer and schedule are not enough: after a restart dropout draws from the
+beginning again, an epoch starts over, its mean loss counts half of it. So a checkpoint also holds
+
+    dice     the states of torch's, Python's and numpy's generators
+    part     how far the present epoch is: mini-batches done, and the sums its figures are made of
+
+The order of the images and what is drawn for each is a function of seed and epoch (`views`), so
+mini-batches that are done are skipped without being read.
+
+A checkpoint may be asked for at any time, but is only right between two steps. `WholeStep` makes
+every time such a time: a step that does not come to its end leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch.cli.faults import RunFolderError
+from anybatch.cli.interrupts import unbroken
+from anybatch.cli.metrics import Metric
+from anybatch.core import accelerator
+from anybatch.core.rng import Dice
+
+FORMAT = 2  # raised when what a checkpoint holds changes its meaning
+
+State = dict[str, Any]  # tensors, numbers, texts, and lists and dicts of them
+
+
+@dataclass
+class Part:
+    """The training half of an epoch, as far as it is done.
+
+    `batches` counts mini-batches of the loader; `loss` is the sum over `images`.
+    """
+
+    metric: Metric
+    batches: int = 0
+    images: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Return what the line of an epoch says of it."""
+        return {
+            "metric": self.metric.name,
+            "train_loss": self.loss / self.images,
+            f"train_{self.metric.name}": self.metric.value(),
+            "seconds": self.seconds,
+            "images_per_second": self.images / max(self.seconds, 1e-9),
+        }
+
+    def state(self) -> State:
+        """Return it as plain data."""
+        numbers = {name: value for name, value in vars(self).items() if name != "metric"}
+        return {**numbers, "counts": self.metric.counts()}
+
+    def put_back(self, state: State) -> None:
+        """Go on from what `state` returned."""
+        self.metric.go_on_from(tuple(state["counts"]))
+        for name in ("batches", "images", "loss", "seconds"):
+            setattr(self, name, state[name])
+
+
+@dataclass
+class Counts:
+    """What a run has come to: whole epochs, steps, images, seconds; and how often it was resumed.
+
+    `seconds` are those of the parts before this one, `train_seconds` those of all whole epochs.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    images: int = 0
+    resumed: int = 0
+    seconds: float = 0.0
+    train_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What moves when a model is trained."""
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    schedule: LRScheduler
+
+    def state(self, *, copies: bool) -> State:
+        """Return the states of all three, under their names.
+
+        With `copies` parameters are copied, one after another: where they leave memory when no
+        kernel reads them, whoever writes one itself to a file would keep it there for good.
+        """
+        found = {name: part.state_dict() for name, part in vars(self).items()}
+        if copies:
+            model = found["model"]  # which also says the versions of its modules
+            for name, value in model.items():
+                model[name] = value.clone() if isinstance(value, Tensor) else value
+        return found
+
+    def put_back(self, state: State) -> None:
+        """Put all three back.
+
+        Raises:
+            RunFolderError: when the states are those of another model or optimizer.
+        """
+        try:
+            for name, part in vars(self).items():
+                part.load_state_dict(state[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split()).rstrip(". ")
+            raise RunFolderError(
+                f"the checkpoint must be of the run's model and optimizer; {reason}. Give the "
+                "model the code that it had, or start a new run."
+            ) from error
+
+
+def checked(state: State) -> State:
+    """Return a checkpoint that holds what is needed to go on.
+
+    Raises:
+        RunFolderError: when it was written by another version of the command.
+    """
+    if state.get("format") != FORMAT:
+        raise RunFolderError(
+            f"the checkpoint must be of format {FORMAT} to be resumed; it is of format "
+            f"{state.get('format', 0)}, of another version of anybatch. Use that version, or start "
+            "again with --overwrite."
+        )
+    return state
+
+
+def dice() -> State:
+    """Return the states of every generator that a model or a loss may draw from."""
+    now = Dice.now()
+    kind, keys, position, has_normal, normal = now.numpy
+    words = torch.from_numpy(np.asarray(keys, np.int64))
+    return {
+        "torch": now.cpu,
+        "devices": list(now.devices),
+        "python": now.python,
+        "numpy": (str(kind), words, int(position), int(has_normal), float(normal)),
+    }
+
+
+def put_dice_back(state: State) -> None:
+    """Put back what `dice` returned; the accelerators' only where there are as many of them."""
+    states = [(name, found) for name, found in state["devices"]]
+    number = Counter(accelerator.of(name).type for name, _ in states)
+    version, words, normal = state["python"]
+    kind, keys, *rest = state["numpy"]
+    Dice(
+        cpu=state["torch"],
+        devices=tuple(one for one in states if _as_many(one[0], number)),
+        python=(version, tuple(words), normal),
+        numpy=(kind, keys.numpy().astype(np.uint32), *rest),
+    ).put_back()
+
+
+def _as_many(name: str, number: Counter[str]) -> bool:
+    there = accelerator.of(name)
+    return number[there.type] == there.count
+
+
+class WholeStep:
+    """A step that either is `done` or has not happened: a context manager.
+
+    When the block ends in an error or an interrupt before `done` was called, the dice, the model's
+    buffers and the counts of the metric are put back to where it began. Parameters need no copy:
+    the optimizer moves them at the end, where no interrupt comes through. Those of the buffers are
+    on the host, not among the bytes of the device.
+    """
+
+    def __init__(self, model: nn.Module, metric: Metric | None = None) -> None:
+        self.model, self.metric = model, metric
+        self._done = False
+
+    def __enter__(self) -> WholeStep:
+        self._dice = Dice.now()
+        self._buffers = {n: b.to("cpu", copy=True) for n, b in self.model.named_buffers()}
+        self._counts = dict(vars(self.metric)) if self.metric is not None else {}
+        return self
+
+    def done(self) -> None:
+        """From here on there is no way back."""
+        self._done = True
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None or self._done:
+            return
+        with unbroken(), torch.no_grad():
+            self._dice.put_back()
+            if self.metric is not None:
+                vars(self.metric).update(self._counts)
+            for name, buffer in self.model.named_buffers():
+                self._put_back(name, buffer)
+
+    def _put_back(self, name: str, buffer: Tensor) -> None:
+        before = self._buffers.get(name)
+        if before is not None and before.shape == buffer.shape:
+            buffer.copy_(before)

@@ -1,0 +1,233 @@
+"""Open a data set: find out what it is, split it, and learn what a model needs to know of it.
+
+The number of channels and classes, the size of the images, and the mean and deviation of the
+pixels come from the data itself: from the headers, and from a sample of the training images that
+is the same every time. What was decided without being asked for is said in `Data.notes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from anybatch.cli import folders
+from anybatch.cli.faults import DataError
+from anybatch.cli.images import Header, Size, Unreadable, read_header, unit_range
+from anybatch.cli.settings import Settings, Task
+from anybatch.cli.sources import Arrays, ClassFiles, MaskFiles, Source, digits
+
+T = TypeVar("T")
+
+SAMPLE = 256  # training images that are read for their mean and deviation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A data set ready to be read.
+
+    `num_classes` is what a model's last layer needs: 1 for a mask. `size` is (height, width) of
+    every image before cropping. `mean` and `std` are of pixels between 0 and 1, by channel.
+    """
+
+    task: Task
+    train: Source
+    test: Source
+    num_classes: int
+    in_channels: int
+    size: Size
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    notes: tuple[str, ...]
+
+
+def open_data(settings: Settings, image_size: Size | None = None) -> Data:
+    """Return the data set `settings.data` names, split into training and test.
+
+    `image_size` (height, width) resizes every image; with None all must have one size.
+
+    Raises:
+        DataError: when there is no usable data; every fault found is named.
+        MissingExtraError: when the digits are asked for and scikit-learn is not installed.
+    """
+    if settings.data == "digits":
+        return _open_digits(settings, image_size)
+    folder = Path(settings.data)
+    train_folder, test_folder = folders.split_folders(folder)
+    both = folders.looks_like_segmentation(folder)
+    task: Task = settings.task or ("segmentation" if both else "classification")
+    if task == "classification" and both:
+        raise DataError(
+            f"{folder} holds images and masks ('image', 'label'): use --task segmentation."
+        )
+    if task == "segmentation":
+        return _open_pairs(settings, train_folder, test_folder, image_size)
+    return _open_classes(settings, train_folder, test_folder, image_size)
+
+
+def _open_digits(settings: Settings, image_size: Size | None) -> Data:
+    if settings.task == "segmentation":
+        raise DataError("the digits have no masks: use --task classification, or another --data.")
+    if image_size is not None:
+        raise DataError("the digits are 8x8 pixels and are not resized: leave --image-size out.")
+    found = digits()
+    train, test = folders.hold_out(range(len(found)), found.classes.tolist())
+    sources = [Arrays(found.pixels[rows], found.classes[rows]) for rows in (train, test)]
+    mean, std = _statistics(sources[0], skip_corrupt=False)
+    return Data(
+        task="classification",
+        train=sources[0],
+        test=sources[1],
+        num_classes=10,
+        in_channels=1,
+        size=(8, 8),
+        mean=mean,
+        std=std,
+        notes=(),
+    )
+
+
+def _open_classes(
+    settings: Settings, train_folder: Path, test_folder: Path | None, image_size: Size | None
+) -> Data:
+    classes = folders.list_classes(train_folder)
+    train = folders.list_labelled(train_folder, classes)
+    if test_folder is None:
+        train, test = folders.hold_out(train, [number for _, number in train])
+    else:
+        test = folders.list_labelled(test_folder, classes)
+    files = [path for path, _ in (*train, *test)]
+    channels, size = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
+    reads = image_size
+    sources = [
+        ClassFiles(tuple(p for p, _ in part), tuple(c for _, c in part), channels, reads)
+        for part in (train, test)
+    ]
+    mean, std = _statistics(sources[0], skip_corrupt=settings.skip_corrupt)
+    return Data(
+        task="classification",
+        train=sources[0],
+        test=sources[1],
+        num_classes=len(classes),
+        in_channels=channels,
+        size=size,
+        mean=mean,
+        std=std,
+        notes=_notes(len(train), len(test), test_folder),
+    )
+
+
+def _open_pairs(
+    settings: Settings, train_folder: Path, test_folder: Path | None, image_size: Size | None
+) -> Data:
+    train = folders.list_pairs(train_folder)
+    if test_folder is None:
+        train, test = folders.hold_out(train, [0] * len(train))
+    else:
+        test = folders.list_pairs(test_folder)
+    files = [image for image, _ in (*train, *test)]
+    channels, size = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
+    sources = [MaskFiles(tuple(part), channels, image_size) for part in (train, test)]
+    mean, std = _statistics(sources[0], skip_corrupt=settings.skip_corrupt)
+    return Data(
+        task="segmentation",
+        train=sources[0],
+        test=sources[1],
+        num_classes=1,
+        in_channels=channels,
+        size=size,
+        mean=mean,
+        std=std,
+        notes=_notes(len(train), len(test), test_folder),
+    )
+
+
+def _notes(train: int, test: int, test_folder: Path | None) -> tuple[str, ...]:
+    if test_folder is not None:
+        return ()
+    return (f"no test folder: {test} of {train + test} samples are held out for the test",)
+
+
+def _shape(
+    files: Sequence[Path], image_size: Size | None, *, skip_corrupt: bool
+) -> tuple[int, Size]:
+    """Return (channels, size of all images): without `image_size` every header is looked at."""
+    looked = files if image_size is None else _spread(files, SAMPLE)
+    headers = [(path, read_header(path)) for path in looked]
+    broken = [found for _, found in headers if isinstance(found, Unreadable)]
+    good = [(path, found) for path, found in headers if isinstance(found, Header)]
+    if broken and not skip_corrupt:
+        raise corrupt(broken)
+    if not good:
+        raise DataError(f"none of {len(looked)} images can be read: {_named(broken)}.")
+    channels = 1 if all(found.grey for _, found in good) else 3
+    if image_size is not None:
+        return channels, image_size
+    first, header = good[0]
+    other = next(((path, found) for path, found in good if found.size != header.size), None)
+    if other is not None:
+        sizes = [f"{path} is {_text(found.size)}" for path, found in ((first, header), other)]
+        raise DataError(
+            f"all images must have one size: {', '.join(sizes)}. "
+            "Give --image-size to have them resized."
+        )
+    return channels, header.size
+
+
+def _statistics(
+    source: Source, *, skip_corrupt: bool
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and deviation of each channel over a spread sample of `source`."""
+    broken: list[Unreadable] = []
+    total = squares = np.zeros(1)
+    pixels = foreground = 0
+    masks = False
+    for index in _spread(range(len(source)), SAMPLE):
+        sample = source.read(index)
+        if isinstance(sample, Unreadable):
+            broken.append(sample)
+            continue
+        image = unit_range(sample[0]).astype(np.float64)
+        total = total + image.sum(axis=(1, 2))
+        squares = squares + (image**2).sum(axis=(1, 2))
+        pixels += image[0].size
+        masks = not isinstance(sample[1], int)
+        foreground += int(np.sum(sample[1]))
+    if broken and not skip_corrupt:
+        raise corrupt(broken)
+    if not pixels:
+        raise DataError(f"no training image can be read: {_named(broken)}.")
+    if masks and not foreground:
+        raise DataError(
+            "no mask has a foreground pixel: masks must be 0 for background and 255 for foreground."
+        )
+    mean = total / pixels
+    std = np.sqrt(np.maximum(squares / pixels - mean**2, 0))
+    std[std < 1e-6] = 1.0  # a constant channel stays zero
+    return tuple(mean.tolist()), tuple(std.tolist())
+
+
+def corrupt(broken: Sequence[Unreadable]) -> DataError:
+    """Return the error that names files that cannot be read, and what to do."""
+    count = f"{len(broken)} file{'s' if len(broken) > 1 else ''}"
+    return DataError(
+        f"{count} cannot be read: {_named(broken)}. "
+        "Repair or remove them, or use --skip-corrupt to train without them."
+    )
+
+
+def _named(broken: Sequence[Unreadable]) -> str:
+    return folders.shorten([f"{found.path} ({found.reason})" for found in broken])
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """Return up to `most` items at equal distances."""
+    rows = np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)
+    return [items[row] for row in rows]
+
+
+def _text(size: Size) -> str:
+    return f"{size[1]}x{size[0]}"

@@ -1,0 +1,68 @@
+"""Which device a run is on: the one that was named, if torch can use it here."""
+
+from __future__ import annotations
+
+import torch
+
+from anybatch.cli.faults import SettingsError
+from anybatch.core.absent import AbsentDevice, absent, parse_device
+from anybatch.core.accelerators import default_device
+
+
+def find_device(name: str | None) -> torch.device:
+    """Return the device called `name`; None is CUDA where there is one, else the CPU.
+
+    Where a run is planned for a device that is not there, it is the host.
+
+    Raises:
+        SettingsError: when there is no such device here.
+    """
+    if absent() is not None:
+        return torch.device("cpu")
+    if absent_device(name) is not None:
+        raise SettingsError(
+            f"device must be one that torch can use here; got {name}, the size of one that is not "
+            "there. Only anybatch plan has use for that."
+        )
+    if name is None:
+        return default_device()
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(
+            f"device must be one that torch can use here; got {name!r} ({_first_line(error)}). "
+            "Leave --device out to have it chosen."
+        ) from error
+    return device
+
+
+def absent_device(name: str | None) -> AbsentDevice | None:
+    """Return the device that `name` describes by its size, such as "cuda:24GiB"; else None.
+
+    Raises:
+        SettingsError: the size means nothing, or is that of another type of device.
+    """
+    try:
+        return None if name is None else parse_device(name)
+    except ValueError as error:
+        raise SettingsError(f"{error}.") from error
+
+
+def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bool) -> None:
+    """Refuse what is measured on a device that is not there.
+
+    Raises:
+        SettingsError: naming it.
+    """
+    named = {"measure or a goal": measure, "workspace or convolutions": workspace}
+    found = [name for name, given in named.items() if given]
+    if device is not None and found:
+        raise SettingsError(
+            f"{' and '.join(found)} must be measured on the device; a CUDA device of {device.size} "
+            "is not there. Leave them out."
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__

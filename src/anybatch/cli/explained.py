@@ -1,0 +1,140 @@
+"""`anybatch plan --convolutions`: the table and the picture of a plan's convolutions.
+
+The plan is made inside `anybatch.convolutions`, so that what was measured for it is in the file of
+measurements; the table reads it from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from anybatch import Plan
+from anybatch import convolutions as divided
+from anybatch.cli.build import Parts
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.fronts import draw_fronts
+from anybatch.cli.kernels import (
+    Row,
+    console_of,
+    kernels_of,
+    refuse_without_rows,
+    rows_of,
+    summary_of,
+    table_of,
+)
+from anybatch.cli.timeline import write
+from anybatch.cli.views import Batch
+from anybatch.conv.convolutions import WORKSPACE, cache_file
+from anybatch.conv.costs import Costs
+from anybatch.conv.problem import Problem
+from anybatch.core.units import parse_bytes
+from anybatch.tools.question import AUTO
+
+UNTAKEN = "Convolutions are torch's own: no share of the budget was worth it as their workspace."
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is asked about convolutions.
+
+    Attributes:
+        workspace: what each may have, as it was given, or "auto"; None: they are torch's.
+        total: bytes for all of them together; None: each has its own.
+        cache: file of measurements; None is the one in the user's cache folder.
+        wanted: there is to be a table.
+        prints: and it is to be printed.
+    """
+
+    workspace: str | int | None
+    total: int | None
+    cache: Path | None
+    wanted: bool
+    prints: bool
+
+    @classmethod
+    def of(
+        cls,
+        workspace: str | int | None,
+        total: str | None,
+        cache: Path | None,
+        memory: str | None,
+        *,
+        convolutions: bool,
+        json: bool,
+    ) -> Explained:
+        """Return what is asked by the options of the command.
+
+        Raises:
+            SettingsError: they do not go together, or mean nothing.
+        """
+        if (total is not None or cache is not None) and not convolutions and workspace is None:
+            raise SettingsError(
+                "workspace-total and cache are for convolutions; neither --convolutions nor "
+                "--workspace was given. Add one."
+            )
+        if workspace == AUTO and (total is not None or cache is not None):
+            raise SettingsError(
+                "workspace-total and cache are for a workspace in bytes; workspace is auto, which "
+                "divides the budget itself and keeps what it measures in your cache folder. Leave "
+                "them out."
+            )
+        try:
+            whole = None if total is None else parse_bytes(total, "workspace-total")
+            if convolutions and workspace is None:
+                workspace = whole or _default(memory)
+            if workspace not in (None, AUTO):
+                parse_bytes(workspace, "workspace", word=AUTO)
+        except ValueError as error:
+            raise SettingsError(f"{error}.") from error
+        return cls(workspace, whole, cache, convolutions, not json)
+
+    @property
+    def share(self) -> str | None:
+        """What the plan has to find out by itself."""
+        return AUTO if self.workspace == AUTO else None
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Divide the convolutions of the body, if any are to be in so many bytes."""
+        if self.workspace is None or self.workspace == AUTO:
+            yield
+            return
+        with divided(self.workspace, cache=True if self.cache is None else self.cache):
+            yield
+
+    def rows(self, plan: Plan, parts: Parts, batch: Batch) -> list[Row]:
+        """Return the kernels of a plan; none where nobody asked."""
+        if not self.wanted or plan.convolutions is None:
+            return []
+        refuse_without_rows(batch.inputs)
+        parts.model.train()
+        hearing = kernels_of(parts.model, batch.inputs)
+        limit = plan.convolutions.workspace
+        costs = Costs(cache_file(True if self.cache is None else self.cache), seconds=0)
+        keys = [(Problem(**dict(one.kernel)), one.samples) for one in plan.convolutions.kernels]
+        found = {key: costs.parts(*key, plan.convolutions.policy, limit) for key in keys}
+        return rows_of(found, hearing, costs, limit, self.total)
+
+    def show(self, rows: list[Row], picture: Path | None) -> None:
+        """Print the table, and draw the picture if a file was named."""
+        if not self.wanted:
+            return
+        console = console_of(stderr=not self.prints)
+        if self.workspace == AUTO and not rows:
+            console.print(UNTAKEN, soft_wrap=True)
+            return
+        if self.prints:
+            console.print(table_of(rows))
+            console.print(summary_of(rows), soft_wrap=True)
+        if picture is not None:
+            write(draw_fronts(rows), picture)
+            console.print(f"The convolutions are drawn in {picture}.", markup=False, soft_wrap=True)
+
+
+def _default(memory: str | None) -> int:
+    """Return the workspace where nobody has named one: no more than a quarter of the budget."""
+    usual = parse_bytes(WORKSPACE)
+    return usual if memory is None else min(usual, max(1, parse_bytes(memory) // 4))

@@ -1,0 +1,75 @@
+"""Files of a run that are whole or not there, and what is said when one cannot be written.
+
+`torch.save` to the final name leaves half a file when the disk is full or the process dies. Here a
+file is written beside its place, forced to the disk, and then takes the old one's name in one step
+(os.replace), so the old one is whole until the new one is.
+
+    .NAME.part ──written, forced to the disk──> NAME
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from anybatch.cli.faults import RunFolderError
+
+CHECKPOINT = "checkpoint.pt"
+"""What a run goes on from."""
+
+
+class Files:
+    """The files in the run folder `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def replace(self, name: str, write: Callable[[IO[bytes]], object]) -> None:
+        """Write a file under a temporary name, then give it its own.
+
+        Raises:
+            RunFolderError: it cannot be written; the one that was there is whole.
+        """
+        beside = self.path / f".{name}.part"
+        try:
+            with self.failing(name):
+                with beside.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                beside.replace(self.path / name)
+                _sync_folder(self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def failing(self, name: str) -> Iterator[None]:
+        """Turn the system's error in a block into one that says what to do about `name`."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:  # torch.save wraps the system's error
+            found: BaseException | None = error
+            while found is not None and not isinstance(found, OSError):
+                found = found.__context__
+            reason = found.strerror if isinstance(found, OSError) else str(error)
+            raise RunFolderError(
+                f"{name} cannot be written to {self.path}: {reason}. {self._what_is_there()}"
+            ) from error
+
+    def _what_is_there(self) -> str:
+        if not (self.path / CHECKPOINT).exists():
+            return "No step is kept yet; make room, then start the run again."
+        return f"What was written before is whole; make room, then go on with --resume {self.path}."
+
+
+def _sync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk: that a file took another's name is one of them."""
+    if os.name == "posix":
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

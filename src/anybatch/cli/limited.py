@@ -1,0 +1,273 @@
+"""One training under a limit that the system keeps, and how it ended: a process of `compare`.
+
+That a batch "would not fit" is a computation; that malloc refuses is a fact. RLIMIT_DATA is the
+kernel's own limit, on what a process maps for itself, and cannot be evaded by a kernel's workspace
+or by fragments. On CUDA it is torch's allocator that refuses.
+
+    limit = held when model, data and plan are ready + budget + allowance
+
+The allowance is for what is no tensor: the interpreter, kernels' code and workspace, fragments. It
+is the same for every training. Only steps are limited; the limit is lifted while data are read and
+while an error is reported. The first step counts live bytes, so `seconds` leaves it out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch import AnybatchError, Engine, Plan
+from anybatch import plan as foresee
+from anybatch.cli.build import Parts, build, seeded
+from anybatch.cli.checkpoint import dice, put_dice_back
+from anybatch.cli.losses import plain_loss
+from anybatch.cli.progress import Silent
+from anybatch.cli.reading import Reading
+from anybatch.cli.recipes import make_optimizer, make_schedule
+from anybatch.cli.settings import Settings
+from anybatch.cli.views import Batch
+from anybatch.core import accelerator
+from anybatch.core.units import parse_bytes
+from anybatch.memory.meter import Meter
+
+if sys.platform != "win32":
+    import resource
+
+READY = "ready"
+SHARE, OFFSET = 0.15, 50 * 10**6  # of the budget, and bytes
+Take = Callable[[Batch], Tensor]
+Step = tuple[Take, Callable[[], int | None]]  # and its peak of live bytes
+Limited = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a training ended.
+
+    `error` is empty where it fitted. `steps` are whole; `seconds` are those of one on a mini-batch
+    of full size, the median; `peak` is bytes of live tensors in the first step, `growth` how far
+    the process grew; `loss` is the last step's.
+    """
+
+    error: str = ""
+    steps: int = 0
+    seconds: float | None = None
+    peak: int | None = None
+    growth: int | None = None
+    loss: float | None = None
+
+
+def allowance(budget: int) -> int:
+    """Return the bytes that a process may grow beside its budget."""
+    return int(SHARE * budget) + OFFSET
+
+
+def train_limited(settings: Settings, steps: int, *, plain: bool) -> Ended:
+    """Take `steps` steps, at most the run's own, `plain` or with the engine, under the limit.
+
+    Whatever ends it early is in what is returned.
+    """
+    with seeded(settings.seed, settings.threads):
+        parts = build(settings)
+        batches = _batches(settings, parts, steps)
+        batch = next(batches)
+        plan = _plan(settings, parts, batch)
+        limited = _limit(parts.device, parse_bytes(settings.memory))
+        sys.stdout.write(f"{READY}\n")
+        sys.stdout.flush()
+        if plain:
+            return _steps(_plain(settings, parts), batch, batches, limited)
+        if isinstance(plan, AnybatchError):
+            return Ended(error=_first_line(plan))
+        return _steps(_streamed(settings, parts, plan), batch, batches, limited)
+
+
+def _steps(step: Step, batch: Batch | None, batches: Iterator[Batch], limited: Limited) -> Ended:
+    """Take the steps, until one fails."""
+    take, peak = step
+    before, loss, error, taken = _resident(), None, "", 0
+    whole, seconds = len(batch.inputs) if batch is not None else 0, []
+    while batch is not None:
+        started = time.perf_counter()
+        try:
+            with limited():
+                loss = float(take(batch))
+        except Exception as raised:
+            error = _first_line(raised)
+            break
+        taken += 1
+        if len(batch.inputs) == whole:
+            seconds.append(time.perf_counter() - started)
+        batch = None  # one at a time, beside the next
+        batch = next(batches, None)
+    return Ended(
+        error=error,
+        steps=taken,
+        seconds=statistics.median(seconds[1:] or seconds) if seconds else None,
+        peak=peak(),
+        growth=_grown(before),
+        loss=loss,
+    )
+
+
+def _plan(settings: Settings, parts: Parts, batch: Batch) -> Plan | AnybatchError:
+    """Return the plan, or why there is none; the dice lie as before.
+
+    The plain training makes it too, and makes nothing of it: so both begin alike, with kernels
+    and modules loaded.
+    """
+    state = dice()
+    parts.model.train()
+    try:
+        return foresee(
+            parts.model,
+            parts.loss,
+            (batch.inputs, batch.targets),
+            memory=settings.memory,
+            micro_batch=settings.micro_batch,
+            workspace=settings.workspace,
+            optimizer=make_optimizer(parts.recipe, parts.model.parameters()),
+            batchnorm=settings.batchnorm,
+        )
+    except AnybatchError as error:
+        return error.with_traceback(None)
+    finally:
+        put_dice_back(state)
+
+
+def _plain(settings: Settings, parts: Parts) -> Step:
+    """Return the step that people write first: the whole batch at once."""
+    model, loss_fn = parts.model, plain_loss(parts.recipe.loss)
+    update = _update(settings, parts, make_optimizer(parts.recipe, model.parameters()))
+    meter = Meter(parts.device, {"parameters": model.parameters(), "buffers": model.buffers()})
+    counts = [contextlib.nullcontext() if accelerator.of(parts.device).peaks else meter]
+
+    def take(batch: Batch) -> Tensor:
+        with counts.pop() if counts else contextlib.nullcontext():
+            inputs, targets = batch.inputs.to(parts.device), batch.targets.to(parts.device)
+            loss: Tensor = loss_fn(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+        update()
+        return loss.detach()
+
+    return take, lambda: _most_there(parts.device) or meter.peak
+
+
+def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
+    """Return the step with the engine."""
+    optimizer = make_optimizer(parts.recipe, parts.model.parameters())
+    update = _update(settings, parts, optimizer)
+    engine = Engine(
+        parts.model, parts.loss, optimizer=optimizer, batchnorm=settings.batchnorm, plan=plan
+    )
+    peaks: list[int | None] = []
+
+    def take(batch: Batch) -> Tensor:
+        loss = engine.backward(batch.inputs, batch.targets)
+        assert engine.last is not None
+        peaks.append(engine.last.peak_bytes)
+        update()
+        return loss
+
+    return take, lambda: _most_there(parts.device) or next(iter(peaks), None)
+
+
+def _update(
+    settings: Settings, parts: Parts, optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
+    """Return what moves the parameters after a gradient, as the run would."""
+    steps = parts.recipe.epochs * len(parts.loader(settings, shuffle=True))
+    schedule = make_schedule(parts.recipe, optimizer, steps)
+
+    def update() -> None:
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def _batches(settings: Settings, parts: Parts, steps: int) -> Iterator[Batch]:
+    loader, taken = parts.loader(settings, shuffle=True), 0
+    reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)
+    for epoch in range(1, parts.recipe.epochs + 1):
+        for _, batch in reading.epoch(loader, epoch):
+            if taken == steps:
+                return
+            taken += 1
+            yield batch
+
+
+def _limit(device: torch.device, budget: int) -> Limited:
+    """Return what limits a block, from what is held now."""
+    more = budget + allowance(budget)
+    there = accelerator.of(device)
+    if there.facts.limits:
+        there.limit(more, device)
+        return contextlib.nullcontext
+    most = _status("VmData") + more
+
+    @contextlib.contextmanager
+    def limited() -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    return limited
+
+
+def _resident() -> int | None:
+    """Let the peak of resident memory start from now; return what is resident, if that is known."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status("VmRSS")
+    except OSError:
+        return None
+
+
+def _grown(before: int | None) -> int | None:
+    return None if before is None else max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    """Return a figure of /proc/self/status, such as VmData, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
+
+
+def _most_there(device: torch.device) -> int:
+    there = accelerator.of(device)
+    return there.peak(device) if there.peaks else 0
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return ": ".join([type(error).__name__, *text.splitlines()[:1]])
+
+
+def main() -> None:
+    """Read what to train from the first word, and print how it ended as JSON."""
+    order: dict[str, Any] = json.loads(sys.argv[1])
+    told = order["settings"]
+    size = told["image_size"]
+    settings = Settings(**{**told, "image_size": None if size is None else tuple(size)})
+    ended = train_limited(settings, order["steps"], plain=order["plain"])
+    sys.stdout.write(json.dumps(dataclasses.asdict(ended)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How the command ends: a table, or one line on the error stream and an exit code.
+
+typer prints a traceback for every exception. A person needs what was wrong and what to do; a job
+scheduler needs to tell a fault (1) from Ctrl-C (130) and from its own SIGTERM (143).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from anybatch import AnybatchError
+from anybatch.cli.interrupts import Terminated
+from anybatch.cli.summary import Interrupted, Summary
+from anybatch.cli.team import ALONE, Team
+
+INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
+
+
+@contextlib.contextmanager
+def ending(team: Team = ALONE) -> Iterator[None]:
+    """Turn an error of the person's into one line, of all ranks, and an exit code."""
+    errors = Console(stderr=True)
+
+    def say(text: str, *, speaks: bool = team.leads) -> None:
+        if speaks:
+            errors.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        yield
+    except Interrupted as stop:
+        summary = stop.summary
+        say(
+            f"interrupted after step {summary.steps} ({summary.epochs} whole epochs); checkpoint "
+            f"and summary are in {summary.run_folder}; go on with --resume {summary.run_folder}"
+        )
+        raise typer.Exit(TERMINATED if stop.terminated else INTERRUPTED) from None
+    except KeyboardInterrupt as stop:
+        say("interrupted before a step was taken; nothing was trained")
+        terminated = isinstance(stop, Terminated)
+        raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
+    except AnybatchError as error:
+        say(f"error: {error}", speaks=team.speaks())
+        raise typer.Exit(1) from None
+
+
+def summary_table(summary: Summary) -> Table:
+    """Return what a person wants to know of a run, as a table."""
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.2f} %"
+
+    name = "test IoU" if summary.metric == "iou" else "test accuracy"
+    table = Table(show_header=False, title=f"{summary.model}, {summary.parameters:,} parameters")
+    table.add_column()
+    table.add_column(overflow="fold")
+    rows = {
+        "epochs": str(summary.epochs),
+        "batch": str(summary.batch_size),
+        "micro-batch": str(summary.micro_batch),
+        name: percent(summary.last),
+        **({"ranks": str(summary.ranks)} if summary.ranks > 1 else {}),
+        **({"BatchNorm": f"exact from epoch {at}"} if (at := summary.exact_from) else {}),
+        "seconds": f"{summary.seconds:.1f}",
+        "images/s": f"{summary.images_per_second:,.0f}",
+        "run folder": summary.run_folder or "-",
+        **({"timeline": summary.timeline} if summary.timeline else {}),
+        **({"report": summary.report} if summary.report else {}),
+    }
+    for row in rows.items():
+        table.add_row(*row)
+    return table

@@ -1,0 +1,264 @@
+"""The engine of a run and its plan: made before the first step, written down, obeyed ever after.
+
+An engine plans when its first batch comes, and again in every process: a run that is resumed would
+time the sizes anew, might take another one, and would then differ in its last bits. So the plan is
+the run's own. It is made from the first mini-batch, before anything is trained, and a process that
+goes on with the run obeys it.
+
+    made ──> written, with the first checkpoint ──> step, step, step ...
+                  ^                                      │
+                  └── memory ran out, or more was held ──┘
+
+Where BatchNorm becomes exact in the course of a run, what was planned is another training's: a new
+plan is made before the next step. Of several ranks each plans for its own device, and all keep to
+the smallest micro-batch; the plan of rank 0 is the run's.
+
+What leaves as the plan has it is away from there on: the optimizer's state at once, and parameters
+and gradients while the run is inside `with planned:`.
+
+Source: design, section 4, "A run folder's plan is the run's plan".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from anybatch import Engine, Plan, StepTimeline
+from anybatch.cli.build import Parts
+from anybatch.cli.faults import RunFolderError, SettingsError
+from anybatch.cli.norms import Norms
+from anybatch.cli.settings import Settings
+from anybatch.cli.team import ALONE, Team
+from anybatch.cli.views import Batch
+from anybatch.core.absent import absent
+from anybatch.core.plan import States
+from anybatch.memory.limits import left
+from anybatch.memory.spill import spill_of
+from anybatch.offload.optimizer_states import OffloadedStates
+from anybatch.offload.states.planned import away, states_of
+from anybatch.planner.sharing import TRIED
+from anybatch.tools.question import Question
+
+
+class Planned:
+    """An engine, and the plan that it follows; entered while the run trains.
+
+    Attributes:
+        engine: the engine; where the plan is still to be made it has none.
+        plan: None until there is one.
+        waits: the plan is still to be made, by `make`, before the first step.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Parts,
+        optimizer: torch.optim.Optimizer,
+        norms: Norms,
+        team: Team = ALONE,
+    ) -> None:
+        self._settings, self._parts, self._optimizer = settings, parts, optimizer
+        self._norms, self._team = norms, team
+        self._away: OffloadedStates | None = None
+        self._states: States | None = None
+        self._entered = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin as if nothing had been planned; all that was away is here again."""
+        self.plan: Plan | None = None
+        self.waits = self._settings.planned
+        self._made = False
+        self._step: StepTimeline | None = None
+        self._obey(micro_batch=self._settings.micro_batch)
+        if self._settings.states is not None and not self.waits:
+            self._states = where = self._where()
+            self._away = away(where, self._optimizer)
+
+    def __enter__(self) -> Self:
+        self._entered = True
+        self._enter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Bring parameters and gradients back; the optimizer's state is given up."""
+        self._entered = False
+        if self._away is not None:
+            self._away.close()
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples in a micro-batch; 0 while nobody knows."""
+        found = self.plan.micro_batch if self.plan is not None else self._settings.micro_batch
+        return found or 0
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a step may hold; None where nothing was planned."""
+        memory = self.plan.memory if self.plan is not None else None
+        return memory.budget if memory is not None else None
+
+    @property
+    def pages(self) -> bool:
+        """Whether parameters come and go: what looks at them must let them go again."""
+        return self._away is not None and self._away.paged
+
+    def timeline(self) -> StepTimeline | None:
+        """Return the planned step as it passes; None where nothing was foreseen."""
+        return self.engine.timeline() or self._step
+
+    def text(self) -> str | None:
+        """Return the plan as JSON."""
+        return self.plan.to_json() + "\n" if self.plan is not None else None
+
+    def put_back(self, text: str | None, *, obeyed: bool) -> None:
+        """Take the plan of an earlier process; where it is not `obeyed`, only until one is made.
+
+        Raises:
+            RunFolderError: when it is no plan of this version.
+        """
+        if text is None:
+            return
+        try:
+            self.plan = Plan.from_json(text)
+        except ValueError as error:
+            raise RunFolderError(
+                f"the checkpoint must hold a plan of this version of anybatch; {error}. Use "
+                "--replan to make a new one."
+            ) from error
+        if obeyed:
+            self.waits = False
+            self._obey(plan=self.plan)
+
+    def make(self, batch: Batch) -> None:
+        """Make the plan from a mini-batch; nothing is trained.
+
+        Raises:
+            BudgetError: when no micro-batch fits, or not the one that was given.
+        """
+        refuse_to_plan(self._settings, self._parts.device)
+        self._parts.model.train()
+        self._optimizer.zero_grad()
+        self._norms.choose(sum(int(samples) for [samples] in self._team.gather(len(batch.inputs))))
+        asked, plan = self._team.together(partial(self._answer, self._settings, batch))
+        whole = plan.micro_batch >= len(batch.inputs)
+        least = min(n for [n] in self._team.gather(math.inf if whole else plan.micro_batch))
+        if least < plan.micro_batch:
+            asked, plan = self._answer(replace(self._settings, micro_batch=int(least)), batch)
+        self._step = asked.engine_of(plan).timeline()
+        if plan.convolutions is None and plan.states is None:
+            self.engine = asked.engine_of(plan)
+        else:  # kernels of later steps are not to be measured
+            self._obey(plan=plan)
+        self.plan, self.waits, self._made = plan, False, True
+
+    def _answer(self, settings: Settings, batch: Batch) -> tuple[Question, Plan]:
+        asked = question_of(settings, self._parts, self._optimizer, self._norms, batch)
+        return asked, asked.answer(settings.workspace, settings.states)
+
+    def _obey(self, **chosen: Any) -> None:
+        """Do as it was chosen, or as a plan says, in this process and in all later ones."""
+        if self._away is not None:
+            self._away.back()
+        make = maker_of(self._parts, self._optimizer, self._norms)
+        self.engine = make(**chosen)
+        plan, self._away = self.engine.plan, self.engine.states
+        self._states = None if plan is None else plan.states
+        self._enter()
+
+    def _enter(self) -> None:
+        if self._entered and self._away is not None:
+            self._away.__enter__()
+
+    def _where(self) -> States:
+        """Return where the optimizer's state waits that nothing was planned for."""
+        told = self._settings
+        assert told.states is not None
+        return states_of(told.states, told.spill, self._optimizer, told.memory)
+
+    def follow(self, batch: Batch) -> bool:
+        """Take in what a step has shown, and say whether the plan is another one now.
+
+        The first step after the plan was made is measured, and may have held more than was
+        foreseen; and memory may have run out in any step. The gradients are gone afterwards.
+        """
+        before, report = self.plan, self.engine.last
+        assert report is not None
+        if before is None or report.retries:
+            self.plan = self._whole(self.engine.plan)
+        elif self._made and len(batch.inputs):
+            self._optimizer.zero_grad()
+            told = self._settings
+            leaves = {"offload": told.offload, "spill": told.spill}
+            self.plan = self._whole(self.engine.foresee(*batch[:2], timed=False, **leaves))
+        self._made = self._made and not len(batch.inputs)
+        return self.plan != before
+
+    def _whole(self, plan: Plan | None) -> Plan | None:
+        """Return an engine's plan with what the run knows: where states are, what was tried."""
+        if plan is None:
+            return None
+        known = self.plan.reasons if self.plan is not None else ()
+        tried = tuple(one for one in known if one.startswith(TRIED))
+        return replace(plan, states=self._states, reasons=(*plan.reasons, *tried))
+
+
+def maker_of(parts: Parts, optimizer: torch.optim.Optimizer, norms: Norms) -> Callable[..., Engine]:
+    """Return what makes an engine of a run; it takes what a plan decides, or the plan."""
+    return partial(Engine, parts.model, parts.loss, optimizer=optimizer, batchnorm=norms.given)
+
+
+def question_of(
+    settings: Settings,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer,
+    norms: Norms,
+    batch: Batch,
+) -> Question:
+    """Return what the plan of a run answers, of which this is a mini-batch."""
+    return Question(
+        *(parts.model, optimizer, (batch.inputs, batch.targets)),
+        make=maker_of(parts, optimizer, norms),
+        memory=settings.memory,
+        micro_batch=settings.micro_batch,
+        offload=settings.offload,
+        spill=settings.spill,
+        device=absent(),
+    )
+
+
+def refuse_to_plan(settings: Settings, device: torch.device) -> None:
+    """Refuse what no plan can be made for on this device.
+
+    Raises:
+        SettingsError: what leaves does not go there; or there is no budget, and the system does not
+            tell what is left; or it is more than a device that is not there would leave.
+    """
+    target = absent()
+    try:
+        spill_of(settings.offload, settings.spill).refuse_on(device)
+        if target is not None:
+            target.budget(settings.memory)
+    except ValueError as error:
+        raise SettingsError(f"{error}.") from error
+    if settings.memory is not None or target is not None:
+        return
+    try:
+        left(device)
+    except ValueError as error:
+        raise SettingsError(
+            f"memory must be given where the system does not tell what is left on {device}; it "
+            "was not. Name it, such as --memory 4GiB, or give --micro-batch alone."
+        ) from error

@@ -1,0 +1,40 @@
+"""The command's own process: it may start itself again, with another host allocator.
+
+A GPU's memory it asks to be kept in expandable segments (`anybatch.memory.segments`); for that it
+need not start again.
+
+What glibc does with freed memory is fixed when a process begins (`allocator`). Only a process that
+is nothing but the command may be replaced; a program or a test that calls it is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+from anybatch.cli import allocator
+from anybatch.cli.devices import find_device
+from anybatch.memory.segments import segments_of
+
+ENTRY = object()
+"""Given to the command as its `obj` by the command's own process, and by nobody else."""
+
+
+def allocate(
+    context: typer.Context, malloc: allocator.Asked, device: str | None, *, budgeted: bool
+) -> str:
+    """Say how memory is kept; where this is the command's process, first see to it."""
+    found = find_device(device)
+    host = _host(context, malloc, found.type, budgeted=budgeted)
+    return "; ".join(filter(None, (host, segments_of(found).ask())))
+
+
+def _host(context: typer.Context, malloc: allocator.Asked, device: str, *, budgeted: bool) -> str:
+    decision = allocator.decide(malloc, device, budgeted=budgeted, environment=os.environ)
+    if decision.environment is None:
+        return str(decision)
+    if context.obj is ENTRY:
+        allocator.restart(decision.environment)
+    now = allocator.running(os.environ)
+    return f"malloc: {now} (another mode is only for a process that the command begins)"

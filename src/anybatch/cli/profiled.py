@@ -1,0 +1,195 @@
+"""`anybatch profile`: where the seconds of a training loop go, on the person's data and machine.
+
+The loop is that of `anybatch train` with the same options; nothing is trained and nothing written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from anybatch import Engine
+from anybatch import profile as profile_loop
+from anybatch.cli.build import Parts, build, seeded
+from anybatch.cli.data import corrupt
+from anybatch.cli.faults import DataError, SettingsError
+from anybatch.cli.norms import Norms
+from anybatch.cli.options import (
+    BatchNormOption,
+    BatchSizeOption,
+    CropOption,
+    CropsOption,
+    DataOption,
+    DeviceOption,
+    FlipOption,
+    LossOption,
+    MallocOption,
+    MaxBatchOption,
+    MemoryOption,
+    MicroBatchOption,
+    ModelOption,
+    MomentumOption,
+    NormOption,
+    OptimizerOption,
+    PadOption,
+    RecipeOption,
+    SeedOption,
+    SizeOption,
+    SkipOption,
+    TaskOption,
+    ThreadsOption,
+    WorkersOption,
+    WorkspaceOption,
+)
+from anybatch.cli.outcome import ending
+from anybatch.cli.planned import refuse_to_plan
+from anybatch.cli.process import allocate
+from anybatch.cli.recipes import make_optimizer
+from anybatch.cli.settings import Settings, parse_image_size
+from anybatch.cli.team import Team
+from anybatch.cli.views import Batch
+from anybatch.tools.question import AUTO
+
+StepsOption = Annotated[int, typer.Option(help="That are measured, after two that are not.")]
+ProfileJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the profile as JSON, and only that.")
+]
+DONE = "Nothing was trained: all was put back."
+
+
+def profile(
+    context: typer.Context,
+    *,
+    data: DataOption = "digits",
+    task: TaskOption = None,
+    model: ModelOption = None,
+    batch_size: BatchSizeOption = 1024,
+    memory: MemoryOption = None,
+    micro_batch: MicroBatchOption = None,
+    workspace: WorkspaceOption = None,
+    steps: StepsOption = 20,
+    workers: WorkersOption = 0,
+    json: ProfileJsonOption = False,
+    recipe: RecipeOption = None,
+    optimizer: OptimizerOption = None,
+    momentum: MomentumOption = None,
+    loss: LossOption = None,
+    norm: NormOption = "group",
+    batchnorm: BatchNormOption = "exact",
+    max_batch: MaxBatchOption = None,
+    image_size: SizeOption = None,
+    crop: CropOption = None,
+    crops: CropsOption = 1,
+    pad: PadOption = None,
+    flip: FlipOption = None,
+    seed: SeedOption = 0,
+    threads: ThreadsOption = None,
+    device: DeviceOption = None,
+    malloc: MallocOption = "auto",
+    skip_corrupt: SkipOption = False,
+) -> None:
+    """Tell where a training loop's seconds go, what of it is hidden, and what to do about it.
+
+    A few real steps are taken, with real loading, and undone. What is not hidden behind computing
+    is overhead: R_O is what it is to computing, and bounds what more GPUs can bring.
+    """
+    team = Team.here()
+    with ending(team):
+        team.refuse("profile")
+        if steps < 1:
+            raise SettingsError(f"steps must be at least 1; got {steps}.")
+        if workspace == AUTO:
+            raise SettingsError(
+                "workspace must be bytes where one loop is measured; got auto. Name it, such as "
+                "--workspace 64MiB; plan --workspace auto finds one."
+            )
+        allocated = allocate(context, malloc, device, budgeted=memory is not None)
+        settings = Settings(
+            data=data,
+            task=task,
+            model=model,
+            batch_size=batch_size,
+            memory=memory,
+            micro_batch=micro_batch,
+            workspace=workspace,
+            recipe=recipe,
+            optimizer=optimizer,
+            momentum=momentum,
+            loss=loss,
+            norm=norm,
+            batchnorm=batchnorm,
+            max_batch=max_batch,
+            image_size=None if image_size is None else parse_image_size(image_size),
+            crop=crop,
+            crops=crops,
+            pad=pad,
+            flip=flip,
+            seed=seed,
+            workers=workers,
+            threads=threads,
+            device=device,
+            skip_corrupt=skip_corrupt,
+        )
+        with seeded(seed, threads):
+            parts = build(settings)
+            if settings.planned:
+                refuse_to_plan(settings, parts.device)
+            parts.model.train()
+            stepped = make_optimizer(parts.recipe, parts.model.parameters())
+            engine = Engine(
+                parts.model,
+                parts.loss,
+                memory=memory,
+                optimizer=stepped,
+                micro_batch=micro_batch,
+                batchnorm=Norms(settings, batch_size).given,
+                workspace=workspace,
+            )
+            with moving(steps) as move:
+                found = profile_loop(
+                    *(loader_of(settings, parts), engine, stepped),
+                    steps=steps,
+                    split=split_of(skip=skip_corrupt),
+                    progress=move,
+                )
+        typer.echo(found.to_json() if json else "\n".join([allocated, str(found), DONE]))
+
+
+def loader_of(settings: Settings, parts: Parts) -> Any:
+    """Return torch's own loader of the training views, at its first epoch."""
+    loader = parts.loader(settings, shuffle=True)
+    loader.epoch(1)
+    return loader.torch
+
+
+def split_of(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
+    """Return what takes a mini-batch apart, and refuses files that cannot be read."""
+
+    def split(batch: Batch) -> tuple[Any, Any]:
+        if batch.unreadable and not skip:
+            raise corrupt(batch.unreadable)
+        if not len(batch.inputs):
+            raise DataError("no sample of a mini-batch could be read. Check the files.")
+        return batch.inputs, batch.targets
+
+    return split
+
+
+@contextlib.contextmanager
+def moving(steps: int) -> Iterator[Callable[[int, int], None]]:
+    """Show how far it is, where there is a terminal; yield what moves it."""
+    columns = (
+        TextColumn("profiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("", total=steps)
+        yield lambda done, _all: bar.update(task, completed=done)

@@ -1,0 +1,83 @@
+"""The mini-batches of an epoch that can be trained on, and what becomes of broken files.
+
+A DataLoader that meets a broken file ends the training, hours in, with the traceback of a worker.
+Here a broken file comes beside the samples that could be read (`views`): it ends the run in one
+line that names it, or, where that was asked for, is said once, counted and left out.
+
+Of several ranks each reads its own rows. A mini-batch counts where any rank has a sample: the
+others then come to the step with none. What one could not read, all know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain, count
+
+from anybatch.cli.data import corrupt
+from anybatch.cli.faults import DataError, SettingsError
+from anybatch.cli.progress import Progress
+from anybatch.cli.team import ALONE, Team
+from anybatch.cli.views import Batch, Loader
+
+
+class Reading:
+    """Reads mini-batches; `unreadable` holds the paths of all files left out so far."""
+
+    def __init__(self, progress: Progress, *, skip_corrupt: bool, team: Team = ALONE) -> None:
+        self.progress, self.skip_corrupt, self.team = progress, skip_corrupt, team
+        self.unreadable: set[str] = set()
+
+    def epoch(self, loader: Loader, number: int, skip: int = 0) -> Iterator[tuple[int, Batch]]:
+        """Yield the mini-batches that have a sample, and how many are done with each.
+
+        The first `skip` mini-batches are left out.
+
+        Raises:
+            DataError: at a broken file, or when there is no sample at all.
+            RankError: the same, on another rank.
+        """
+        empty = not skip
+        batches = loader.epoch(number, skip)
+        for done in count(skip + 1):
+            batch = self.team.together(partial(self._next, batches))
+            if batch is None:
+                break
+            if self._told(batch):
+                empty = False
+                yield done, batch
+        if empty:
+            raise DataError(
+                "no sample of an epoch could be read: all were skipped. Check the files."
+            )
+
+    def first(self, loader: Loader, number: int) -> Batch:
+        """Return the first mini-batch of an epoch of which every rank has a sample.
+
+        Raises:
+            SettingsError: there is none.
+        """
+        for _, batch in self.epoch(loader, number):
+            if all(samples for [samples] in self.team.gather(len(batch.inputs))):
+                return batch
+        raise SettingsError(
+            f"every rank must have a sample to plan with; {self.team.size} ranks share a "
+            "mini-batch. Use a larger --batch-size, fewer ranks, or --micro-batch without "
+            "--memory, which plans nothing."
+        )
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        batch = next(batches, None)
+        if batch is not None and batch.unreadable and not self.skip_corrupt:
+            raise corrupt(batch.unreadable)
+        return batch
+
+    def _told(self, batch: Batch) -> bool:
+        """Tell the others what could not be read; say whether any rank has a sample."""
+        new = [(b.path, b.reason) for b in batch.unreadable if b.path not in self.unreadable]
+        rows = self.team.gather(len(batch.inputs), len(new))
+        if any(broken for _, broken in rows):
+            for path, reason in dict.fromkeys(chain.from_iterable(self.team.objects(new))):
+                self.unreadable.add(path)
+                self.progress.say(f"skipped {path}: {reason}")
+        return any(samples for samples, _ in rows)

@@ -1,0 +1,87 @@
+"""From what is known of a run to the page about it: a pure function from data to HTML.
+
+A page that is put together from strings is injected into by the first folder named
+`<script>alert(1)</script>`. Here jinja2 escapes whatever it is given, but for two things that are
+made here: the style sheet and the drawings, which are serialised from a tree. And should that ever
+fail, the page itself forbids scripts, and everything that is not in it, by its first line.
+
+    Known ──sections──> Page ──page.html.j2, page.css──> one text, no other file, no network
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from anybatch.cli.report import planning, scaling, training
+from anybatch.cli.report.known import Known
+from anybatch.cli.report.parts import Page, Tone
+from anybatch.cli.report.svg import HATCHES
+
+
+def page_of(known: Known) -> str:
+    """Return the page about a run or a plan, as HTML."""
+    page = parts_of(known)
+    text = _template().render(page=page, hatches=HATCHES)
+    return text.encode("utf-8", "replace").decode()  # a name of a file need not be text
+
+
+def parts_of(known: Known) -> Page:
+    """Return the same as data."""
+    tone, ending = _ending(known)
+    sections = [
+        *training.outcome(known),
+        *training.what_was_run(known),
+        *training.curves(known),
+        *training.throughput(known),
+        *planning.memory(known),
+        *planning.explained(known),
+        *planning.convolutions(known),
+        *scaling.scale_out(known),
+    ]
+    notes = list(known.notes)
+    if known.history.broken:
+        count = known.history.broken
+        notes.append(
+            f"{count} {'line' if count == 1 else 'lines'} of metrics.jsonl could not be read, and "
+            "nothing of them is here."
+        )
+    return Page(
+        f"anybatch {known.command}", _title(known), tone, ending, tuple(notes), tuple(sections)
+    )
+
+
+def _title(known: Known) -> str:
+    model, data = known.part("recipe").get("model"), known.part("settings").get("data")
+    return f"{model or 'A model'} on {data or 'data'}"
+
+
+def _ending(known: Known) -> tuple[Tone, str]:
+    """Return how a run ended, as a tone and in words."""
+    end = known.summary
+    if known.command == "plan":
+        return "plain", "Planned. Nothing was trained."
+    if end is None:
+        return "stopped", "The run has not ended: it goes on, or it was killed."
+    steps, epochs = end.get("steps", 0), end.get("epochs", 0)
+    far = f"after step {steps}, {epochs} whole epochs"
+    if end.get("stopped"):
+        return "bad", f"Failed {far}: {end['stopped']}"
+    if end.get("interrupted"):
+        where = end.get("run_folder") or "the run folder"
+        return "stopped", f"Interrupted {far}. Go on with: anybatch train --resume {where}"
+    return "good", f"Finished: {steps} steps, {epochs} epochs."
+
+
+@cache
+def _template() -> Template:
+    loader = PackageLoader("anybatch.cli", "report")
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2")

@@ -1,0 +1,109 @@
+"""What a run folder tells a page: its files read again, and what is missing said.
+
+A report is made at the end of a run, and whenever somebody asks for it: of a run that is going on,
+of one that was killed, of one that an older version wrote. So only config.json must be there; of
+everything else the page says what it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anybatch import Plan
+from anybatch.cli import log
+from anybatch.cli.faults import RunFolderError
+from anybatch.cli.report.envelope import Envelope
+from anybatch.cli.report.history import History
+from anybatch.cli.report.known import Known
+
+STEP = "timeline.json"
+"""The planned step, as an `Envelope`."""
+
+
+def known_of(folder: Path, summary: Mapping[str, Any] | None = None) -> Known:
+    """Return what is known of the run in a folder.
+
+    Args:
+        folder: of the run.
+        summary: how it ended, where summary.json does not say so yet. Default None: it does, or
+            the run has not ended.
+
+    Raises:
+        RunFolderError: it is no run folder.
+    """
+    config, notes = _config(folder), list[str]()
+    if summary is None:
+        summary = _summary(folder, notes)
+    try:
+        text = (folder / log.NAME).read_bytes()
+    except FileNotFoundError:
+        text = b""
+    except OSError as error:
+        text = b""
+        notes.append(f"{log.NAME} cannot be read: {error.strerror}.")
+    plan, step = _plan(folder, notes), _step(folder, notes)
+    if step is None and plan is not None and plan.memory is not None and not notes:
+        notes.append("How the planned step passes was not kept, so it is not drawn here.")
+    return Known("train", config, summary, History.of(text), plan, step, notes=tuple(notes))
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text())
+        reason = "" if isinstance(found, dict) else "it is no JSON object"
+    except OSError as error:
+        reason = str(error.strerror)
+    except ValueError:
+        reason = "it is no JSON"
+    if reason:
+        raise RunFolderError(
+            f"a report needs a run folder, with a config.json; {folder} has none that can be read "
+            f"({reason}). Give the folder that a training named."
+        )
+    return dict(found)
+
+
+def _summary(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
+    text = _text(folder / "summary.json", notes)
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError:
+        found = text
+    if found is None or isinstance(found, dict):
+        return found
+    notes.append("summary.json is not what a run writes, so how it ended is not known.")
+    return None
+
+
+def _plan(folder: Path, notes: list[str]) -> Plan | None:
+    text = _text(folder / "plan.json", notes)
+    try:
+        return None if text is None else Plan.from_json(text)
+    except ValueError as error:
+        notes.append(f"plan.json cannot be explained by this version: {error}.")
+        return None
+
+
+def _step(folder: Path, notes: list[str]) -> Envelope | None:
+    text = _text(folder / STEP, notes)
+    try:
+        return None if text is None else Envelope.from_json(text)
+    except ValueError as error:
+        notes.append(f"{STEP} cannot be drawn by this version: {error}.")
+        return None
+
+
+def _text(path: Path, notes: list[str]) -> str | None:
+    """Return what a file holds; None, and a note, where it cannot be read."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+    except ValueError:
+        notes.append(f"{path.name} is no text.")
+    return None

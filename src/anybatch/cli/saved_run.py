@@ -1,0 +1,175 @@
+"""The run that is in a folder already: what it was told, and whether it can go on.
+
+To resume with other settings would be another run under the first one's name: its curves, its
+schedule and its summary would be of neither. So the settings come from config.json, and one that is
+given beside `--resume` must be the same, but for what has no part in the result: the device, the
+threads, the readers and how often a checkpoint is written. Where the run is planned anew, what a
+plan is made from may differ too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anybatch.cli.faults import RunFolderError, SettingsError
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Summary
+from anybatch.core.units import parse_bytes
+
+FREE = ("device", "threads", "workers", "checkpoint_minutes")
+PLANNED = ("memory", "micro_batch", "offload", "states", "spill", "workspace")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """The run in the folder `path`; `config` is what its config.json holds."""
+
+    path: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> SavedRun:
+        """Read config.json.
+
+        Raises:
+            RunFolderError: when `path` is no run folder.
+        """
+        try:
+            config = json.loads((path / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+            raise RunFolderError(
+                f"resume needs a run folder, with a config.json; {path} has none that can be read "
+                f"({reason}). Give the folder that an earlier run named."
+            ) from error
+        return cls(path, config)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether the run was given a budget of memory."""
+        told = self.config.get("settings") if isinstance(self.config, dict) else None
+        return isinstance(told, dict) and told.get("memory") is not None
+
+    @property
+    def ranks(self) -> int:
+        """How many processes trained it."""
+        return int(self.config.get("process", {}).get("ranks", 1))
+
+    def settings(self, given: Mapping[str, Any], *, replan: bool = False) -> Settings:
+        """Return the run's settings, with those of `given` that may differ.
+
+        With `replan` a new memory without a micro-batch has that chosen anew.
+
+        Raises:
+            RunFolderError: when config.json is of another version of the command.
+            SettingsError: when another one differs; all that do are named.
+        """
+        try:
+            found = dict(self.config["settings"])
+            if found["image_size"] is not None:
+                found["image_size"] = tuple(found["image_size"])
+            found |= {"out": self.path, "overwrite": False}
+            settings = Settings(**found)
+        except (KeyError, TypeError) as error:
+            raise RunFolderError(
+                f"config.json in {self.path} must hold the settings of this version of anybatch; "
+                f"it was written by another ({error}). Use that version, or start a new run."
+            ) from error
+        free = (*FREE, *PLANNED) if replan else FREE
+        faults = list(self._changes(settings, given, free))
+        if faults:
+            raise SettingsError(
+                f"a resumed run keeps its settings: {'; '.join(faults)}. Leave the option out, or "
+                "start a new run with another --out."
+            )
+        kept = {name: value for name, value in given.items() if name in free}
+        if "memory" in kept:
+            kept.setdefault("micro_batch", None)
+        return dataclasses.replace(settings, **kept).checked()
+
+    def finished(self) -> Summary | None:
+        """Return the run's summary if it came to its end, else None.
+
+        One that was killed before its curves were drawn ends once more: its summary is there.
+        """
+        try:
+            found = json.loads((self.path / "summary.json").read_text())
+            names = [field.name for field in dataclasses.fields(Summary)]
+            summary = Summary(**{name: found[name] for name in names if name in found})
+        except (OSError, ValueError, TypeError):
+            return None
+        whole = summary.epochs == self.config["recipe"]["epochs"] and "curves" in found
+        return summary if whole and not summary.interrupted and not summary.stopped else None
+
+    def refuse_other(self, now: Mapping[str, Any]) -> None:
+        """Refuse to go on with other data, or other defaults, than the run's.
+
+        `now` is what config.json would hold today.
+
+        Raises:
+            RunFolderError: naming every entry that differs.
+        """
+        faults = [
+            f"{name} was {was!r} and is {new!r}"
+            for part in ("recipe", "data")
+            for name, was, new in _differing(self.config[part], now[part])
+        ]
+        if faults:
+            raise RunFolderError(
+                f"a resumed run needs the data and the recipe it had: {'; '.join(faults)}. "
+                "Put them back, or start a new run with another --out."
+            )
+
+    def warnings(self, now: Mapping[str, Any]) -> Iterator[str]:
+        """Say what keeps the run from going on bit for bit: other versions, device or threads."""
+        for part, names in (
+            ("versions", ("anybatch", "torch", "python")),
+            ("process", ("device", "threads")),
+        ):
+            for name, was, new in _differing(self.config[part], now[part]):
+                if name in names:
+                    yield (
+                        f"warning: {name} was {was} and is {new}; the run goes on, but its last "
+                        "bits are only those of an unbroken one with the same versions, device "
+                        "and threads"
+                    )
+
+    def _changes(
+        self, settings: Settings, given: Mapping[str, Any], free: tuple[str, ...]
+    ) -> Iterator[str]:
+        for name, new in given.items():
+            was = getattr(settings, name)
+            if was is None:
+                was = self.config["recipe"].get(name)
+            if name == "out":
+                same = new is not None and Path(new).resolve() == self.path.resolve()
+            elif name == "memory":
+                same = name in free or _bytes(new) == _bytes(was)
+            else:
+                same = name in free or new == was
+            if not same:
+                yield f"{name.replace('_', '-')} was {_text(was)}, got {_text(new)}"
+
+
+def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    now = json.loads(json.dumps(now))  # as it would be read: lists for tuples
+    for name in {**was, **now}:
+        if was.get(name) != now.get(name):
+            yield name, was.get(name), now.get(name)
+
+
+def _bytes(memory: Any) -> Any:
+    """Return the bytes that a memory means, so that "1MiB" is "1024KiB"; else itself."""
+    try:
+        return parse_bytes(memory)
+    except ValueError:
+        return memory
+
+
+def _text(value: Any) -> str:
+    return "x".join(map(str, reversed(value))) if isinstance(value, tuple) else str(value)

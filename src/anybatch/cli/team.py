@@ -1,0 +1,302 @@
+"""The processes that train one run together, as one of them sees them.
+
+    torchrun --nproc-per-node=2 -m anybatch train ...
+
+The engine makes the gradient that of the batch over all ranks. What is left is the command's own:
+that it looks like one run. Rank 0 has the console, the clock and the run folder; the others follow
+it, and say nothing. What all must agree on is agreed at two places, between two steps and between
+two acts of setting up: whether one of them has failed, and whether somebody wants the run to stop.
+
+    rank 0   read rows ──┐         step ──> log, checkpoint ──> read rows ──┐
+    rank 1   read rows ──┴ agreed  step ─────────────────────> read rows ──┴ agreed
+
+A signal is noted while the run lasts, and handled where all agree: one rank that leaves in the
+middle of a step would look to the others like one that is lost.
+
+With one process every method does nothing, or what one process would do.
+
+Source: design, section 5.4 (uneven and empty shards, ranks decide together).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anybatch import RankError
+from anybatch.cli.alike import same_buffers
+from anybatch.cli.devices import find_device
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.interrupts import Terminated, noted
+from anybatch.cli.metrics import Metric
+from anybatch.core import accelerator
+from anybatch.core.accelerators import default_device
+from anybatch.distributed.group import group_of
+
+OVER = "anybatch/train/over"
+PATIENCE = 60
+"""Seconds that the others wait for rank 0 to write down how the run ended."""
+
+EARLY = 5.0
+"""Seconds that torchrun has to end a rank that has the same fault as rank 0."""
+
+LOOK = 0.05
+"""Seconds between two looks."""
+
+T = TypeVar("T")
+
+
+class Team:
+    """The ranks of a run; `Team()` is one process alone.
+
+    Args:
+        rank: of this process.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self._came: list[int] | None = None
+        self._made = False
+
+    @classmethod
+    def here(cls) -> Team:
+        """Return those of this process's group, or those that torchrun has started with it."""
+        if not dist.is_available():
+            return cls()
+        if dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        if dist.is_torchelastic_launched():
+            return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        return cls()
+
+    @property
+    def several(self) -> bool:
+        """Whether there are others."""
+        return self.size > 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has the console and the run folder."""
+        return self.rank == 0
+
+    def speaks(self) -> bool:
+        """Return whether this process says why it ends: rank 0 does, where it can know.
+
+        Before they know each other most faults are of all ranks; one that torchrun does not end,
+        as it does when rank 0 has ended, has a fault of its own.
+        """
+        if self.leads or self._made or dist.is_initialized():
+            return self.leads
+        time.sleep(EARLY)
+        return True
+
+    def refuse(self, what: str) -> None:
+        """Refuse what only one process can do.
+
+        Raises:
+            SettingsError: there are several.
+        """
+        if self.several:
+            raise SettingsError(
+                f"{what} must be run by one process; torchrun has started {self.size}. Start it "
+                "without torchrun."
+            )
+
+    def device(self, name: str | None) -> str | None:
+        """Return the name of this rank's device: of several GPUs the one of its local rank.
+
+        Raises:
+            SettingsError: one GPU is named for all.
+        """
+        there = accelerator.of(default_device() if name is None else name)
+        if not self.several or not there.facts.each:
+            return name
+        if name not in (None, there.type):
+            raise SettingsError(
+                f"device must be {there.type} where several processes train, each on its own; got "
+                f"{name}. Leave the number out."
+            )
+        return f"{there.type}:{os.environ.get('LOCAL_RANK', self.rank)}"
+
+    def meet(self, device: str | None) -> None:
+        """Make the process group, if there are others and there is none; `device` is for all."""
+        if not self.several or dist.is_initialized():
+            return
+        found = find_device(self.device(device))
+        there = accelerator.of(found)
+        there.choose(found)
+        dist.init_process_group(there.backend)
+        self._made = True
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the process group, if `meet` has made it; rank 0 first.
+
+        Were another to end before rank 0 has written the last checkpoint and said why the run has
+        stopped, torchrun would end rank 0 too.
+        """
+        if not self._made:
+            return
+        with contextlib.suppress(RuntimeError):
+            if error is not None:
+                group_of().abandon()
+            self._outstay()
+        dist.destroy_process_group()
+
+    def _outstay(self) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if self.leads:
+            store.set(OVER, "1")
+            return
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not store.check([OVER]):
+            time.sleep(LOOK)
+
+    def gather(self, *numbers: float) -> list[list[float]]:
+        """Return the numbers of every rank, in order.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        if not self.several:
+            return [list(numbers)]
+        rows = group_of().gather(torch.tensor(numbers, dtype=torch.float64))
+        return [row.tolist() for row in rows]
+
+    def objects(self, one: T) -> list[T]:
+        """Return one picklable object of every rank, in order."""
+        return group_of().objects(one) if self.several else [one]
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Run what may fail on one rank, and then fails on all; return what it returns here.
+
+        Raises:
+            RankError: it failed on another rank, and not on this one.
+            KeyboardInterrupt: a signal has come to one of them.
+        """
+        if not self.several:
+            return run()
+        found: list[T] = []
+        error: BaseException | None = None
+        try:
+            found.append(run())
+        except (Exception, KeyboardInterrupt) as raised:
+            error = raised
+        if self._came is not None:
+            self._agree(error, self._came)
+        else:
+            with noted() as came:
+                self._agree(error, came)
+        return found[0]
+
+    def _agree(self, error: BaseException | None, came: list[int]) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            came.append(signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+            error = None
+        rows = self.gather(error is not None, max(came, default=0))
+        if any(failed for failed, _ in rows):
+            said = self.objects(None if error is None else f"{type(error).__name__}: {error}")
+            if error is not None:
+                raise error
+            words = "; ".join(f"rank {r}: {one}" for r, one in enumerate(said) if one is not None)
+            raise RankError(f"all ranks must be able to go on, and one cannot ({words})")
+        signals = [int(number) for _, number in rows if number]
+        if signals:
+            raise _interrupt(signals)
+
+    def from_first(self, run: Callable[[], T]) -> T:
+        """Let rank 0 run something, and return what it returned.
+
+        Raises:
+            RankError: it failed there.
+        """
+        box: list[Any] = [self.together(lambda: run() if self.leads else None)]
+        if self.several:
+            dist.broadcast_object_list(box, src=0, device=group_of().device)
+        found: T = box[0]
+        return found
+
+    @contextlib.contextmanager
+    def calm(self) -> Iterator[None]:
+        """Note Ctrl-C and SIGTERM in a block, until all agree to stop; alone do nothing."""
+        if not self.several:
+            yield
+            return
+        with noted() as came:
+            self._came = came
+            try:
+                yield
+            except RankError:
+                if came and not self.leads:
+                    raise _interrupt(came) from None  # what rank 0 says, the status tells too
+                raise
+            finally:
+                self._came = None
+
+    def heed(self) -> None:
+        """Let rank 0 stop here, within a step, if a signal was noted; the engine tells the others.
+
+        Raises:
+            KeyboardInterrupt: it was.
+        """
+        if self._came and self.leads:
+            raise _interrupt(self._came)
+
+    def seed(self, seed: int, step: int) -> None:
+        """Let each rank but the first draw what follows from seed, rank and step alone.
+
+        The first goes on as one process would. So a run that is resumed needs no dice but its.
+        """
+        if self.leads:
+            return
+        drawn = int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1)[0])
+        torch.manual_seed(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn)
+
+    def begin(self, model: nn.Module, seed: int, step: int) -> None:
+        """Let all ranks begin a step, or a test, with rank 0's buffers, and draw as `seed` says.
+
+        Statistics of micro-batches, and whatever else a forward leaves behind, are each rank's own.
+        """
+        self.seed(seed, step)
+        if self.several:
+            same_buffers(model)
+
+    def apart(self, total: Metric, make: Callable[[], Metric]) -> Metric:
+        """Return what this rank counts in: `total` itself when it is alone."""
+        return make() if self.several else total
+
+    def add(self, total: Metric, seen: Metric) -> None:
+        """Add what every rank has `seen` to `total`, on every rank."""
+        if seen is not total:
+            rows = self.gather(*seen.counts())
+            one, other = (int(sum(column)) for column in zip(*rows, strict=True))
+            was = total.counts()
+            total.go_on_from((was[0] + one, was[1] + other))
+
+
+def _interrupt(signals: list[int]) -> KeyboardInterrupt:
+    return Terminated() if signal.SIGTERM in signals else KeyboardInterrupt()
+
+
+ALONE = Team()

@@ -1,0 +1,141 @@
+"""Train a model on a data set in mini-batches of any size: the library function behind the command.
+
+A training loop of torch's own would hold the mini-batch on the device at once. This one keeps it on
+the host and hands it to the engine, which streams it; all else is an ordinary loop, in `run`.
+
+Nothing is left half done: an interrupt waits for the optimizer's step and for a file's last byte,
+and whatever ends a run early, a checkpoint of its last whole step is there. `resume` goes on from
+it, and comes to the same weights bit for bit as if nothing had happened.
+
+Source: MBS, Algorithm 1 and section 4.2.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from anybatch.cli.build import build, describe, seeded
+from anybatch.cli.checkpoint import checked
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.progress import Progress, Silent
+from anybatch.cli.run import Clock, Run
+from anybatch.cli.run_folder import RunFolder
+from anybatch.cli.saved_run import SavedRun
+from anybatch.cli.settings import Settings
+from anybatch.cli.summary import Summary
+from anybatch.cli.team import ALONE, Team
+
+REPLANNED = (
+    "the plan is made anew: the end is that of the unbroken run up to rounding, not bit for bit"
+)
+RERANKED = (
+    "ranks were {} and are {}: each has other samples now, and the end is that of the unbroken run "
+    "up to rounding, not bit for bit"
+)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def train(
+    settings: Settings,
+    progress: Progress | None = None,
+    *,
+    clock: Clock = time.perf_counter,
+    team: Team = ALONE,
+) -> Summary:
+    """Train as `settings` say, write the run folder, and return how it went.
+
+    With one seed and one number of threads two runs on a CPU give the same weights bit for bit.
+    `clock` returns seconds; it says when a checkpoint within an epoch is due. `team` are the ranks
+    that share each mini-batch, of which this process is one; all must call this, and the first has
+    progress and run folder.
+
+    Raises:
+        AnybatchError: when settings, data, model or run folder cannot be used, or the loss is no
+            longer a finite number; after the first step, with checkpoint and summary written.
+        Interrupted: on Ctrl-C, likewise; a KeyboardInterrupt that carries the summary.
+        KeyboardInterrupt: on Ctrl-C when no step was taken and an earlier run was put back.
+    """
+    shown = progress if progress is not None and team.leads else Silent()
+    out = settings.out if team.leads else None
+    folder = team.together(lambda: RunFolder(out, overwrite=settings.overwrite))
+    started = clock()
+    try:
+        with seeded(settings.seed, settings.threads):
+            parts = team.together(lambda: build(settings, team))
+            team.together(lambda: folder.open(describe(settings, parts, team)))
+            for note in parts.data.notes:
+                shown.say(note)
+            return Run(settings, parts, folder, shown, clock, started, team).to_its_end()
+    except BaseException:
+        folder.give_way()
+        raise
+    finally:
+        folder.release()
+        shown.close()
+
+
+def resume(
+    path: Path,
+    given: Mapping[str, Any] = NOTHING,
+    progress: Progress | None = None,
+    *,
+    replan: bool = False,
+    clock: Clock = time.perf_counter,
+    team: Team = ALONE,
+) -> Summary:
+    """Go on with the run in the folder `path` from its last checkpoint, and return how it went.
+
+    However it was stopped, on a CPU the end is that of the unbroken run, bit for bit, with the same
+    versions and threads; a warning is shown where they differ. A run that came to its end is left
+    as it is. `given` are fields of `Settings` that were named: those that may differ (device,
+    threads, workers, checkpoint_minutes) are used, others must be what they were. With `replan` the
+    plan is made anew, of another memory or micro_batch too; the last bits may then be others, and
+    so they may where another number of ranks goes on. `clock` and `team` are as for `train`.
+
+    Raises:
+        AnybatchError: as `train`; when there is no checkpoint or it is broken; when another process
+            trains in the folder; when settings or data are not those of the run.
+        Interrupted: as `train`.
+    """
+    shown = progress if progress is not None and team.leads else Silent()
+    saved = team.from_first(lambda: SavedRun.read(path))
+    settings = saved.settings(given, replan=replan)
+    if replan and not settings.planned:
+        raise SettingsError(
+            "replan needs something to plan; the run keeps to micro-batches of "
+            f"{settings.micro_batch} and has no budget. Name one with --memory, or leave --replan "
+            "out."
+        )
+    folder = team.together(lambda: RunFolder(path if team.leads else None, resumed=True))
+    started = clock()
+    try:
+        team.together(folder.lock)
+        finished = team.from_first(saved.finished)
+        if finished is not None:
+            shown.say(f"the run in {path} came to its end; there is nothing to resume")
+            return finished
+        state = team.from_first(lambda: checked(folder.load_checkpoint()))
+        with seeded(settings.seed, settings.threads):
+            parts = team.together(lambda: build(settings, team))
+            now = describe(settings, parts, team)
+            team.together(lambda: saved.refuse_other(now))
+            for warning in saved.warnings(now):
+                shown.say(warning)
+            run = Run(settings, parts, folder, shown, clock, started, team)
+            anew = replan or saved.ranks != team.size
+            config = {**saved.config, **{part: now[part] for part in ("settings", "process")}}
+            team.together(lambda: run.put_back(state, replan=config if anew else None))
+            shown.say(f"resumed after step {run.counts.step}, in epoch {run.counts.epoch + 1}")
+            if anew:
+                shown.say(REPLANNED if replan else RERANKED.format(saved.ranks, team.size))
+            return run.to_its_end()
+    except BaseException:
+        folder.give_way()
+        raise
+    finally:
+        folder.release()
+        shown.close()

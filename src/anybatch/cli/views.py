@@ -1,0 +1,258 @@
+"""What a model sees of a sample: a random view to train on, fixed views to test on; and the loader.
+
+torchvision's transforms draw from a global generator, so an image's crop depends on how many
+workers there are and on what else drew. Here the sampler hands out (epoch, index) and a view is
+drawn from (seed, epoch, index) alone: the same images in the same order for any number of workers.
+
+    training    pad, random crop, random flip        test, classes    centre crop
+                                                     test, masks      whole tiles of the crop's size
+
+A batch carries the files that could not be read beside the samples that could.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from anybatch.cli.data import Data
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.images import Pixels, Size, Unreadable, unit_range
+from anybatch.cli.interrupts import deaf
+from anybatch.cli.sources import Sample, Source, cached
+
+Key = tuple[int, int]  # epoch, index of the view
+View = tuple[Tensor, Tensor]
+A = TypeVar("A", bound=np.generic)
+
+
+class Share(NamedTuple):
+    """Which part of a mini-batch is a rank's: the `rank`-th of `size`, as equal as they can be."""
+
+    rank: int
+    size: int
+
+    def of(self, samples: int) -> slice:
+        """Return the rank's rows of so many samples."""
+        return slice(self.rank * samples // self.size, (self.rank + 1) * samples // self.size)
+
+    def count(self, samples: int) -> int:
+        """Return how many they are."""
+        rows = self.of(samples)
+        return int(rows.stop - rows.start)
+
+
+WHOLE = Share(0, 1)
+
+
+class Batch(NamedTuple):
+    """A mini-batch on the host: inputs [N, C, H, W], targets [N] or [N, 1, H, W], bad files."""
+
+    inputs: Tensor
+    targets: Tensor
+    unreadable: tuple[Unreadable, ...]
+
+
+class InEpochs(Sampler[list[Key]]):
+    """Hands out mini-batches of (epoch, index): shuffled anew each epoch, or in order.
+
+    The order is a function of seed and epoch, so an epoch can begin at its `start`-th mini-batch.
+    Of several ranks each gets its share of every mini-batch, which may be empty.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, seed: int, *, shuffle: bool, share: Share = WHOLE
+    ) -> None:
+        self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
+        self.share = share
+        self.epoch = self.start = 0
+
+    def __len__(self) -> int:
+        return math.ceil(self.size / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order = np.arange(self.size)
+        if self.shuffle:
+            order = np.random.default_rng((self.seed, self.epoch)).permutation(self.size)
+        for begin in range(self.start * self.batch_size, self.size, self.batch_size):
+            rows = order[begin : begin + self.batch_size]
+            yield [(self.epoch, int(index)) for index in rows[self.share.of(len(rows))]]
+
+
+@dataclass
+class Views(Dataset[View | Unreadable]):
+    """The views of a source: random ones of each sample, or all its fixed ones.
+
+    `offsets` are the (top, left) corners of the fixed views; None means `crops` random ones.
+    `masks` says that targets are masks, not classes.
+    """
+
+    source: Source
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop: Size
+    offsets: tuple[tuple[int, int], ...] | None = None
+    crops: int = 1
+    pad: int = 0
+    flip: bool = False
+    seed: int = 0
+    sample_bytes: int = 1
+    masks: bool = False
+    _read: Callable[[int], Sample | Unreadable] | None = field(default=None, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.source) * self._each()
+
+    def __getitem__(self, key: Key) -> View | Unreadable:
+        epoch, index = key
+        views = self._each()
+        if self._read is None:  # made where it is used: a cache does not travel to a worker
+            self._read = cached(self.source, self.sample_bytes)
+        sample = self._read(index // views)
+        if isinstance(sample, Unreadable):
+            return sample
+        pixels, target = sample
+        if self.offsets:
+            corner, mirrored = self.offsets[index % views], False
+        else:
+            corner, mirrored = self._draw((self.seed, epoch, index), pixels.shape)
+        if self.pad and not self.offsets:  # padding is zero, the mean, so it comes after scaling
+            image = self._cut(self._scaled(pixels), corner, mirrored=mirrored)
+        else:
+            image = self._scaled(self._cut(pixels, corner, mirrored=mirrored))
+        if isinstance(target, int):
+            return torch.from_numpy(image), torch.tensor(target)
+        mask = self._cut(target, corner, mirrored=mirrored)
+        return torch.from_numpy(image), torch.from_numpy(mask).float()
+
+    def none(self) -> View:
+        """Return no sample at all: inputs and targets as they are stacked, with 0 rows."""
+        targets = torch.empty(0, 1, *self.crop) if self.masks else torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, len(self.mean), *self.crop), targets
+
+    def _each(self) -> int:
+        return len(self.offsets) if self.offsets else self.crops
+
+    def _scaled(self, pixels: Pixels) -> NDArray[np.float32]:
+        image = unit_range(pixels)
+        image -= np.asarray(self.mean, np.float32)[:, None, None]
+        image /= np.asarray(self.std, np.float32)[:, None, None]
+        return image
+
+    def _draw(self, key: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], bool]:
+        draw = np.random.default_rng(key)
+        room = [s + 2 * self.pad - c + 1 for s, c in zip(shape[1:], self.crop, strict=True)]
+        corner = (int(draw.integers(room[0])), int(draw.integers(room[1])))
+        return corner, self.flip and bool(draw.integers(2))
+
+    def _cut(self, image: NDArray[A], corner: tuple[int, int], *, mirrored: bool) -> NDArray[A]:
+        if self.pad and not self.offsets:
+            image = np.pad(image, ((0, 0), (self.pad, self.pad), (self.pad, self.pad)))
+        (top, left), (height, width) = corner, self.crop
+        part = image[:, top : top + height, left : left + width]
+        return np.ascontiguousarray(part[:, :, ::-1] if mirrored else part)
+
+
+def fixed_offsets(size: Size, crop: Size, *, tiles: bool) -> tuple[tuple[int, int], ...]:
+    """Return the corners of the test views: as many whole tiles as fit, or one; centred."""
+    counts = [s // c if tiles else 1 for s, c in zip(size, crop, strict=True)]
+    starts = [(s - n * c) // 2 for s, c, n in zip(size, crop, counts, strict=True)]
+    tops, lefts = (
+        [a + i * c for i in range(n)] for a, c, n in zip(starts, crop, counts, strict=True)
+    )
+    return tuple((top, left) for top in tops for left in lefts)
+
+
+def make_views(
+    data: Data, *, crop: int | None, crops: int, pad: int, flip: bool, seed: int
+) -> tuple[Views, Views]:
+    """Return the training views and the test views of `data`.
+
+    Raises:
+        SettingsError: when the crop is larger than the padded image.
+    """
+    window = (crop, crop) if crop is not None else data.size
+    if crop is not None and crop > min(data.size):
+        raise SettingsError(
+            f"crop must be at most the image's {min(data.size)} pixels; got {crop}. "
+            "Use a larger --image-size or a smaller --crop."
+        )
+    masks = data.task == "segmentation"
+    offsets = fixed_offsets(data.size, window, tiles=masks)
+    sample_bytes = data.size[0] * data.size[1] * (data.in_channels + 1)
+    common = (data.mean, data.std, window)
+    return (
+        Views(data.train, *common, None, crops, pad, flip, seed, sample_bytes, masks),
+        Views(data.test, *common, offsets, sample_bytes=sample_bytes, masks=masks),
+    )
+
+
+class Loader:
+    """Mini-batches of views, epoch by epoch; the last one of an epoch may be smaller.
+
+    Of several ranks each reads only its `share`. `batch_size` is that of all.
+    """
+
+    def __init__(
+        self,
+        views: Views,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        workers: int,
+        share: Share = WHOLE,
+    ) -> None:
+        self.order = InEpochs(len(views), batch_size, seed, shuffle=shuffle, share=share)
+        self._loader: DataLoader[View | Unreadable] = DataLoader(
+            views,
+            batch_sampler=self.order,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=partial(collate, none=views.none()),
+            worker_init_fn=_begin_worker,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def torch(self) -> DataLoader[View | Unreadable]:
+        """Torch's own loader, at the epoch that was asked for last."""
+        return self._loader
+
+    def epoch(self, number: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield the mini-batches of epoch `number` but the first `skip`, which are not read."""
+        self.order.epoch, self.order.start = number, skip
+        return iter(self._loader)
+
+    def micro_batches(self, micro_batch: int, skip: int = 0) -> int:
+        """Return the micro-batches of an epoch, less `skip` mini-batches, if all can be read."""
+        size, share = self.order.batch_size, self.order.share
+        whole, rest = divmod(max(0, self.order.size - skip * size), size)
+        return whole * -(-share.count(size) // micro_batch) + -(-share.count(rest) // micro_batch)
+
+
+def _begin_worker(_number: int) -> None:
+    deaf()
+
+
+def collate(items: Sequence[View | Unreadable], none: View) -> Batch:
+    """Stack the views that could be read, `none` if there are none; keep the bad files."""
+    broken = tuple(item for item in items if isinstance(item, Unreadable))
+    views = [item for item in items if not isinstance(item, Unreadable)]
+    if not views:
+        return Batch(*none, broken)
+    return Batch(
+        torch.stack([image for image, _ in views]), torch.stack([t for _, t in views]), broken
+    )

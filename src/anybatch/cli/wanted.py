@@ -1,0 +1,135 @@
+"""`plan --gpus | --speedup | --deadline`: how fast whole steps are, and what more GPUs would bring.
+
+A few steps of the real loop are measured and undone. The line to run is the command that was given,
+under torchrun.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+
+import torch
+import typer
+
+from anybatch import Engine, Plan
+from anybatch import profile as profile_loop
+from anybatch.cli.build import Parts
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.profiled import loader_of, moving, split_of
+from anybatch.cli.settings import Settings
+from anybatch.core.units import parse_bandwidth, parse_seconds
+from anybatch.tools.goals import goal_of, scale_of
+from anybatch.tools.planning import ENOUGH, STEPS
+from anybatch.tools.profile import pace_of
+from anybatch.tools.question import AUTO
+
+ONLY_HERE = {
+    *("gpus", "speedup", "deadline", "network", "measure", "timeline", "convolutions", "picture"),
+    *("workspace_total", "cache", "json", "html"),
+}
+"""What `plan` takes and `train` does not."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked of more GPUs, in seconds and as it was said."""
+
+    gpus: int | None
+    speedup: float | None
+    deadline: float | None
+    network: str | None
+
+    @classmethod
+    def of(
+        cls, gpus: int | None, speedup: float | None, deadline: str | None, network: str | None
+    ) -> Wanted:
+        """Return what these options say.
+
+        Raises:
+            SettingsError: they say nothing, or too much.
+        """
+        try:
+            seconds = None if deadline is None else parse_seconds(deadline)
+            if network is not None:
+                parse_bandwidth(network)
+            found = cls(gpus, speedup, seconds, network)
+            goal_of(gpus, speedup, seconds, loader=[None])
+        except ValueError as error:
+            raise SettingsError(f"{error}.") from error
+        return found
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything was asked for."""
+        given = self.gpus, self.speedup, self.deadline, self.network
+        return any(one is not None for one in given)
+
+    def refuse(self, states: str | None) -> None:
+        """Refuse a goal that cannot be answered.
+
+        Raises:
+            SettingsError: the optimizer's state is to wait elsewhere in any case.
+        """
+        if self.anything and states not in (None, AUTO):
+            raise SettingsError(
+                "what more GPUs bring follows from whole steps, and they are not measured today "
+                f"where the optimizer's state waits elsewhere; got states {states}. Leave it out."
+            )
+
+    def measured(
+        self,
+        found: Plan,
+        settings: Settings,
+        parts: Parts,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+    ) -> Plan:
+        """Return the plan with its pace, and with what more GPUs would bring; steps are undone."""
+        loader = loader_of(settings, parts)
+        with moving(STEPS) as move:
+            steps = profile_loop(
+                *(loader, engine, optimizer),
+                steps=STEPS,
+                enough=ENOUGH,
+                split=split_of(skip=settings.skip_corrupt),
+                progress=move,
+            )
+        pace = replace(found, pace=pace_of(steps, loader))
+        if not self.anything:
+            return pace
+        goal = goal_of(
+            *(self.gpus, self.speedup, self.deadline), epochs=parts.recipe.epochs, loader=loader
+        )
+        try:
+            size = min(settings.batch_size, len(parts.train))
+            scale = scale_of(found, steps, optimizer, goal, self.network, size)
+        except ValueError as error:
+            raise SettingsError(f"{error}.") from error
+        return replace(pace, scale=scale)
+
+    def lines(self, found: Plan, parts: Parts, context: typer.Context) -> list[str]:
+        """Return how long the whole training takes, and the line that runs it on several GPUs."""
+        told, pace, epochs = list[str](), found.pace, parts.recipe.epochs
+        if pace is not None and pace.epoch is not None:
+            words = f"{pace.told(epochs * pace.epoch)}; tests between them are not counted"
+            told.append(f"  {f'{epochs} epochs':<12} {words}")
+        gpus = None if found.scale is None else found.scale.gpus
+        if gpus is not None and gpus > 1:
+            told.append(f"  run          {torchrun(gpus, context)}")
+        return told
+
+
+def torchrun(gpus: int, context: typer.Context) -> str:
+    """Return the line that trains with the options of a `plan` on several GPUs of one machine."""
+    words = ["torchrun", f"--nproc-per-node={gpus}", "-m", "anybatch", "train"]
+    for option in context.command.params:
+        name, value = option.name or "", context.params.get(option.name or "")
+        source = getattr(context.get_parameter_source(name), "name", "")
+        if source != "COMMANDLINE" or name in ONLY_HERE:
+            continue
+        if isinstance(value, bool):
+            words += [option.opts[0] if value else option.secondary_opts[0]]
+        else:
+            words += [option.opts[0], str(value)]
+    return shlex.join(words)

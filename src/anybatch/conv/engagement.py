@@ -1,0 +1,38 @@
+"""What computes an engine's convolutions: torch, a workspace of its own, or what a plan says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from anybatch.conv.convolutions import chooser_of, devices
+from anybatch.conv.engaged import Engaged, obeying
+from anybatch.core.errors import NotYetError
+from anybatch.core.plan import Plan
+from anybatch.core.units import parse_bytes
+
+
+def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
+    """Return what computes the convolutions of an engine.
+
+    Args:
+        device: where its model is.
+        workspace: as it was given; None is what a person has entered, or torch.
+        plan: the plan that is obeyed, if there is one.
+
+    Raises:
+        ValueError: `workspace` means nothing.
+        NotYetError: it is for a device where convolutions stay torch's.
+    """
+    if plan is not None and plan.convolutions is not None:
+        return Engaged(device.type, obeying(plan.convolutions))
+    if workspace is None:
+        return Engaged(device.type)
+    given = parse_bytes(workspace, "workspace")
+    if device.type not in devices():
+        raise NotYetError(
+            f"convolutions are divided on {' and '.join(devices())} here, and the model is on "
+            f"{device}: leave workspace out"
+        )
+    return Engaged(device.type, chooser_of(given))

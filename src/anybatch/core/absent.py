@@ -1,0 +1,153 @@
+"""A device that a plan is made for and that is not in this machine.
+
+A dry run needs no device: its tensors have no data. It is made on the host, and counted as the
+other device would count: allocations rounded up, what its driver and its libraries take, a way to
+the host for what leaves. What only a run can tell is named, and not guessed.
+
+    24GiB │ context │ 5 % │ budget │     budget: cuBLAS workspaces, rounded allocations of a step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from anybatch.core.units import parse_bytes, show_bytes
+
+CUDA = "cuda"
+
+CONTEXT = 600 * 1024**2
+"""Bytes that a CUDA context is assumed to take, outside torch's allocator."""
+
+WORKSPACE = 4096 * 8 * 1024
+"""Bytes of a cuBLAS workspace on Hopper, the most that torch takes without being told."""
+
+HANDLES = 2
+"""Of cuBLAS, each with a workspace: that of forward, and that of the thread of backward."""
+
+SHARE = 0.95
+"""Of what a device has left, a budget where nobody has named one."""
+
+NOT_MEASURED = (
+    "time: no size was timed, so the micro-batch is the largest that fits",
+    "the workspace that cuDNN takes for convolutions",
+    "what the device's own kernels of attention, normalisation and recurrent layers save; those "
+    "of the host were counted",
+)
+"""Quantities that a dry run leaves unknown."""
+
+
+@dataclass(frozen=True)
+class AbsentDevice:
+    """A CUDA device of which only the size is known.
+
+    Attributes:
+        size: the bytes of its memory as they were written, such as "24GiB".
+        nbytes: these.
+        context: bytes that its driver is assumed to take.
+        workspace: bytes that cuBLAS is assumed to take.
+        not_measured: what the plan does not know, a sentence each.
+    """
+
+    size: str
+    nbytes: int
+    context: int = CONTEXT
+    workspace: int = HANDLES * WORKSPACE
+    not_measured: tuple[str, ...] = NOT_MEASURED
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> AbsentDevice:
+        """Return the device that a plan's JSON object has."""
+        return cls(**{**found, "not_measured": tuple(map(str, found["not_measured"]))})
+
+    @property
+    def left(self) -> int:
+        """Bytes of the device left for a step and for the workspaces of libraries."""
+        return max(0, self.nbytes - self.context)
+
+    def budget(self, memory: int | str | None) -> tuple[int, str]:
+        """Return the bytes that a step may hold, and in words where they come from.
+
+        Args:
+            memory: as it was given; None takes what the device leaves, less a margin.
+
+        Raises:
+            ValueError: it is more than the device leaves.
+        """
+        if memory is None:
+            source = f"{self.size} less {show_bytes(self.context)} for a context, less 5 %"
+            return int(SHARE * self.left), source
+        given = parse_bytes(memory)
+        if given > self.left:
+            raise ValueError(
+                f"memory must be at most what the device leaves, and of {self.size} a context is "
+                f"assumed to take {show_bytes(self.context)}: got {memory!r}. Give "
+                f'memory="{self.left // 1024**2}MiB" or less, or leave it out'
+            )
+        return given, "as given"
+
+    def lines(self) -> list[str]:
+        """Return the lines of a plan about the device."""
+        return [
+            f"  device       planned for a CUDA device of {self.size} that is not there",
+            f"    assumed        {show_bytes(self.context)} for its context, outside the budget",
+            f"    assumed        {show_bytes(self.workspace)} of workspace for cuBLAS, inside it",
+            *(f"    not measured   {one}" for one in self.not_measured),
+        ]
+
+
+def parse_device(text: str) -> AbsentDevice | None:
+    """Return the device that a text such as "cuda:24GiB" describes; None where it names one.
+
+    Raises:
+        ValueError: there is a size that means nothing, or that of another type of device.
+    """
+    kind, colon, size = text.partition(":")
+    if not colon or size.isdecimal():
+        return None
+    if kind != CUDA:
+        raise ValueError(
+            f"a device that is not there must be a CUDA device with the size of its memory, such "
+            f'as "cuda:24GiB", and it is {text!r}: for another one name it, and give memory='
+        )
+    try:
+        return AbsentDevice(size, parse_bytes(size, "device"))
+    except (TypeError, ValueError):
+        raise ValueError(
+            'the size of a device must be bytes such as in "cuda:24GiB", and it is '
+            f"{size!r} in {text!r}: write it like that, or an index such as cuda:0"
+        ) from None
+
+
+_PLANNED: ContextVar[AbsentDevice | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def planned_for(device: AbsentDevice | None) -> Iterator[None]:
+    """Count in the body as a device that is not there would; None changes nothing."""
+    token = _PLANNED.set(device)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def absent() -> AbsentDevice | None:
+    """Return the device that is planned for and not there; None where there is none."""
+    return _PLANNED.get()
+
+
+def type_of(device: Any) -> str:
+    """Return the type of a `torch.device`, or that of the one which the host stands in for."""
+    return str(device.type) if absent() is None else CUDA
+
+
+def enough(nbytes: int) -> str:
+    """Return the argument with which a step of so many bytes would have room, as errors name it."""
+    device = absent()
+    if device is None or nbytes <= device.left:
+        return f'memory="{-(-nbytes // 1024)}KiB"'
+    return f'device="cuda:{-(-(int(nbytes / SHARE) + 1 + device.context) // 1024**2)}MiB"'

@@ -1,0 +1,317 @@
+"""The mini-batch B of the paper, and the micro-batches it is split into (MBS, Eq. 1-3).
+
+A mini-batch lies on the host in two ways: as tensors (`TensorBatch`: a micro-batch is a view of
+its rows) or as a data set and indices (`LazyBatch`: a micro-batch is made when its turn comes, so
+the mini-batch may be larger than the host's memory, up to the whole data set).
+
+    mini-batch      |----- mu_0 -----|----- mu_1 -----|- mu_2 -|     the last one may be smaller
+    rows            0               n                2n        N
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
+from numbers import Number
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from anybatch.core import tree
+from anybatch.core.errors import BatchError
+from anybatch.core.hanging import Hung, hanging, hangs
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of the mini-batch: what is streamed and what is computed on at once.
+
+    Attributes:
+        inputs: tree of tensors [n, ...].
+        targets: the same.
+        size: n, how many rows.
+        begin: the place of the first one in the mini-batch.
+    """
+
+    inputs: Any
+    targets: Any
+    size: int
+    begin: int = 0
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the micro-batch with ``fn(tensor)`` in place of each tensor."""
+        return replace(
+            self,
+            inputs=tree.map_tensors(fn, self.inputs),
+            targets=tree.map_tensors(fn, self.targets),
+        )
+
+    def fingerprint(self) -> int:
+        """Return a checksum of every bit of it: tensors, arrays, texts and numbers."""
+        check = 0
+        for _, leaf in tree.leaves((self.inputs, self.targets)):
+            check = zlib.crc32(bytes_of_leaf(leaf), check)
+        return check
+
+
+class Batch(Protocol):
+    """A mini-batch: its size, and its micro-batches in order, as often as asked."""
+
+    @property
+    def size(self) -> int:
+        """The number of samples N_B."""
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Yield micro-batches of `micro_batch` samples, the last one smaller when ragged."""
+
+
+@dataclass(frozen=True)
+class TensorBatch:
+    """A mini-batch of tensors on the host or the device; its micro-batches are views."""
+
+    inputs: Any
+    targets: Any
+    size: int
+
+    @classmethod
+    def of(cls, inputs: Any, targets: Any, *, least: int = 1) -> TensorBatch:
+        """Return the batch, or raise `BatchError` naming the leaves that do not fit.
+
+        Args:
+            inputs: tree of tensors [N_B, ...].
+            targets: the same, or None.
+            least: samples that it must hold.
+        """
+        named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
+        size = tree.batch_size(least=least, **named)
+        inputs = tree.marked(inputs, size, "inputs", arguments=True)
+        return cls(inputs, tree.marked(targets, size, "targets"), size)
+
+    @property
+    def hanging(self) -> set[Hung]:
+        """Attributes of its tensors that their rows lack."""
+        if not hangs((self.inputs, self.targets)):
+            return set()
+        return hanging(self.inputs, "inputs") | hanging(self.targets, "targets")
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Yield views of `micro_batch` rows."""
+        for start in range(0, self.size, micro_batch):
+            stop = min(start + micro_batch, self.size)
+            yield MicroBatch(
+                tree.rows(self.inputs, start, stop, self.size),
+                tree.rows(self.targets, start, stop, self.size),
+                stop - start,
+                start,
+            )
+
+
+def made_up(batch: Batch, size: int) -> MicroBatch:
+    """Return rows of zeros in the form of a batch that has none.
+
+    Raises:
+        BatchError: the form of its rows is not known.
+    """
+    if not isinstance(batch, TensorBatch):
+        raise BatchError(
+            "a rank without samples must know what they look like, and its LazyBatch holds none: "
+            "pass tensors of shape [0, ...]"
+        )
+    for path, leaf in tree.leaves(batch.inputs, "inputs"):
+        if isinstance(leaf, tree.ENTRIES):
+            raise BatchError(
+                f"a rank without samples must know what they look like, and {path} is a list of "
+                "none: pass tensors of shape [0, ...]"
+            )
+    rows = tree.map_tensors(
+        lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, batch.inputs
+    )
+    return MicroBatch(rows, None, size)
+
+
+class LazyBatch:
+    """A mini-batch that is never whole in memory: samples of a data set, loaded when needed.
+
+    It goes where the inputs go: ``engine.backward(LazyBatch(dataset))`` takes the whole data set
+    as one batch. An item is a pair ``(input, target)``; with a loss inside the model
+    (`Loss.inside`) an item is the input alone.
+
+    What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: what counts
+    padding is then another number than that of the whole batch. Where shapes differ between
+    micro-batches the plan says "not shown"; pad to a fixed length. A function that makes other rows
+    of the same items when others come with them is refused: in the first step of each size, and of
+    each function, the items are loaded once more, and collated at once and in micro-batches. A
+    batch of more than 512 MiB is compared in part, and "not shown"; so is a function that keeps a
+    number which each call moves. A number that it returns beside the rows must not depend on the
+    samples; one that differs between micro-batches is refused.
+
+    With `workers`, every pass over the batch seeds them from torch's global generator: each step
+    draws augmentations of its own, and both passes of one step draw the same.
+
+    Args:
+        dataset: any map-style ``torch.utils.data.Dataset``.
+        indices: which samples, in order; None (default) is all of them.
+        workers: processes that load ahead; 0 (default) loads in this one.
+        collate_fn: makes a micro-batch of a list of items; None is torch's default.
+
+    Raises:
+        BatchError: no index, or the data set has no length and no indices were given.
+
+    Source: MBS, section 4.3.2 (a batch "up to the total size of the dataset").
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        indices: Sequence[int] | None = None,
+        *,
+        workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if indices is None:
+            if not isinstance(dataset, Sized):
+                raise BatchError(
+                    f"a lazy batch must know its samples, and {type(dataset).__name__} has no "
+                    "length: pass indices=..."
+                )
+            indices = range(len(dataset))
+        if len(indices) == 0:
+            raise BatchError("a batch must hold at least one sample, and indices is empty")
+        self.dataset = dataset
+        self.indices = indices
+        self.workers = workers
+        self.collate_fn = collate_fn
+        self.paired = True
+        self._ragged = ""
+        self._hanging: set[Hung] = set()
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return len(self.indices)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
+        """Load and yield micro-batches; the same ones each time the dice are the same.
+
+        Whatever loads them is seeded at once; the first one is loaded when it is asked for.
+
+        Args:
+            micro_batch: samples in a micro-batch; the last one may be smaller.
+
+        Raises:
+            BatchError: `collate_fn` changed the number of rows, or gives a number that depends on
+                them; or an item is no pair.
+        """
+        return self._loaded(micro_batch, int(torch.randint(2**31, ())))
+
+    def _loaded(self, micro_batch: int, seed: int) -> Iterator[MicroBatch]:
+        chunks = [
+            list(self.indices[start : start + micro_batch])
+            for start in range(0, self.size, micro_batch)
+        ]
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=chunks,
+            num_workers=self.workers,
+            collate_fn=self.collate_fn,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        numbers: dict[str, Any] = {}
+        begin = 0
+        shapes: dict[str, Any] = {}
+        for item, chunk in zip(loader, chunks, strict=True):
+            inputs, targets = collated(item, len(chunk), numbers, paired=self.paired)
+            self._note_shapes(shapes, inputs, targets)
+            if hangs((inputs, targets)):
+                self._hanging |= hanging(inputs, "inputs") | hanging(targets, "target")
+            yield MicroBatch(inputs, targets, len(chunk), begin)
+            begin += len(chunk)
+
+    def _note_shapes(self, shapes: dict[str, Any], inputs: Any, targets: Any) -> None:
+        """Note in which tensor rows of another shape come first."""
+        for name, values in (("inputs", inputs), ("target", targets)):
+            for path, leaf in tree.leaves(values, name):
+                if isinstance(leaf, tree.ARRAYS):
+                    known = shapes.setdefault(path, leaf.shape[1:])
+                    if known != leaf.shape[1:] and not self._ragged:
+                        self._ragged = path
+
+    @property
+    def hanging(self) -> set[Hung]:
+        """Attributes of loaded tensors that their rows lack."""
+        return self._hanging
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why it is not shown that what was loaded is a part of the undivided batch."""
+        if not self._ragged:
+            return ()
+        return (
+            f"rows of {self._ragged} have other shapes in other micro-batches, and the undivided "
+            "batch would be padded to the longest of all: let collate_fn pad to a fixed length",
+        )
+
+
+def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) -> tuple[Any, Any]:
+    """Return inputs and targets of what `collate_fn` gave, lists marked, or refuse what is wrong.
+
+    Args:
+        item: of a micro-batch.
+        items: that it was made of.
+        numbers: those of the first micro-batch, by path.
+        paired: it is a pair (input, target); else the input alone.
+
+    Raises:
+        BatchError: it is no pair, or rows or numbers are not as they must be.
+    """
+    pair = isinstance(item, tuple | list) and len(item) == 2
+    if paired and not pair:
+        raise BatchError(
+            f"an item of a lazy batch must be a pair (input, target), and it is "
+            f"{type(item).__name__}: return pairs from the data set or from collate_fn"
+        )
+    inputs, targets = item if paired else (item, None)
+    named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
+    size = tree.batch_size(**named)
+    if size != items:
+        raise BatchError(
+            f"collate_fn must give as many rows as it was given items: {items} "
+            f"items became {size} rows. Drop samples from indices=, not in collate_fn"
+        )
+    inputs = tree.marked(inputs, size, "inputs", arguments=True)
+    targets = tree.marked(targets, size, "target")
+    for name, values in {"inputs": inputs, "target": targets}.items():
+        for path, leaf in tree.leaves(values, name):
+            if isinstance(leaf, Number) or getattr(leaf, "ndim", None) == 0:
+                tree.check_constant(path, leaf, numbers.setdefault(path, leaf))
+    return inputs, targets
+
+
+def bytes_of_leaf(leaf: Any) -> bytes | memoryview:
+    """Return every bit of a tensor, an array, a text or a number; nothing of another object."""
+    if isinstance(leaf, Tensor):
+        flat = leaf.detach().cpu().contiguous().reshape(-1)
+        flat = flat.resolve_conj().resolve_neg()
+        return flat.view(torch.uint8).numpy().data
+    if isinstance(leaf, np.ndarray):
+        return leaf.tobytes() if leaf.dtype != object else b""
+    readable = isinstance(leaf, str | bytes | int | float | list | tuple)
+    return repr(leaf).encode() if readable else b""
+
+
+def count_micro_batches(size: int, micro_batch: int) -> int:
+    """Return N_S, the number of micro-batches (MBS, Algorithm 1, line 5).
+
+    Args:
+        size: N_B, samples in the mini-batch.
+        micro_batch: N_mu, samples in a micro-batch.
+    """
+    return math.ceil(size / micro_batch)

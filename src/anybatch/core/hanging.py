@@ -1,0 +1,104 @@
+"""Attributes and classes of tensors that their rows lack: a doubt, or an error by name.
+
+A person may write ``outputs.aux = ...`` in forward, or ``targets.scale = 2.0``, and ask for it in
+the loss. Rows that are cut, joined, sent to a device or stood in for are other tensors, and
+``hasattr`` would choose another loss for them. So a step with such a tensor is not shown; where
+what asks for it fails, the error says what to write.
+
+    outputs.aux, outputs.__class__      doubt: outputs has aux, which is no part of its rows
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch.core import tree
+from anybatch.core.errors import LossError
+
+PLAIN = (Tensor, nn.Parameter)
+
+OWN = ("torch", "anybatch")
+"""Packages whose classes of tensors, and whose attributes, are no one's message to a loss."""
+
+
+Hung = tuple[str, str]
+"""The path of a tensor or a container, and the name of an attribute that rows lack."""
+
+
+def hangs(values: Any) -> bool:
+    """Say whether a tree may hold such attributes; asked at every micro-batch."""
+    kind = type(values)
+    if kind in PLAIN:
+        return bool(values.__dict__)
+    if kind in tree.LEAVES:
+        return False
+    if kind is tuple or kind is list:
+        return any(map(hangs, values))
+    return any(map(hangs, values.values())) if kind is dict else True
+
+
+def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
+    """Return the attributes of the tensors and containers of a tree that rows lack.
+
+    Args:
+        values: a tree.
+        path: of it.
+        classes: a class of a person's own is named, too. Default False: rows are of that class.
+    """
+    found: set[Hung] = set()
+    for at, one in _every(values, path):
+        found.update((at, name) for name in _attributes(one))
+        kind = type(one)
+        if classes and isinstance(one, Tensor) and kind.__module__.split(".")[0] not in OWN:
+            found.add((at, f"the class {kind.__name__}"))
+    return found
+
+
+def doubts_of(found: set[Hung]) -> tuple[str, ...]:
+    """Return the doubts of a step whose tensors have such attributes."""
+    return tuple(
+        f"{at} has {name}, which hangs on the tensor or its container and is no part of its rows: "
+        "pass it beside it, in a tuple or a mapping"
+        for at, name in sorted(found)
+    )
+
+
+def refuse_missing(error: AttributeError, found: set[Hung]) -> None:
+    """Refuse to read an attribute that the whole tensor had and its rows lack.
+
+    Raises:
+        LossError: it names the attribute.
+    """
+    at = next((at for at, name in sorted(found) if name == error.name), None)
+    if at is not None and isinstance(error.obj, Tensor):
+        raise LossError(
+            "what a loss or a model reads must be in the tensors that it is given, and "
+            f"{at}.{error.name} is an attribute, which rows of a split batch do not have: return "
+            f"or pass it beside {at}, in a tuple or a mapping"
+        ) from error
+
+
+def _every(values: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, values
+    for key, child in tree.children(values):
+        yield from _every(child, path + key)
+
+
+def _attributes(one: Any) -> list[str]:
+    """Return the names of attributes that rows of a tensor or a container would not have."""
+    held = getattr(one, "__dict__", {})
+    if not held:
+        return []
+    if isinstance(one, Tensor):
+        kept = set(one[:1].__dict__) if one.dim() and type(one) is not Tensor else set()
+    elif dataclasses.is_dataclass(one) and not isinstance(one, Mapping):
+        kept = {field.name for field in dataclasses.fields(one)} | set(dir(type(one)))
+    elif isinstance(one, tree.LISTS):
+        kept = set(dir(type(one)))
+    else:
+        return []
+    return [name for name in held if name not in kept and not name.startswith("_dynamo")]

@@ -1,0 +1,175 @@
+"""What a plan knows of memory: the budget, what was foreseen, and the candidates that lost.
+
+Source: design, section 5.5; the runners-up are said like those of a database's query plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from anybatch.core.units import show_bytes
+
+Room = int | tuple[int, ...] | None
+"""Bytes that waiting micro-batches may hold: at any time; in each turn of the one that runs, from
+the first on; or None where all of it may stay."""
+
+
+class Inside(NamedTuple):
+    """What micro-batches that wait for each other may hold, the one that runs among them; in bytes.
+
+    Attributes:
+        limit: before a kernel runs, with all that it needs.
+        later: beside the limit, in each turn. Default none.
+        makes: the most that a kernel makes in each turn, for which the limit leaves room. Default
+            not known.
+    """
+
+    limit: int
+    later: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+
+
+RUNNERS_UP = 2
+"""Candidates that lost by least; a plan says so."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A micro-batch that was considered.
+
+    Attributes:
+        micro_batch: samples.
+        peak_bytes: what a step with it holds at most, predicted.
+        seconds: of a whole step, run or from its timed micro-batches; None where it was not timed.
+        away: its saved tensors leave, as far as they do not fit. Default False.
+    """
+
+    micro_batch: int
+    peak_bytes: int
+    seconds: float | None = None
+    away: bool = False
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a plan knows of memory; all of it in bytes.
+
+    Attributes:
+        budget: the most a step may hold.
+        source: where the budget comes from.
+        predicted: what a step holds at its peak.
+        owners: who holds it at the peak, ``(name, bytes)``, the largest first.
+        floor: what a step holds at least, with micro-batches of one sample.
+        whole: what the undivided batch would hold.
+        how: how it was predicted.
+        candidates: the micro-batches that were considered, by size.
+        room: what waiting micro-batches may hold on the device, where they wait for each other.
+    """
+
+    budget: int
+    source: str
+    predicted: int
+    owners: tuple[tuple[str, int], ...]
+    floor: int
+    whole: int
+    how: str
+    candidates: tuple[Candidate, ...] = ()
+    room: Room = 0
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuse what is no integer of at least 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, and it is {value!r}")
+
+
+def memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
+    """Return what is known of memory; of candidates that do not say it, all are `away` or none."""
+    check_count("budget", found["budget"])
+    check_count("predicted", found["predicted"])
+    room = found.get("room", 0)
+    return Memory(
+        **{
+            **found,
+            "room": tuple(map(int, room)) if isinstance(room, list | tuple) else room,
+            "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
+            "candidates": tuple(Candidate(**{"away": away, **one}) for one in found["candidates"]),
+        }
+    )
+
+
+def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
+    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up.
+
+    Args:
+        memory: what it knows.
+        chosen: samples in a micro-batch, as was chosen.
+        away: its saved tensors leave. Default False.
+    """
+    share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
+    lines = [f"  memory       {share}, predicted by {memory.how}"]
+    lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
+    lines += [
+        f"  floor        {show_bytes(memory.floor)} at one sample a micro-batch; "
+        f"{show_bytes(memory.whole)} undivided"
+    ]
+    if memory.candidates:
+        lines += ["  micro-batch      memory   seconds a step"]
+    both = len({one.away for one in memory.candidates}) > 1
+    every = verdicts(memory, chosen, away=away)
+    return lines + [f"  {_row(one, why, both=both)}" for one, why in every]
+
+
+def verdicts(memory: Memory, chosen: int, *, away: bool = False) -> list[tuple[Candidate, str]]:
+    """Return every candidate and, in words, why it was chosen or lost.
+
+    Args:
+        memory: what a plan knows of it.
+        chosen: samples in a micro-batch, as was chosen.
+        away: its saved tensors leave. Default False.
+    """
+    every = memory.candidates
+    best = next((one for one in every if (one.micro_batch, one.away) == (chosen, away)), None)
+    next_best = runners_up(every, best)
+    return [(one, _why(one, best, memory.budget, runner_up=one in next_best)) for one in every]
+
+
+def runners_up(every: Sequence[Candidate], best: Candidate | None) -> list[Candidate]:
+    """Return the candidates that lost by least, of those that were timed, the fastest first.
+
+    Args:
+        every: that were considered.
+        best: the one that was chosen; None, or one that was not timed, has no runners-up.
+    """
+    if best is None or best.seconds is None:
+        return []
+    timed = [(one.seconds, one) for one in every if one.seconds is not None and one != best]
+    return [one for _, one in sorted(timed, key=lambda pair: pair[0])[:RUNNERS_UP]]
+
+
+def _why(one: Candidate, best: Candidate | None, budget: int, *, runner_up: bool) -> str:
+    if one is best:
+        return "chosen" if one.seconds is None else "chosen: the fastest timed"
+    if one.peak_bytes > budget:
+        return f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
+    if one.seconds is None:
+        return "fits, not timed"
+    if best is None or not best.seconds:
+        return ""
+    slower = one.seconds / best.seconds - 1
+    why = f"{abs(100 * slower):.0f} % {'slower' if slower > 0 else 'faster'}"
+    why = why if abs(slower) >= 0.005 else "as fast"
+    return f"runner-up: {why}" if runner_up else why
+
+
+def _row(one: Candidate, why: str, *, both: bool) -> str:
+    """Return the line of a candidate; `both`: some leave the device, and some do not."""
+    seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
+    why = f"saved tensors away; {why}" if both and one.away else why
+    return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"

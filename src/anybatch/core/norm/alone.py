@@ -1,0 +1,117 @@
+"""BatchNorm that looks at nobody: for looking at a model, and for rehearsing what it will hold.
+
+Whether samples meet *elsewhere* in a model shows only when they do not meet in BatchNorm. And a
+rehearsal on one sample must not fail for the want of a variance, nor move running statistics.
+So the layer normalises with mean 0 and variance 1, by the kernel that is used between meetings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch.core.norm.counters import refuse
+from anybatch.core.norm.intercept import Norms
+from anybatch.core.norm.moments import accumulated
+from anybatch.core.norm.sites import Site, site_of
+
+
+class Watch(Protocol):
+    """Looks on while a model is looked at."""
+
+    def heard(self, x: Tensor) -> None:
+        """Take in what is normalised."""
+
+    def met(self, site: Site) -> None:
+        """Take in a place of forward where samples meet."""
+
+
+class HeardNorms(Norms):
+    """While it is on, batch normalisation for training is refused: no module said there would be.
+
+    Raises:
+        BatchStatisticsError: from the call.
+    """
+
+    def normalise(
+        self,
+        x: Tensor,  # noqa: ARG002
+        running: tuple[Tensor | None, Tensor | None],  # noqa: ARG002
+        weight: Tensor | None,  # noqa: ARG002
+        bias: Tensor | None,  # noqa: ARG002
+        momentum: float,  # noqa: ARG002
+        eps: float,  # noqa: ARG002
+    ) -> Tensor:
+        """Refuse it."""
+        return refuse("batch_norm called in forward")
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Take one row for each sample by itself: of the two forwards of a look one has several."""
+        return x.shape[0] == 1
+
+    def counts(self, counter: Tensor) -> bool:  # noqa: ARG002
+        """Everything is counted."""
+        return True
+
+
+class AloneNorms(Norms):
+    """While it is on, batch normalisation for training mixes no samples and moves no statistics.
+
+    Args:
+        counters: the ``num_batches_tracked`` of all modules.
+        watch: told where samples meet. Default nobody.
+        rows: of the whole batch, where what is gathered shall be as large. Default 0: it is not.
+
+    Attributes:
+        gathered: bytes of what was gathered so far.
+        called: what functions of the whole batch were called with, in order.
+        singles: calls that normalise each of several samples by itself.
+    """
+
+    def __init__(
+        self,
+        counters: Iterable[Tensor],
+        watch: Watch | None = None,
+        *,
+        rows: int = 0,
+    ) -> None:
+        super().__init__(counters)
+        self._watch, self.rows, self.gathered = watch, rows, 0
+        self.called: list[Any] = []
+        self.singles = 0
+
+    def normalise(
+        self,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],  # noqa: ARG002
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Return x, scaled and shifted."""
+        if self._watch is not None:
+            self._watch.heard(x)
+        self.meets(site_of(x))
+        dtype = accumulated(x.dtype) if weight is None else weight.dtype
+        mean = x.new_zeros(x.shape[1], dtype=dtype)
+        var = x.new_ones(x.shape[1], dtype=dtype)
+        return F.batch_norm(x, mean, var, weight, bias, False, momentum, eps)
+
+    def meets(self, site: Site) -> None:
+        """Take in a place of forward where samples meet."""
+        if self._watch is not None:
+            self._watch.met(site)
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say so, and count it; of a single sample, where one of several was."""
+        found = super().by_itself(x) or (self.singles > 0 and x.shape[0] == 1)
+        self.singles += found
+        return found
+
+    def counts(self, counter: Tensor) -> bool:  # noqa: ARG002
+        """Everything is counted: momentum may be one by the count. Who uses this puts it back."""
+        return True

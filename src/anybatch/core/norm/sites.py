@@ -1,0 +1,54 @@
+"""The places of a forward where samples meet, as later steps know them again.
+
+What lanes share has been compared wherever they wait for each other, and found to be the same or
+given to each of its own (`anybatch.lockstep.slots`). A model that waits in another place in a later
+step (a flag that is switched on) has not been looked at there: it is looked at again.
+
+    known:  A B C, A C        a lane comes to  A ─> C ─> the end: known      A ─> D: look again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+Site = tuple[str, int, int]
+"""A place where samples meet: what is called, the channels and the dimensions."""
+
+Way = tuple[Site, ...]
+"""All places of one forward, in order."""
+
+END: Site = ("the end", 0, 0)
+
+
+class OtherSitesError(Exception):
+    """Samples meet elsewhere than in the steps before: look again."""
+
+
+def site_of(x: Tensor) -> Site:
+    """Return the place where `x` is normalised."""
+    return "batch_norm", x.shape[1], x.dim()
+
+
+class Route:
+    """Follows a forward along the ways that are known.
+
+    Args:
+        known: all of them.
+    """
+
+    def __init__(self, known: Iterable[Way]) -> None:
+        self._left = [(*way, END) for way in known]
+        self._at = 0
+
+    def comes_to(self, site: Site) -> None:
+        """Take in the next place.
+
+        Raises:
+            OtherSitesError: no way that is known goes there.
+        """
+        at, self._at = self._at, self._at + 1
+        self._left = [way for way in self._left if at < len(way) and way[at] == site]
+        if not self._left:
+            raise OtherSitesError

@@ -1,0 +1,50 @@
+"""How fast a training is with a plan: seconds of a step, and of an epoch, with an interval.
+
+Seconds of micro-batches choose a plan; they leave out the loader, the optimizer and what lies
+between. So a few steps of the real loop are measured, and an epoch is as many of them as it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anybatch.core.units import show_seconds
+
+FEW = 6
+"""Steps below which no interval is told."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What steps of the real loop have taken.
+
+    Attributes:
+        seconds: of a step: waiting for its mini-batch, computing, and the update; mean.
+        interval: of that mean, 95 %, by resampling the steps; too narrow where they are few.
+        steps: that were measured.
+        overhead: R_O, what shows and is not computing, to computing.
+        epoch: steps of an epoch; None where the loader does not say.
+    """
+
+    seconds: float
+    interval: tuple[float, float]
+    steps: int
+    overhead: float
+    epoch: int | None = None
+
+    def of(self, steps: int) -> tuple[float, float, float]:
+        """Return the seconds of so many steps, and the bounds of their interval."""
+        low, high = self.interval
+        return steps * self.seconds, steps * low, steps * high
+
+    def told(self, steps: int) -> str:
+        """Return the seconds of so many steps in words, with their interval if there is one."""
+        found, low, high = map(show_seconds, self.of(steps))
+        return f"{found} ({low} to {high})" if self.steps >= FEW else found
+
+    def __str__(self) -> str:
+        plural = "step" if self.steps == 1 else "steps"
+        lines = [f"{self.told(1)} a step, of {self.steps} {plural} of the real loop"]
+        if self.epoch is not None:
+            lines.append(f"{self.told(self.epoch)} an epoch of {self.epoch} steps")
+        return f"\n{' ' * 15}".join(lines)

@@ -1,0 +1,384 @@
+"""A plan is data: what a step will do and why, decided by a pure function, printed, saved, loaded.
+
+The executor obeys it and decides nothing. Facts go in, a frozen `Plan` comes out; neither knows
+torch, so a decision can be tested, stored beside a run, and explained like a database's query plan.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anybatch.core.absent import AbsentDevice
+from anybatch.core.cards import because, card, considered, memory_bar, table
+from anybatch.core.divisions import Divisions
+from anybatch.core.evidence import FORESEEN, UNDIVIDED, Evidence
+from anybatch.core.memory import Memory, check_count, explain, memory_of
+from anybatch.core.pace import Pace
+from anybatch.core.scale import Scale
+from anybatch.core.units import show_bytes
+
+
+@dataclass(frozen=True)
+class States:
+    """Where an optimizer's state waits between its steps.
+
+    Attributes:
+        store: "host" or "file".
+        folder: of the file; None is the system's folder for temporary files.
+        room: bytes of it that are in memory at a time while the optimizer steps; with `model` of
+            parameters, gradients and state together, all the time.
+        model: parameters and gradients leave, too, when no kernel reads them.
+    """
+
+    store: str
+    folder: str | None
+    room: int
+    model: bool = False
+
+    def __str__(self) -> str:
+        where = "memory of the host" if self.store == "host" else "a file"
+        where += f" in {self.folder}" if self.folder else ""
+        room = show_bytes(self.room)
+        if self.model:
+            return f"in {where}, with parameters and gradients; at most {room} of all in memory"
+        return f"in {where}; at most {room} in memory during a step"
+
+
+@dataclass(frozen=True)
+class Away:
+    """What of the saved tensors leaves the device; all in bytes but for the seconds.
+
+    Attributes:
+        store: "host" or "file".
+        folder: of the file; None is the system's folder for temporary files.
+        rooms: what the first micro-batch of a step may make, and any other.
+        saved: what autograd saves in a micro-batch and could leave.
+        sent: what leaves in a step, and returns.
+        most: what the store must have room for: all that a micro-batch saves.
+        stall: seconds in which a step is predicted to wait for that; None where it is not known.
+        remade: what is computed again in a step instead, from what was saved beside it.
+        later: what micro-batches that wait for each other may hold more in each turn: as much as
+            comes of gradients after it, and as kernels make less in it; nothing where that is not
+            known.
+        makes: the most that a kernel of these makes in each turn; nothing where it is not known.
+    """
+
+    store: str
+    folder: str | None
+    rooms: tuple[int, int]
+    saved: int
+    sent: int
+    most: int
+    stall: float | None = None
+    remade: int = 0
+    later: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+
+    @property
+    def where(self) -> str:
+        """Return the store, or the folder of its file."""
+        return self.folder or self.store
+
+    def explain(self) -> list[str]:
+        """Return what a plan says of it, a line each."""
+        place = {"host": "page-locked memory of the host", "file": "a file without a name"}
+        inside = f" in {self.folder or 'the system folder'}" if self.store == "file" else ""
+        wait = "not known" if self.stall is None else f"{self.stall:.3g} s a step, predicted"
+        again = f"    instead          {show_bytes(self.remade)} are computed again in a step"
+        return [
+            f"  offload      {show_bytes(self.sent)} leave in a step and return; a micro-batch "
+            f"saves {show_bytes(self.saved)}",
+            f"    to               {place[self.store]}{inside}",
+            *([again] if self.remade else []),
+            f"    stall            {wait}",
+        ]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a decision rests on.
+
+    Attributes:
+        micro_batch: samples in a micro-batch.
+        divided: the batch is larger than a micro-batch.
+        loss: the loss in words.
+        coupled: the loss needs all outputs at once.
+        late: a denominator is known only at the end of the batch.
+        half: names of dtypes of half-precision parameters.
+        before: gradients were there when the step began.
+        local: BatchNorm layers that normalise each micro-batch by itself.
+        apart: every sum of gradients is kept apart from ``.grad``.
+        failed: samples in a micro-batch for which memory ran out; 0 where it never did.
+        lanes: micro-batches wait for each other in BatchNorm.
+        segments: how the device's memory is kept, in words; nothing where there is none to say.
+        looked: the step in which samples were followed through the model; 0 where none was run.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
+    """
+
+    micro_batch: int
+    divided: bool
+    loss: str
+    coupled: bool
+    late: bool
+    half: tuple[str, ...]
+    before: bool
+    local: int
+    apart: bool = False
+    failed: int = 0
+    lanes: bool = False
+    segments: str = ""
+    looked: int = 0
+    doubts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a mini-batch is trained.
+
+    Attributes:
+        micro_batch: samples in a micro-batch; the last one of a batch may be smaller.
+        mechanism: "streaming" (one pass), "gathering" (two passes), "lanes" (micro-batches wait for
+            each other where samples meet), or "undivided".
+        accumulate: "in place" in ``.grad``, or "accumulator" (one more set of gradients).
+        loss: the loss in words.
+        exact: whether the gradient is that of the undivided batch, and how that is known; true
+            where it was shown.
+        reasons: why, a sentence each.
+        memory: the budget and what was predicted; None where no budget was asked for.
+        states: where the optimizer's state waits; None where it stays in memory.
+        offload: which saved tensors leave; None where all of them stay.
+        convolutions: how they are computed; None where all are torch's own.
+        pace: how fast it is; None where no steps of a loop were measured.
+        scale: what more GPUs would bring; None where that was not asked for.
+        device: the device that it was made for and that was not there; None where it was.
+    """
+
+    micro_batch: int
+    mechanism: str
+    accumulate: str
+    loss: str
+    exact: Evidence
+    reasons: tuple[str, ...]
+    memory: Memory | None = None
+    states: States | None = None
+    offload: Away | None = None
+    convolutions: Divisions | None = None
+    pace: Pace | None = None
+    scale: Scale | None = None
+    device: AbsentDevice | None = None
+
+    def _rows(self) -> dict[str, str]:
+        rows = {
+            "micro-batch": f"{self.micro_batch} samples",
+            "mechanism": self.mechanism,
+            "gradients": self.accumulate,
+            "loss": self.loss,
+            "exact": str(self.exact),
+        }
+        rows |= {} if self.states is None else {"states": str(self.states)}
+        return rows | (
+            {} if self.convolutions is None else {"convolutions": str(self.convolutions)}
+        )
+
+    def __str__(self) -> str:
+        lines = [] if self.device is None else self.device.lines()
+        lines += [f"  {name:<12} {value}" for name, value in self._rows().items()]
+        if self.memory is not None:
+            lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
+        if self.offload is not None:
+            lines += self.offload.explain()
+        if self.pace is not None:
+            lines.append(f"  {'time':<12} {self.pace}")
+        if self.scale is not None:
+            lines += self.scale.explain()
+        return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the memory bar, what was decided, and why."""
+        rows, memory, away = self._rows(), self.memory, self.offload is not None
+        if self.pace is not None:
+            rows["time"] = str(self.pace)
+        if memory is not None:
+            rows["memory"] = f"budget {memory.source}; predicted by {memory.how}"
+            rows["floor"] = (
+                f"{show_bytes(memory.floor)} at one sample a micro-batch; "
+                f"{show_bytes(memory.whole)} undivided"
+            )
+        more = [] if self.device is None else self.device.lines()
+        more += [] if self.offload is None else self.offload.explain()
+        more += [] if self.scale is None else self.scale.explain()
+        return card(
+            "plan",
+            "" if memory is None else memory_bar(memory),
+            table(rows),
+            "" if memory is None else considered(memory, self.micro_batch, away=away),
+            because([*(" ".join(line.split()) for line in more), *self.reasons]),
+        )
+
+    def to_json(self) -> str:
+        """Return the plan as a JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that `to_json` wrote.
+
+        Raises:
+            ValueError: `text` is not a plan; the message says which names must be there.
+        """
+        fields = tuple(cls.__dataclass_fields__)
+        try:
+            found = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"a plan must be JSON, and it is not: {error}") from error
+        without = {
+            "memory",
+            "states",
+            "offload",
+            "convolutions",
+            "pace",
+            "device",
+        }  # plans of before there were any
+        if not isinstance(found, dict) or set(found) | without != set(fields):
+            came = sorted(found) if isinstance(found, dict) else type(found).__name__
+            raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
+        try:
+            check_count("micro_batch", found["micro_batch"])
+            given = found.get("memory")
+            away, left = found.get("states"), found.get("offload")
+            divided, pace = found.get("convolutions"), found.get("pace")
+            scale, device = found.get("scale"), found.get("device")
+            memory = None if given is None else memory_of(given, away=left is not None)
+            more = {
+                "exact": Evidence.from_json(found["exact"]),
+                "reasons": tuple(found["reasons"]),
+                "memory": memory,
+                "states": None if away is None else States(**away),
+                "offload": None if left is None else _away(left),
+                "convolutions": None if divided is None else Divisions.from_json(divided),
+                "scale": None if scale is None else Scale.from_json(scale),
+                "device": None if device is None else AbsentDevice.from_json(device),
+                "pace": None
+                if pace is None
+                else Pace(**{**pace, "interval": tuple(pace["interval"])}),
+            }
+            return cls(**{**found, **more})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
+
+
+def _away(found: Mapping[str, Any]) -> Away:
+    turns = {name: tuple(map(int, found.get(name, ()))) for name in ("later", "makes")}
+    return Away(**{**found, "rooms": _pair(found["rooms"]), **turns})
+
+
+def _pair(found: Any) -> tuple[int, int]:
+    first, other = found
+    return int(first), int(other)
+
+
+def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:
+    """Return the plan for `facts`, and for what is known of memory and of what leaves."""
+    lanes = _mechanism(facts) == "lanes"
+    reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload, lanes=lanes)]
+    if facts.late:
+        reasons.append("samples are loaded on the way: the denominator is made good at the end")
+    if facts.half and facts.divided:
+        reasons.append(f"{', '.join(facts.half)} gradients are summed in float32 and cast once")
+    if facts.apart:
+        reasons.append("out of memory costs one micro-batch, not the step")
+    if memory is not None and facts.segments:
+        reasons.append(facts.segments)
+    if facts.failed:
+        reasons.append(
+            f"out of memory at {facts.failed} samples in a micro-batch: {facts.micro_batch} from "
+            "here on"
+        )
+    if facts.before:
+        reasons.append("gradients were there before: they are set aside and added to at the end")
+    if facts.local:
+        reasons.append(
+            f"{facts.local} BatchNorm layers normalise each micro-batch by itself, as asked for by "
+            'batchnorm="local": the gradient is not that of the undivided batch'
+        )
+    literal = facts.loss.startswith("MBS Algorithm 1")
+    if literal:
+        reasons.append("Algorithm 1 to the letter: exact only where all micro-batches are equal")
+    apart = facts.apart or (facts.half and facts.divided) or facts.before
+    return Plan(
+        micro_batch=facts.micro_batch,
+        mechanism=_mechanism(facts),
+        accumulate="accumulator" if apart else "in place",
+        loss=facts.loss,
+        exact=_evidence(facts, literal=literal),
+        reasons=tuple(reasons),
+        memory=memory,
+        offload=offload,
+    )
+
+
+def _evidence(facts: Facts, *, literal: bool) -> Evidence:
+    """Return whether the gradient is that of the undivided batch, and how that is known."""
+    if facts.local:
+        return Evidence("inexact", 'batchnorm="local" was asked for')
+    if literal:
+        return Evidence("inexact", "Loss.algorithm1 was asked for")
+    if not facts.divided:
+        return UNDIVIDED
+    if not facts.looked:
+        return FORESEEN
+    if facts.doubts:
+        return Evidence("not shown", "; ".join(facts.doubts), facts.looked)
+    return Evidence("shown", "each sample was followed to its own row alone", facts.looked)
+
+
+def _of_offload(memory: Memory | None, offload: Away | None, *, lanes: bool) -> list[str]:
+    """Say what leaves, and what was faster where steps were timed with that and without."""
+    reasons = []
+    if offload is not None and lanes:
+        reasons.append(
+            "of the micro-batch that runs, too, whatever its next kernel does not need may leave: "
+            "what was used longest ago leaves first"
+        )
+    elif offload is not None:
+        reasons.append(
+            "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
+            "what is used last leaves first, and returns before it is asked for"
+        )
+    every = () if memory is None else memory.candidates
+    timed = [(c.seconds, c.micro_batch, c.away) for c in every if c.seconds is not None]
+    away = min((one for one in timed if one[2]), default=None)
+    here = min((one for one in timed if not one[2]), default=None)
+    if away is not None and here is not None:
+        reasons.append(
+            f"timed as it would be run, a step takes {away[0]:.3g} s in micro-batches of {away[1]} "
+            f"with saved tensors away, and {here[0]:.3g} s in micro-batches of {here[1]} without"
+        )
+    return reasons
+
+
+def _mechanism(facts: Facts) -> str:
+    if not facts.divided:
+        return "undivided"
+    if facts.lanes:
+        return "lanes"
+    return "gathering" if facts.coupled else "streaming"
+
+
+_WHY = {
+    "undivided": "the batch is no larger than a micro-batch: torch's own step",
+    "lanes": (
+        "samples meet in BatchNorm: micro-batches go in lanes and wait for each other there; "
+        "what a waiting one holds leaves the device as far as there is no room for it"
+    ),
+    "gathering": (
+        "the loss is not known to be a sum over samples: it is computed once on all outputs, "
+        "and a second forward pass hands out its gradient. Loss.per_sample or Loss.ratio "
+        "would save that pass"
+    ),
+    "streaming": "the loss is a sum over samples: one pass",
+}
+"""Why a mechanism was taken."""

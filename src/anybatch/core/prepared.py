@@ -1,0 +1,116 @@
+"""What a library has put around a person's optimizer: looked through, or refused by its name.
+
+``accelerator.prepare(model, optimizer)`` returns an optimizer that passes everything on to the one
+that it was given, but for ``step()``: that does nothing while gradients are being accumulated, and
+goes through a loss scaler where there is one. What rehearses an update or moves state needs the
+optimizer that has the code; and a step that is left out would let whole batches add up:
+
+    AcceleratedOptimizer ── same state, same groups ──> AdamW        rehearsed, counted, moved
+                        └── gradient_state ──> steps are left out?   refused
+                        └── scaler ──────────> gradients are scaled by it, as its step expects
+
+Known by what they do and not by their class, so nothing is imported here.
+Source: accelerate 1.15, ``AcceleratedOptimizer`` and ``GradientState``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from anybatch.core.errors import NotExactError, NotYetError
+
+Given = TypeVar("Given", torch.optim.Optimizer, torch.optim.Optimizer | None)
+
+FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
+"""Packages whose models and optimizers run backward and update in their own way."""
+
+
+def bare(optimizer: Given) -> Given:
+    """Return the optimizer that has the code of the update.
+
+    Args:
+        optimizer: a person's; of one that holds another, has the same groups and the same state,
+            and so no part in the update itself, it is that other one. None stays None.
+    """
+    found: Any = optimizer
+    inner = getattr(found, "optimizer", None)
+    while isinstance(inner, torch.optim.Optimizer) and _same(found, inner):
+        found, inner = inner, getattr(inner, "optimizer", None)
+    return found  # type: ignore[no-any-return]
+
+
+def refuse_scaled(optimizer: Any) -> None:
+    """Refuse to replace a step that accelerate has put aside, to call it where no scale is too big.
+
+    Raises:
+        NotExactError: it has.
+    """
+    if getattr(optimizer, "scaler", None) is not None:
+        raise NotExactError(
+            "step() must be the optimizer's own when its state leaves, and accelerate has put it "
+            "aside for a loss scaler: call offload_states() on the optimizer, and then "
+            "accelerator.prepare(...)"
+        )
+
+
+def _same(outer: Any, inner: Any) -> bool:
+    return outer.param_groups is inner.param_groups and outer.state is inner.state
+
+
+class Prepared:
+    """What accelerate has prepared of an engine's model and optimizer, perhaps nothing.
+
+    Args:
+        model: the person's, as they gave it.
+        optimizer: theirs, as they gave it, or None.
+
+    Raises:
+        NotYetError: another library owns backward.
+        ValueError: gradients are to be accumulated.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        _refuse_foreign(model, optimizer)
+        self.scaler = getattr(optimizer, "scaler", None)
+        self._model, self._state = model, getattr(optimizer, "gradient_state", None)
+        if self._state is None and getattr(model, "_is_accelerate_prepared", False):
+            self._state = sys.modules["accelerate.state"].GradientState()
+        self.refuse_loop()
+
+    def refuse_loop(self) -> None:
+        """Refuse a step that would not be followed by an update of its own, or not on all ranks.
+
+        Raises:
+            ValueError: ``optimizer.step()`` and ``zero_grad()`` would be left out.
+            NotYetError: ranks may leave the loop one after another.
+        """
+        if getattr(getattr(self._model, "_join_config", None), "enable", False):
+            raise NotYetError(
+                "every rank must take every step, and in join_uneven_inputs (torch's Join) some "
+                "may have none left: leave it out, and call engine.backward on a rank without "
+                "samples, too, with empty tensors"
+            )
+        steps = 1 if self._state is None else self._state.num_steps
+        if steps != 1:
+            raise ValueError(
+                "with an engine a step is one batch already, and "
+                f"Accelerator(gradient_accumulation_steps={steps}) leaves optimizer.step() out in "
+                f"all but one of {steps}: leave it out, and make the loader's batch_size as large "
+                "as the optimisation wants"
+            )
+
+
+def _refuse_foreign(model: nn.Module, optimizer: Any) -> None:
+    kinds = [*type(model).__mro__, *type(optimizer).__mro__, *type(bare(optimizer)).__mro__]
+    for kind in kinds:
+        library = FOREIGN.get(kind.__module__.partition(".")[0])
+        if library is not None:
+            raise NotYetError(
+                f"an engine runs backward itself, and {kind.__name__} of {library} does that in "
+                "its own way: give Accelerator no such plugin; DistributedDataParallel and FSDP2 "
+                "(fully_shard) are known"
+            )

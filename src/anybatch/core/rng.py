@@ -1,0 +1,113 @@
+"""The same dice: the state of every global random generator that a forward pass may draw from.
+
+``torch.random.fork_rng`` covers torch alone. Models also draw from ``random`` and ``numpy.random``
+(stochastic depth, augmentation), and a second pass over a micro-batch must meet the same draws.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerator import States, of
+from anybatch.core.accelerators import put_random_states, random_states
+from anybatch.core.generators import memory
+
+
+class Dice(NamedTuple):
+    """The state of torch's, Python's and numpy's global generators at one moment."""
+
+    cpu: Tensor
+    devices: States
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Dice:
+        """Return the state as it is, without drawing."""
+        return cls(torch.get_rng_state(), random_states(), *_host())
+
+    def same_as(self, other: Dice) -> bool:
+        """Say whether nothing was drawn between the two moments."""
+        return (
+            torch.equal(self.cpu, other.cpu)
+            and len(self.devices) == len(other.devices)
+            and all(
+                name == its_name and torch.equal(state, its)
+                for (name, state), (its_name, its) in zip(self.devices, other.devices, strict=True)
+            )
+            and self.others_as(other)
+        )
+
+    def others_as(self, other: Dice) -> bool:
+        """Say whether nothing was drawn between the two moments but from torch."""
+        mine, theirs = self.numpy, other.numpy
+        python = self.python is other.python or self.python == other.python
+        return python and (mine is theirs or _parts(mine) == _parts(theirs))
+
+    def put_back(self) -> None:
+        """Make this state the present one."""
+        self._put_host()
+        put_random_states(self.devices)
+
+    @classmethod
+    def on(cls, devices: Sequence[torch.device]) -> Dice:
+        """Return the state as another process may put it on: of the host, and of `devices`."""
+        states = tuple((str(device), of(device).random_state(device)) for device in devices)
+        return cls.now()._replace(devices=states)
+
+    def put_on(self, devices: Sequence[torch.device]) -> None:
+        """Make a state that came from `on` the present one, its devices' that of `devices`."""
+        self._put_host()
+        for device, (_, state) in zip(devices, self.devices, strict=True):
+            of(device).put_random_state(state, device)
+
+    def checksum(self) -> int:
+        """Return a number of 32 bits that tells one state from another."""
+        check = zlib.crc32(repr((self.python, _parts(self.numpy))).encode())
+        for part in (self.cpu, *(state for _, state in self.devices)):
+            check = zlib.crc32(part.cpu().numpy().tobytes(), check)
+        return check
+
+    def _put_host(self) -> None:
+        torch.set_rng_state(self.cpu)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+def _parts(state: Any) -> Any:
+    """Return a state of numpy's so that it can be compared; each kind of generator has its form."""
+    if isinstance(state, dict):
+        return {key: _parts(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_parts, state))
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+def torch_state() -> tuple[Tensor, ...]:
+    """Return the state of torch's generators: of the host, and of each accelerator in use."""
+    return (torch.get_rng_state(), *(state for _, state in random_states()))
+
+
+def _host() -> tuple[tuple[Any, ...], Any]:
+    """Return the state of Python's and numpy's generators.
+
+    They are slow to tell it, and asked only where their memory is not what it was the last time.
+    """
+    before = memory()
+    if before is not None and _TOLD and _TOLD[0][0] == before:
+        return _TOLD[0][1]
+    told = random.getstate(), np.random.get_state()
+    if before is not None and memory() == before:  # nobody drew meanwhile
+        _TOLD[:] = [(before, told)]
+    return told
+
+
+_TOLD: list[tuple[Any, tuple[tuple[Any, ...], Any]]] = []
+"""Their memory and their state when they were asked last; at most one."""

@@ -1,0 +1,9 @@
+"""The batch over several processes: a handshake for each step, sums over ranks, shards.
+
+This folder knows process groups, gradients and rows. It knows no mechanism and no planner.
+
+Read `group` (collectives that end), `everyone` (what one process alone answers), `ranks` (the same
+by collectives), `unison` and `beginning` (the handshake of a step), `pieces` (gradients in pieces)
+and
+`sharded` (parameters in shards).
+"""

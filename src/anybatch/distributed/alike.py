@@ -1,0 +1,130 @@
+"""What must be the same on every rank, or the sum of their gradients is the gradient of nothing.
+
+Ranks add up numbers by their place. Two models that were drawn from different seeds, registered in
+another order or frozen differently, or engines that are called in another order, give sums that
+look like any other. DistributedDataParallel hides the first of these by sending the weights of rank
+0, once. Here every step begins with a few numbers that all compare.
+
+    every step   parameters: names, shapes, dtypes, frozen or not; how many hooks they have; which
+                 engine it is; the scale; whether BatchNorm is adaptive
+    first step   the values of all parameters
+
+Source: design of this project, section 5.4.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from anybatch.core.errors import RankError
+from anybatch.core.hooks import LeafHooks
+from anybatch.core.modules import Modules
+
+Named = list[tuple[str, Tensor]]
+
+
+class Alike(NamedTuple):
+    """Numbers that must be the same on all ranks.
+
+    Attributes:
+        form: of names, shapes, dtypes and ``requires_grad`` of the parameters.
+        order: which engine it is, counted by their first steps; 0 before its own has ended.
+        values: of the parameters, before the first step has ended; then 0.
+        scale: what gradients are multiplied by.
+        adaptive: whether BatchNorm is.
+        hooks: of how many hooks the parameters have.
+    """
+
+    form: float
+    order: float
+    values: float
+    scale: float
+    adaptive: float
+    hooks: float
+
+
+WORDS = {
+    "adaptive": 'be given batchnorm="adaptive", or none of them, and {}: make Engine alike on '
+    "every rank",
+    "form": "train parameters of the same names, shapes and dtypes, in the same order, the same of "
+    "them frozen, and {}: build model, loss and optimizer alike on every rank",
+    "order": "step the same engines in the same order, and {}: make and call them alike",
+    "values": "begin with the same parameters, and {}: seed every rank alike before the model is "
+    "built, load the same checkpoint, or use DistributedDataParallel, which sends those of rank 0",
+    "hooks": "have hooks on the same parameters, which get the gradient of all ranks on each, and "
+    "{}: register them alike on every rank",
+    "scale": "scale gradients alike, and {}: give every rank a GradScaler in the same state",
+}
+
+
+def refuse_unlike(ranks: list[Alike]) -> None:
+    """Refuse a step of ranks that differ.
+
+    Raises:
+        RankError: naming the ranks that are not like rank 0, and in what.
+    """
+    for what, words in WORDS.items():
+        every = [getattr(one, what) for one in ranks]
+        others = ", ".join(f"rank {rank}" for rank, one in enumerate(every) if one != every[0])
+        if others:
+            found = f"{others} does not as rank 0 does"
+            raise RankError(f"all ranks must {words.format(found)}")
+
+
+def named_parameters(modules: Modules, optimizer: torch.optim.Optimizer | None) -> Named:
+    """Return the parameters that all ranks know before a step, in their order, once each."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (f"{path}.{name}", parameter))
+    groups = [] if optimizer is None else optimizer.param_groups
+    for parameter in (p for group in groups for p in group["params"]):
+        found.setdefault(id(parameter), ("of the optimizer", parameter))
+    return list(found.values())
+
+
+class Form:
+    """What parameters are but for their values, as a number; it is remembered."""
+
+    def __init__(self) -> None:
+        self._known: Any = None
+        self._number = 0
+
+    def number(self, named: Named) -> int:
+        """Return a number of 32 bits."""
+        known = [(name, _shape(p), p.dtype, p.requires_grad) for name, p in named]
+        if known != self._known:
+            self._known, self._number = known, zlib.crc32(repr(known).encode())
+        return self._number
+
+
+def hooks_of(named: Named, hooks: LeafHooks) -> int:
+    """Return a number of 32 bits made of how many hooks parameters have; 0 where none has any."""
+    counts = [(at, *hooks.count(p)) for at, (_, p) in enumerate(named) if p in hooks]
+    return zlib.crc32(repr(counts).encode()) if counts else 0
+
+
+def values_of(named: Named) -> int:
+    """Return a number of 32 bits made of all bytes of plain dense parameters."""
+    found = 0
+    for _, parameter in named:
+        plain = type(parameter) in (Tensor, torch.nn.Parameter)
+        if plain and parameter.layout == torch.strided and not parameter.is_meta:
+            flat = parameter.detach().cpu().resolve_conj().contiguous().reshape(-1)
+            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+    return found
+
+
+def has_lazy(named: Named) -> bool:
+    """Say whether some parameter has no values yet."""
+    return any(is_lazy(parameter) for _, parameter in named)
+
+
+def _shape(parameter: Tensor) -> tuple[int, ...] | None:
+    return None if is_lazy(parameter) else tuple(parameter.shape)

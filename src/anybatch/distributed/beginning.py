@@ -1,0 +1,115 @@
+"""What ranks tell each other when a step begins, and what they need not wait to hear.
+
+The size of the whole batch is known when all have said theirs, and a rank that waits for that does
+nothing. Where all of them have brought the same to several steps, one that brings it again goes on
+as if they all did, and says so with the next thing that it has to say. Who brings something else
+begins at once, as in a first step; the others hear it, and run theirs again.
+
+    rank 0:  mu_0 forward ──> begin and denominators ──> ...        (as in the steps before)
+    rank 1:  begin: 7 samples, not 8 ──────┘  rank 0 hears it, and begins again
+
+Source: design of this project, section 5.4.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anybatch.core.errors import AgainError, BatchError, RankError
+from anybatch.distributed.alike import Alike, refuse_unlike
+
+ANY = -1
+"""Samples of all ranks that a micro-batch is good for, where that does not depend on them."""
+
+TIMES = 3
+"""Steps to which all ranks have brought the same, before it is expected."""
+
+Rows = list[list[float]]
+"""What each rank brings, in numbers: of `Here`, then of `Alike`."""
+
+
+class Here(NamedTuple):
+    """What this rank brings to a step.
+
+    Attributes:
+        size: samples.
+        micro_batch: samples in a micro-batch.
+        covers: the samples of all ranks that it is good for; `ANY` where it does not depend on
+            them, 0 where they must be known first.
+        lanes: 1 where samples meet in BatchNorm.
+        trains: 1 with backward.
+        coupled: 1 where the loss is known to need all outputs at once.
+    """
+
+    size: int
+    micro_batch: int
+    covers: int
+    lanes: int
+    trains: int
+    coupled: int
+
+
+class UnexpectedError(AgainError):
+    """Another rank has brought what nobody expected: the step begins again."""
+
+
+class Habit:
+    """What all ranks have brought to their last steps."""
+
+    def __init__(self) -> None:
+        self._rows: Rows = []
+        self._times = 0
+
+    def expected(self, mine: list[float], rank: int) -> Rows | None:
+        """Return what all bring, as `mine` lets expect; None where that must be heard first."""
+        same = self._times >= TIMES and self._rows[rank] == mine
+        return self._rows if same else None
+
+    def note(self, rows: Rows) -> None:
+        """Take in what all have brought."""
+        self._times = self._times + 1 if rows == self._rows else 1
+        self._rows = rows
+
+
+class Beginning:
+    """The batch over all ranks, by what they bring to it.
+
+    Args:
+        rows: of all ranks.
+        rank: of this one.
+
+    Attributes:
+        sizes: samples of each rank.
+        size: N_B over all ranks.
+        begin: the place of this rank's first sample among them.
+        first: the first rank that has samples.
+        micro_batch: the smallest of any rank that has samples.
+        lanes: samples meet in BatchNorm on some rank.
+        coupled: some rank knows that the loss needs all outputs.
+        settled: no rank has to plan for more samples than it has.
+
+    Raises:
+        BatchError: no rank has a sample.
+        RankError: some call `backward`, others `evaluate`; or they are not alike.
+    """
+
+    def __init__(self, rows: Rows, rank: int) -> None:
+        numbers = len(Here._fields)
+        every = [Here(*map(int, row[:numbers])) for row in rows]
+        self.sizes = [one.size for one in every]
+        self.size = sum(self.sizes)
+        self.begin = sum(self.sizes[:rank])
+        if self.size == 0:
+            raise BatchError("a batch must hold at least one sample, and no rank has any")
+        if len({one.trains for one in every}) > 1:
+            said = ", ".join(f"rank {r}: {_CALL[bool(o.trains)]}" for r, o in enumerate(every))
+            raise RankError(f"all ranks must make the same step, and they do not ({said})")
+        refuse_unlike([Alike(*row[numbers:]) for row in rows])
+        self.first = next(r for r, size in enumerate(self.sizes) if size)
+        self.micro_batch = min(one.micro_batch for one in every if one.size)
+        self.lanes = any(one.lanes for one in every)
+        self.coupled = any(one.coupled for one in every)
+        self.settled = all(one.covers == ANY or one.covers >= self.size for one in every)
+
+
+_CALL = {True: "backward", False: "evaluate"}

@@ -1,0 +1,73 @@
+"""One set of dice for all ranks, so that together they draw what the undivided batch would.
+
+Every rank has generators of its own, and they may stand anywhere. A step of ``rng="batch"`` begins
+on all ranks with those of rank 0; each draws for the batch of all ranks and keeps its own rows
+(`anybatch.execution.dice.whole`), so all of them end alike, and where one process with all samples
+would.
+
+    rank 0:  dice ──┬── draw [N, C], keep rows 0..a ──┬── the same dice
+    rank 1:  its own └── draw [N, C], keep rows a..b ──┤   the same
+    rank 2:  its own     no samples                    └── are given them
+
+Source: design of this project, section 5.3; the order of the ranks is that of their samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from anybatch.core.accelerator import of
+from anybatch.core.errors import NotExactError, RankError
+from anybatch.core.rng import Dice
+from anybatch.distributed.unison import Unison
+
+LEADER = 0
+"""The rank whose dice a step begins with."""
+
+
+def devices_of(model: nn.Module) -> list[torch.device]:
+    """Return the accelerators on which the parameters of a model lie, in their order."""
+    every = dict.fromkeys(parameter.device for parameter in model.parameters())
+    return [device for device in every if not of(device).host]
+
+
+def same_dice(unison: Unison, devices: Sequence[torch.device]) -> None:
+    """Begin with the dice of rank 0, on all ranks.
+
+    Args:
+        unison: of a step that has not begun.
+        devices: accelerators of this rank's model; the first draws what the first of rank 0 would.
+
+    Raises:
+        RankError: rank 0's model is on another number of accelerators.
+    """
+    own = Dice.on(devices)
+    unison.fact('the beginning of a step with rng="batch"')
+    dice: Dice = unison.told(own, LEADER)
+    first, own_types = [of(n).type for n, _ in dice.devices], [d.type for d in devices]
+    if first != own_types:
+        raise RankError(
+            'with rng="batch" all ranks must draw on devices of one kind, and the model of rank '
+            f"{LEADER} is on {_listed(first)}, that of this rank on {_listed(own_types)}: move the "
+            "models alike"
+        )
+    dice.put_on(devices)
+
+
+def _listed(types: list[str]) -> str:
+    """Return how many devices there are, and of which types."""
+    return f"{len(types)} accelerators ({', '.join(types)})" if types else "no accelerator"
+
+
+def drawn_apart(first: int, others: Sequence[int]) -> NotExactError:
+    """Return what says that ranks with samples have left the dice in different places."""
+    ranks = ", ".join(f"rank {rank}" for rank in others)
+    return NotExactError(
+        f'with rng="batch" every rank must draw as often as the others, and {ranks} and rank '
+        f"{first} have left the random generators in different places: what is drawn depends on "
+        "the samples, or loss, observe or the loading of samples draws on some ranks only. Use "
+        'rng="lane"'
+    )

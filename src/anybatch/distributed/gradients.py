@@ -1,0 +1,131 @@
+"""The gradients of all ranks, summed once a step.
+
+Half precision was summed in float32 before it comes here, and no number of ranks divides it: every
+rank's share was weighted by the denominator of the whole batch. What is dense goes in pieces
+(`anybatch.distributed.pieces`), some of which may be on their way since before backward had ended.
+
+Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is the library's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from anybatch.distributed.pieces import Pieces
+from anybatch.distributed.unison import SUMS, RanksAgainError, Unison
+
+OVERLAP = True
+"""Whether gradients may be sent while the last backward of a step still runs."""
+
+NONE, DENSE, SPARSE, TWICE = 0.0, 1.0, 2.0, 3.0
+
+
+class AddedTwiceError(RanksAgainError):
+    """Backward has added to a gradient again that was on its way: all ranks run the step again."""
+
+    def __init__(self) -> None:
+        super().__init__(coupled=False)
+
+
+class Sums:
+    """The sums of a step over all ranks.
+
+    Which parameters have a gradient, and of which kind, each rank says once: before the sums, or at
+    the end of the step, where pieces were agreed on in advance, and what is in none of them is
+    summed only if some rank turns out to have it.
+
+    Args:
+        unison: the collectives of the step.
+        sums: (parameter, this rank's sum), the same parameters in the same order on every rank.
+        early: pieces of which some are on their way; None where nothing was agreed on.
+
+    Attributes:
+        parameters: those of `sums`.
+        kinds: what this rank has to say, a number for each parameter.
+        place: what is said where, for `Unison.gather`.
+        dense: places of those that some rank had dense, once `heard`.
+    """
+
+    def __init__(
+        self, unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]], early: Pieces | None
+    ) -> None:
+        self._unison, self.parameters = unison, [parameter for parameter, _ in sums]
+        self._early = early
+        self._given: dict[int, bool] = {} if early is None else dict(early.given)
+        totals = [total for _, total in sums]
+        self.kinds = [
+            TWICE if at in self._given and total is not None else _kind(total)
+            for at, total in enumerate(totals)
+        ]
+        self.place = f"{SUMS} {len(sums)} gradients"
+        self.dense: tuple[int, ...] = ()
+        self._there: list[set[float]] = []
+        if early is not None:
+            early.send(totals)
+            self._given = dict(early.given)
+        for at, some in self._given.items():
+            self.kinds[at] = DENSE if some and self.kinds[at] != TWICE else self.kinds[at]
+        self._late = [None if at in self._given else total for at, total in enumerate(totals)]
+
+    def early(self) -> list[Tensor | None]:
+        """Return the sums of what was agreed on, as if some rank had each; None for the others."""
+        assert self._early is not None
+        found: list[Tensor | None] = [None] * len(self._late)
+        with torch.no_grad():
+            for at, whole in self._early.sums():
+                found[at] = whole
+        return found
+
+    def heard(self, rows: Sequence[Tensor]) -> bool:
+        """Take in what all ranks say; return whether sums are missing.
+
+        Raises:
+            AddedTwiceError: on some rank, of a checkpointed layer that is called twice for example.
+        """
+        self._there = [set(column) for column in torch.stack([*rows]).T.tolist()]
+        if any(TWICE in found for found in self._there):
+            raise AddedTwiceError
+        self.dense = tuple(at for at, found in enumerate(self._there) if DENSE in found)
+        return any(found - {NONE} and at not in self._given for at, found in enumerate(self._there))
+
+    def late(self) -> list[tuple[int, Tensor | None]]:
+        """Return (place, sum) of what was not agreed on; None where that was, and no rank has one.
+
+        All ranks must be known to come here.
+        """
+        found: dict[int, Tensor | None] = {at: None for at in self._given if at not in self.dense}
+        totals, self._late = self._late, []
+        with self._unison.raw(), torch.no_grad():
+            places = [at for at in self.dense if at not in self._given]
+            pieces = Pieces(self._unison.group, self.parameters, places)
+            pieces.send(totals)
+            for at, parameter in enumerate(self.parameters):
+                if SPARSE in self._there[at] and at not in {*places, *self._given}:
+                    found[at] = _sparse(self._unison, parameter, totals[at])
+            del totals
+            found |= dict(pieces.sums())
+        return [*found.items()]
+
+
+def _kind(total: Tensor | None) -> float:
+    if total is None:
+        return NONE
+    return SPARSE if total.is_sparse else DENSE
+
+
+def _sparse(unison: Unison, parameter: Tensor, total: Tensor | None) -> Tensor:
+    """Return the sum of gradients of which each rank has some rows."""
+    part = None
+    if total is not None:
+        own = total.coalesce()
+        part = own.indices().cpu(), own.values().cpu()
+    parts = [one for one in unison.group.objects(part) if one is not None]
+    return torch.sparse_coo_tensor(
+        torch.cat([indices for indices, _ in parts], 1),
+        torch.cat([values for _, values in parts]),
+        parameter.shape,
+        device=parameter.device,
+    ).coalesce()

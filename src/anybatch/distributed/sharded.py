@@ -1,0 +1,309 @@
+"""A model that ``fully_shard`` has spread over ranks is whole for a step, and spread again after.
+
+FSDP2 gathers and frees parameters around every module, so all ranks must run it equally often: with
+3 micro-batches here and 2 there it waits for ever, and threads that take turns confuse its hooks.
+For a step all of that is taken off. The parameters are gathered once, the classes and hooks of
+FSDP put aside, and what is left is the person's plain model: micro-batches, lanes and ranks without
+samples need to know nothing. What comes out is cut: each rank keeps its part of the gradient.
+
+    DTensor [n/N, ...] ──gather──> Parameter [n, ...] ──step──> .grad, summed over ranks
+       ^ .grad += its part  <───────────────cut────────────────────┘
+
+The price is memory: parameters and gradients of the whole model are there during a step, and are
+counted; what stays between steps, optimizer state included, is spread.
+
+Source: torch.distributed.fsdp.fully_shard; design of this project, section 5.4.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from anybatch.core.errors import LossError, NotExactError, NotYetError
+from anybatch.core.modules import Modules, is_spread, local, walk
+from anybatch.core.rounding import allocated, rounded
+from anybatch.core.undo import uninterrupted
+from anybatch.distributed.everyone import Amended
+from anybatch.distributed.group import Group
+from anybatch.distributed.parts import gathered, part_of
+from anybatch.distributed.precision import casting, dtype_in, policies_of
+
+T = TypeVar("T")
+Owners = list[tuple[str, nn.Module, str, Any]]
+"""(path, module, name, parameter)."""
+
+FSDP = "torch.distributed.fsdp"
+"""Where the classes, states and hooks of FSDP are defined."""
+
+
+def sharded_of(model: nn.Module) -> Sharded | None:
+    """Return what makes a model whole for a step; None for one that is.
+
+    Raises:
+        NotYetError: it is spread in another way than by ``fully_shard``.
+    """
+    fsdp = sys.modules.get(FSDP)  # whoever has sharded a model has imported it
+    modules = walk(model)
+    if fsdp is not None:
+        for path, module in modules:
+            if isinstance(module, fsdp.FullyShardedDataParallel):
+                raise NotYetError(
+                    "parameters must be sharded by torch.distributed.fsdp.fully_shard, and "
+                    f"{path or 'the model'} is in FullyShardedDataParallel: use fully_shard"
+                )
+        if any(isinstance(module, fsdp.FSDPModule) for _, module in modules):
+            return Sharded(model)
+    for path, module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if is_spread(tensor):
+                raise NotYetError(
+                    "parameters must be whole on every rank or sharded by fully_shard, and "
+                    f"{_name(path, name)} is a DTensor that fully_shard has not made: tensor "
+                    "parallel models are not there yet"
+                )
+    return None
+
+
+class Sharded:
+    """The parameters of a model that ``fully_shard`` has spread.
+
+    Args:
+        model: the person's.
+
+    Attributes:
+        shards: during a step, the parameters as they are spread; each once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.shards: list[Tensor] = []
+        self._whole: dict[int, nn.Parameter] = {}
+        self._spread: dict[int, Tensor] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def around(
+        self,
+        run: Callable[[], T],
+        group: Group | None,
+        agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> T:
+        """Run a step, or what foresees one, on the whole model.
+
+        Args:
+            run: the step.
+            group: the ranks; None is one.
+            agreed: what the collectives are run in, once all ranks are known to come to them.
+
+        Raises:
+            NotYetError: a parameter is spread in a way that is not known here.
+            NotExactError: a hook of a parameter would not be heard.
+        """
+        self._spread_again()  # an interrupt may have come at the wrong instruction
+        modules = walk(self._model)
+        wrapped: list[tuple[str, Any]] = [pair for pair in modules if _is_fsdp(pair[1])]
+        policies = policies_of(wrapped)
+        for _, module in wrapped:
+            module.reshard()  # an evaluation outside may have left the root gathered
+        owners = _owners(modules)
+        for path, _, name, shard in owners:
+            refuse_unknown(_name(path, name), shard, group)
+        try:
+            with agreed():
+                self._gather(owners, policies, group)
+            with uninterrupted():
+                for path, module in wrapped:
+                    self._undo += _plainly(module)
+                    self._undo += casting(module, policies[path])
+                for _, module, name, shard in owners:
+                    self._undo.append(partial(setattr, module, name, shard))
+                    setattr(module, name, self._whole[id(shard)])
+            return run()
+        finally:
+            with uninterrupted():
+                self._spread_again()
+
+    def _spread_again(self) -> None:
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+        self.shards, self._whole, self._spread = [], {}, {}
+
+    def _gather(self, owners: Owners, policies: dict[str, Any], group: Group | None) -> None:
+        once: dict[int, tuple[Any, torch.dtype]] = {}
+        for path, _, _, shard in owners:
+            once.setdefault(id(shard), (shard, dtype_in(policies, path, shard)))
+        self._whole = gathered([*once.values()], group)
+        self.shards = [shard for shard, _ in once.values()]
+        self._spread = {id(self._whole[id(shard)]): shard for shard in self.shards}
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Say whether a parameter was gathered for the step."""
+        return id(parameter) in self._spread
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parts of parameters on this rank, which are there beside the whole ones."""
+        return sum(rounded(p.untyped_storage().nbytes(), p.device) for p, _ in self._parts())
+
+    @property
+    def bytes_of_gradients(self) -> int:
+        """Bytes of the parts of the gradients."""
+        trained = [part for part, trained in self._parts() if trained]
+        return sum(map(allocated, trained))
+
+    def _parts(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield each part that has memory of its own, and whether it is trained."""
+        for shard in self.shards:
+            part, whole = local(shard), self._whole[id(shard)]
+            if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+                yield part, shard.requires_grad
+
+    def cut(
+        self, sums: Sequence[tuple[Tensor, Tensor | None]], totals: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the spread parameters in place of those of the whole ones.
+
+        Args:
+            sums: (parameter, this rank's sum) of all parameters, whole ones and spread ones.
+            totals: the sums over all ranks; those of whole parameters are let go one by one.
+
+        Returns:
+            The totals; None for a whole parameter, this rank's part for a spread one.
+
+        Raises:
+            LossError: a spread parameter has a gradient of its own.
+        """
+        place = {id(parameter): at for at, (parameter, _) in enumerate(sums)}
+        for at, (parameter, _) in enumerate(sums):
+            shard = self._spread.get(id(parameter))
+            if shard is None:
+                continue
+            to, total = place[id(shard)], totals[at]
+            if sums[to][1] is not None:
+                raise LossError(
+                    "a loss must take parameters from the model, where they are whole during a "
+                    "step, and it used a sharded one that was kept from before: write "
+                    "model.layer.weight inside of the loss"
+                )
+            totals[at] = None
+            if total is not None:
+                totals[to] = part_of(total, shard)
+        return totals
+
+    def parts(self, sums: Amended) -> Amended:
+        """Return this rank's parts in place of the sums of whole parameters that are spread."""
+        found: Amended = []
+        for parameter, total in sums:
+            shard = self._spread.get(id(parameter))
+            if shard is not None and total is not None:
+                found.append((shard, part_of(total, shard)))
+            else:
+                found.append((parameter if shard is None else shard, total))
+        return found
+
+
+def _owners(modules: Modules) -> Owners:
+    """Return every parameter that is spread, tied ones as often as they are tied."""
+    return [
+        (path, module, name, parameter)
+        for path, module in modules
+        for name, parameter in module._parameters.items()
+        if is_spread(parameter)
+    ]
+
+
+def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
+    """Refuse what could not be gathered and cut as it should be."""
+    kinds = [type(placement).__name__ for placement in shard.placements]
+    if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
+        raise NotYetError(
+            "a parameter must be spread over one dimension of a mesh, and copied over another at "
+            f"most, and {name} is {shard.placements}: tensor parallel models are not there yet"
+        )
+    ranks = sorted(shard.device_mesh.mesh.flatten().tolist())
+    every = [0] if group is None else dist.get_process_group_ranks(group.handle)
+    if ranks != sorted(every):
+        raise NotYetError(
+            f"a model must be sharded over the ranks that share the batch, {sorted(every)}, and "
+            f"{name} is over {ranks}: give fully_shard a mesh of all of them"
+        )
+    if local(shard).device.type != shard.device_mesh.device_type:
+        raise NotYetError(
+            f"parameters must be where the model runs, and {name} is on the "
+            f"{local(shard).device.type}: leave CPUOffloadPolicy out"
+        )
+    if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
+        raise NotExactError(
+            f"a sharded parameter must have no hooks, and {name} has one, which the whole "
+            "parameter of a step would not call: remove it, and do its work after engine.backward"
+        )
+    before = shard.grad
+    if before is not None and getattr(before, "placements", None) != shard.placements:
+        raise NotExactError(
+            f"a gradient must be spread as its parameter is, and that of {name} is not: "
+            "call optimizer.zero_grad()"
+        )
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return isinstance(module, sys.modules[FSDP].FSDPModule)
+
+
+def _plainly(module: nn.Module) -> list[Callable[[], None]]:
+    """Take FSDP off one module: its class, hooks, state, and methods; return what puts it back."""
+    kind = type(module)
+    plain = next(cls for cls in kind.__mro__ if not issubclass(cls, sys.modules[FSDP].FSDPModule))
+    undo: list[Callable[[], None]] = [partial(setattr, module, "__class__", kind)]
+    inside = vars(module)
+    for name, held in [*inside.items()]:
+        if isinstance(held, dict) and any(map(_of_fsdp, held.values())):
+            undo.append(partial(_put_back, held, dict(held)))
+            for key in [key for key, value in held.items() if _of_fsdp(value)]:
+                del held[key]
+        elif _patched(held):
+            undo.append(partial(inside.__setitem__, name, held))
+            del inside[name]
+    module.__class__ = plain
+    return undo
+
+
+def _put_back(held: dict[Any, Any], was: dict[Any, Any]) -> None:
+    """Put back what belongs to FSDP, in its place; what the step has changed stays."""
+    now = dict(held)
+    held.clear()
+    held.update({k: now.get(k, v) for k, v in was.items() if k in now or _of_fsdp(v)})
+    held.update(now)
+
+
+def _of_fsdp(value: Any) -> bool:
+    """Say whether a hook or a state is FSDP's."""
+    if isinstance(value, nn.Module | Tensor):
+        return False
+    return str(getattr(value, "__module__", "")).startswith(FSDP)
+
+
+def _patched(value: Any) -> bool:
+    """Say whether a method was replaced by ``register_fsdp_forward_method``."""
+    inner = getattr(getattr(value, "__func__", None), "__globals__", {})
+    return str(inner.get("__name__", "")).startswith(FSDP)
+
+
+def _name(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+@contextmanager
+def in_unison(unison: Any) -> Iterator[None]:
+    """Run collectives that all ranks are known to come to."""
+    with unison.met():
+        unison.call("the parameters")
+        with unison.raw():
+            yield

@@ -1,0 +1,392 @@
+"""Ranks in unison: all of them run the same collectives in the same order, or all learn why not.
+
+A rank that fails, runs out of memory or finds a loss to couple the samples cannot just leave: the
+others would wait for it. So it takes part once more, in whatever collective comes next, with a
+flag that says "listen", and then all tell each other what has happened.
+
+    rank 0:  begin  BN1  BN2  ...                      hears "rank 1: out of memory", begins again
+    rank 1:  begin  BN1  fails ──> flag in BN2         tells it, begins again
+
+To raise the flag it must know the shape of that collective. In the first step of a kind a header
+of fixed shape goes before each; what came is kept, and later steps need no headers. For the same
+reason Ctrl-C waits until a collective that has begun is over.
+
+Source: design of this project, sections 5.2 (ranks decide together) and 5.4.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerator import wide
+from anybatch.core.errors import AgainError, LaneMismatchError, RankError
+from anybatch.core.undo import uninterrupted
+from anybatch.distributed.group import FEW, Group
+from anybatch.distributed.pieces import Pieces
+
+Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
+T = TypeVar("T")
+
+KEYS = 2**20
+"""Keys are told apart by a number below this, so that sums of their squares are exact."""
+
+
+class Together(NamedTuple):
+    """A collective: how, and how many numbers."""
+
+    how: Literal["gather", "sum", "header"]
+    numbers: int
+
+
+class Kind(NamedTuple):
+    """Steps that run the same collectives.
+
+    Attributes:
+        told: what ranks say at the beginning has come with it. Default False.
+        early: pieces of gradients are sent early. Default False.
+    """
+
+    told: bool = False
+    early: bool = False
+
+
+Scripts = dict[Kind, tuple[Together, ...]]
+"""The collectives of a step after its beginning."""
+
+HEADER, FACTS = Together("header", 48), Together("gather", 48)
+"""What may meet another collective is of one shape: ranks that differ hear of it by the key."""
+
+BEGIN = 16
+"""Numbers of `FACTS` that a beginning takes; the others are what came with it."""
+
+SUMS = "the sum of"
+"""What the place begins with where gradients are summed, so many of them."""
+
+END = "the end of the step"
+
+SLOTS = 3
+"""Flag, key and key squared stand before the numbers of a collective."""
+
+
+class RanksAgainError(Exception):
+    """All ranks run the step again, because one has to.
+
+    Attributes:
+        coupled: a rank has found that the loss needs all outputs at once.
+    """
+
+    def __init__(self, *, coupled: bool) -> None:
+        super().__init__("all ranks run the step again")
+        self.coupled = coupled
+
+
+class OffScriptError(LaneMismatchError):
+    """This rank comes to another collective than in an earlier step of this kind."""
+
+
+class Unison:
+    """The collectives of one step.
+
+    Args:
+        group: the ranks.
+        facts: gathers before `begin`. Default 0.
+        called: `call` comes before all else. Default False.
+
+    Attributes:
+        script: the collectives of this step so far, without the first.
+        early: pieces of gradients that all ranks send before the next collective; None if none are.
+        kind: of the step, as far as it has come.
+    """
+
+    def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
+        self.group = group
+        self.script: list[Together] = []
+        self.early: Pieces | None = None
+        first = (HEADER,) if called else ()
+        self._known: tuple[Together, ...] | None = first + (FACTS,) * (facts + 1)
+        self._scripts: Scripts = {}
+        self.kind = Kind()
+        self._over = False
+        self._raw = False
+        group.begin()
+
+    def fact(self, key: str) -> None:
+        """Make sure that all have come here; only before `begin`."""
+        self.gather(key, _filled([]))
+
+    def begin_again(self) -> None:
+        """Take in that all ranks come to `begin` once more."""
+        self.script, self._known = [], (FACTS,)
+
+    def told(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter.
+
+        All ranks must be known to come here.
+        """
+        with self.raw():
+            return self.group.told(one, source)
+
+    def begin(
+        self, facts: list[float], scripts: Scripts, told: Tensor | None = None
+    ) -> tuple[list[list[float]], list[Tensor] | None]:
+        """Return the facts of all ranks; go by the script from here on, if all have the same.
+
+        Args:
+            facts: fewer numbers than `BEGIN`.
+            scripts: the collectives of earlier steps of this kind; what is not there is learned.
+            told: what else this rank has to say, [n], where it knows that already; no more numbers
+                than `FACTS` has left. Default None.
+
+        Returns:
+            The facts, and what all ranks have told, if all have.
+        """
+        known = _number(repr(sorted(scripts.items())))
+        numbers = [known, float(told is not None), *facts]
+        numbers += [0.0] * (BEGIN - len(numbers)) + ([] if told is None else told.tolist())
+        rows = self.gather("the beginning of a step", _filled(numbers))
+        heads = [row[:BEGIN].tolist() for row in rows]
+        self._scripts = scripts if all(head[0] == known for head in heads) else {}
+        self.script = []
+        self._goes_on(Kind(told=all(head[1] for head in heads)))
+        said = None if told is None else [row[BEGIN : BEGIN + len(told)] for row in rows]
+        return [head[2 : 2 + len(facts)] for head in heads], said if self.kind.told else None
+
+    def send_early(self, pieces: Pieces) -> None:
+        """Take in that all ranks send these pieces, and go by the script of a step that does."""
+        self.early = pieces
+        self._goes_on(self.kind._replace(early=True))
+
+    def _goes_on(self, kind: Kind) -> None:
+        self.kind, self._known = kind, self._scripts.get(kind)
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Let Ctrl-C wait until the collectives of the body are over; a second one leaves them."""
+        with uninterrupted(once=True):
+            try:
+                yield
+            except KeyboardInterrupt:  # where the others are is not known
+                self.group.abandon()
+                raise
+
+    @contextmanager
+    def raw(self) -> Iterator[None]:
+        """Run collectives on tensors as they are, which all ranks are known to come to."""
+        self._raw = True
+        yield
+        self._raw = False
+
+    def learn_anew(self) -> None:
+        """Forget what collectives come: the step is run again, perhaps in another way."""
+        self.script, self._known, self._scripts = [], None, {}
+        self.kind = Kind()
+
+    def gather(self, key: str, part: Tensor) -> list[Tensor]:
+        """Return the parts of all ranks, [n] float64 each, in order.
+
+        Raises:
+            LaneMismatchError: another rank is somewhere else.
+            RankError: another rank has failed.
+            RanksAgainError: another rank has to run the step again.
+        """
+        self._announce(key, Together("gather", part.numel()))
+        rows = self.group.gather(_slotted(part, key))
+        flags = torch.stack([row[:SLOTS] for row in rows]).sum(0)
+        self._check(flags, key)
+        return [row[SLOTS:] for row in rows]
+
+    def sum(self, key: str, part: Tensor) -> Tensor:
+        """Return the sum of the parts of all ranks, [n] float64.
+
+        Raises:
+            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+        """
+        if part.numel() * self.group.size <= FEW:
+            return torch.stack(self.gather(key, part)).sum(0)
+        self._announce(key, Together("sum", part.numel()))
+        total = self.group.sum(_slotted(part, key))
+        self._check(total[:SLOTS], key)
+        return total[SLOTS:]
+
+    def call(self, key: str) -> None:
+        """Make sure that all have come here, and can go on to collectives that cannot fail.
+
+        Raises:
+            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+        """
+        self._expect(HEADER)
+        self._header(key, 0)
+        self.script.append(HEADER)
+
+    def end(self) -> None:
+        """Make sure that all have come to the end of the step; what fails after it is one's own."""
+        self.call(END)
+        self.over()
+
+    def over(self) -> None:
+        """Take in that all have come to the end of the step."""
+        self._over = True
+
+    def off_script(self) -> None:
+        """Do what the earlier step has not done: a header goes before each collective from here."""
+        self._known = None
+
+    def fail(self, status: Status, message: str = "") -> None:
+        """Raise the flag in the next collective, unless all know already that the step is over.
+
+        What was promised to come before it is sent as zeros.
+
+        Raises:
+            RankError: another rank has failed too, and this one has not.
+            RanksAgainError: another rank has to run the step again in another way.
+        """
+        if self._over or self.group.broken:
+            return
+        if self._raw:
+            self.group.abandon()
+            return
+        self.give_up_early()
+        known, at = self._known, len(self.script)
+        coming = known[at] if known is not None and at < len(known) else HEADER
+        flagged = torch.zeros(SLOTS + coming.numbers, dtype=torch.float64)
+        flagged[0] = 1.0
+        if coming.how == "sum":
+            self.group.sum(flagged)
+        else:
+            self.group.gather(flagged)
+        self._hear(status, message)
+
+    def give_up_early(self) -> None:
+        """Send what was promised, as zeros where it is not yet on its way, and drop all of it."""
+        early, self.early = self.early, None
+        if early is not None:
+            early.give_up()
+
+    def _announce(self, key: str, coming: Together) -> None:
+        if self._known is None:
+            self._header(f"{key} {coming.how}", coming.numbers)
+        else:
+            self._expect(coming)
+        self.script.append(coming)
+
+    def _expect(self, coming: Together) -> None:
+        """Refuse what the others do not wait for: they do what an earlier step did."""
+        known, at = self._known, len(self.script)
+        if known is not None and (at >= len(known) or known[at] != coming):
+            raise OffScriptError(
+                "every rank must go through the same layers where samples meet, step for step, "
+                "and this one takes another path than in an earlier step of this kind of batch. "
+                'Use batchnorm="local"'
+            )
+
+    def _header(self, key: str, numbers: int) -> None:
+        rows = self.group.gather(_slotted(_filled([numbers]), key))
+        flags = torch.stack(rows).sum(0)
+        self._check(flags[:SLOTS], key)
+        if any(float(row[SLOTS]) != numbers for row in rows):
+            self._elsewhere(f"{key} of {numbers}")
+
+    def _check(self, flags: Tensor, key: str) -> None:
+        flag, keys, squares = (float(value) for value in flags)
+        if flag:
+            self._hear("fine", "")
+        number, size = _number(key), self.group.size
+        if keys != size * number or squares != size * number**2:
+            self._elsewhere(key)
+
+    def _elsewhere(self, key: str) -> None:
+        """Say where each rank is: all of them have seen that it is not the same place."""
+        self._over = True
+        places = self.group.objects(key)
+        said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        if all(place.startswith(SUMS) for place in places):
+            raise LaneMismatchError(
+                f"every rank must know the same parameters, and {said}: a rank without samples "
+                "does not see those that only the loss holds. Give Engine the optimizer that "
+                "trains them (optimizer=)"
+            )
+        raise LaneMismatchError(
+            "every rank must go through the same layers where samples meet, with the same number "
+            f"of values, and {said}: the model takes another path for other samples. Use "
+            'batchnorm="local", or give every rank the same model, loss, parameters and engine'
+        )
+
+    def _hear(self, status: Status, message: str) -> None:
+        """Tell each other what has happened.
+
+        Raises:
+            RankError: a rank has failed, and this one has not.
+            RanksAgainError: nobody has, and a rank has to run the step again.
+            AgainError: the same, from its plan.
+        """
+        self.give_up_early()
+        heard: list[tuple[Status, str]] = self.group.objects((status, message))
+        said = {one for one, _ in heard}
+        if "failed" in said:
+            self._over = True
+            if status != "failed":
+                raise RankError(_failures(heard))
+        elif "anew" in said:
+            self._over = True
+            if status != "anew":
+                raise AgainError
+        else:
+            self.learn_anew()
+            raise RanksAgainError(coupled="coupled" in said)
+
+
+def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
+    """Run what is a rank's own business, and tell the others where it fails.
+
+    Args:
+        unison: None tells nobody.
+        run: the rest of the step.
+    """
+    if unison is None:
+        return run()
+    try:
+        return run()
+    except AgainError:
+        with unison.met():
+            unison.fail("anew")
+        raise
+    except BaseException as error:
+        _tell(unison, error)
+        raise
+
+
+def _tell(unison: Unison, error: BaseException) -> None:
+    try:
+        with unison.met():
+            unison.fail("failed", f"{type(error).__name__}: {error}")
+    except (RankError, RanksAgainError) as other:
+        error.add_note(f"and while the other ranks were told: {other}")
+
+
+def _failures(heard: list[tuple[Status, str]]) -> str:
+    failed = [(rank, said) for rank, (status, said) in enumerate(heard) if status == "failed"]
+    words = "; ".join(f"rank {rank}: {said}" for rank, said in failed)
+    return (
+        f"all ranks must make a step, and {len(failed)} of {len(heard)} failed ({words}): no rank "
+        "has made it, and everything is as it was before"
+    )
+
+
+def _slotted(part: Tensor, key: str) -> Tensor:
+    number = _number(key)
+    row = wide(part.detach()).reshape(-1)
+    return torch.cat([row.new_tensor([0.0, number, number**2]), row])
+
+
+def _filled(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([*numbers, *[0.0] * (FACTS.numbers - len(numbers))], dtype=torch.float64)
+
+
+def _number(key: str) -> int:
+    return zlib.crc32(key.encode()) % KEYS

@@ -1,0 +1,8 @@
+"""`Engine`, and what runs its steps.
+
+This folder knows everything below it, and is known by the tools, the integrations and the command.
+
+Read `engine` (the public class), `given` (inputs), `runner` (one step), `arranged` (a step's
+parts),
+`crew` (the ranks of a step).
+"""

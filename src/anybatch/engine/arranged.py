@@ -1,0 +1,265 @@
+"""How a step will be run, before it is: its batch over all ranks, its size, its room.
+
+Every rank foresees what it can hold, all take the smallest micro-batch, and where samples meet on
+one rank they meet on all. What a rank holds may depend on the samples of all of them, so it plans
+for the most that they have had, and says so when they come together; where there are more now, or
+fewer would fit, they come together once more.
+
+    step 1:  how many? 13 ──> plan for 13 ── begin     steps of 13 or fewer: begin
+    step 9:  planned for 13; they are 20 ──> plan for 20 ── begin
+
+What is arranged is a `Step`, which a mechanism then runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.core.batch import Batch, LazyBatch
+from anybatch.core.errors import BudgetError, NotExactError
+from anybatch.core.hooks import LeafHooks
+from anybatch.core.modules import Modules
+from anybatch.core.rounding import allocated
+from anybatch.core.undo import Before
+from anybatch.core.units import show_samples
+from anybatch.distributed.alike import Named, hooks_of, named_parameters
+from anybatch.distributed.beginning import ANY, Here
+from anybatch.distributed.everyone import Everyone
+from anybatch.engine.crew import Crew
+from anybatch.engine.given import Given
+from anybatch.engine.runner import Runner
+from anybatch.engine.trial import seconds_of_step
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.kinds import Allowed, Kind
+from anybatch.execution.repeatable import Tries
+from anybatch.execution.step import Scaler, Step
+from anybatch.lockstep.adaptive import Adaptive
+from anybatch.memory.paged import paged
+from anybatch.memory.step_timeline import StepTimeline
+from anybatch.planner.planner import Planner
+
+Planned = tuple[Kind, Allowed]
+"""What a plan for a step belongs to, and what it says."""
+
+
+class Arranged(NamedTuple):
+    """A step that has not begun.
+
+    Attributes:
+        step: the step.
+        kind: of its batch; None where nothing was planned.
+        allowed: how it is run, within the budget; None where nothing was planned.
+    """
+
+    step: Step
+    kind: Kind | None
+    allowed: Allowed | None
+
+
+class Arranger:
+    """Makes steps of batches.
+
+    Args:
+        given: model, loss and optimizer.
+        runner: makes steps, and knows what earlier ones found out.
+        crew: the ranks.
+    """
+
+    def __init__(self, given: Given, runner: Runner, crew: Crew) -> None:
+        self._given, self._runner, self._crew = given, runner, crew
+        self._last: tuple[Planner, Kind] | None = None
+
+    def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
+        """Return the mini-batch of this rank, and every module that it runs."""
+        batch = self._given.batch(inputs, targets, several=self._crew.several)
+        if not self._crew.several:
+            self._given.norms.choose(batch.size)
+        return batch, self._given.modules()
+
+    def step(
+        self,
+        planner: Planner | None,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
+        *,
+        micro_batch: int,
+        tries: Tries,
+        scaler: Scaler | None = None,
+    ) -> Arranged:
+        """Return the step, in micro-batches as large as the budget allows on every rank.
+
+        Args:
+            planner: knows the budget; None where there is none.
+            batch: the mini-batch of this rank.
+            modules: every module that it runs.
+            before: the state before it.
+            gradients: where they come together; None runs forward only.
+            micro_batch: samples in a micro-batch, where nothing is planned.
+            tries: what is kept of it however often it begins again.
+            scaler: as `backward` has it.
+        """
+        make = partial(self._runner.step, batch, modules, before, gradients, tries=tries)
+        join = partial(
+            self._join, batch, modules, scaler, before.hooks, trains=gradients is not None
+        )
+        plan = None
+        if planner is not None and batch.size:
+            plan = partial(self._planned, planner, batch, modules, gradients, tries.most)
+        if self._crew.several:
+            everyone, planned = self._together(join, plan, micro_batch, gradients is not None)
+        else:
+            planned = None if plan is None else plan(0)
+            everyone = join(micro_batch if planned is None else planned[1].micro_batch)
+        if planner is None or planned is None:
+            step = make(everyone.micro_batch, apart=False, everyone=everyone)
+            return Arranged(step, None, None)
+        kind, allowed = planned
+        allowed = replace(allowed, micro_batch=everyone.micro_batch)
+        room = allowed.memory.room
+        step = make(
+            allowed.micro_batch,
+            apart=allowed.apart,
+            room=room,
+            everyone=everyone,
+            away=allowed.away if gradients is not None else None,
+        )
+        step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
+        if isinstance(batch, LazyBatch):
+            step.watch = self._given.reach.watch
+        return Arranged(step, kind, allowed)
+
+    def _planned(
+        self,
+        planner: Planner,
+        batch: Batch,
+        modules: Modules,
+        gradients: Gradients | None,
+        most: int,
+        everyone: int,
+    ) -> Planned:
+        """Return how a batch is run beside so many samples of all ranks."""
+        kind = replace(self.kind(batch, modules, gradients, most=most), everyone=everyone)
+        try:
+            return kind, self.allow(planner, kind, batch, modules)
+        except BudgetError as error:
+            if kind.most:
+                error.add_note(
+                    f"undivided, {show_samples(kind.size)} were predicted to fit, and memory ran "
+                    "out: something else than the tensors of the step holds it"
+                )
+            raise
+
+    def _together(
+        self,
+        join: Callable[..., Everyone],
+        plan: Callable[[int], Planned] | None,
+        micro_batch: int,
+        trains: bool,  # noqa: FBT001
+    ) -> tuple[Everyone, Planned | None]:
+        """Return the batch over all ranks, and how this one runs its share."""
+        crew, adaptive = self._crew, isinstance(self._given.norms, Adaptive)
+        total = 0
+        while True:
+            planned, covers = None, ANY
+            most = crew.most(trains=trains)
+            if adaptive and not total:
+                covers = 0
+            elif plan is not None:
+                covers = most
+                try:
+                    planned = plan(most) if most else None
+                except (BudgetError, NotExactError):
+                    if most == total:
+                        raise
+                    covers = total  # what does not fit beside so many may fit beside these
+                    planned = plan(total) if total else None
+            n = micro_batch if planned is None else planned[1].micro_batch
+            everyone = join(n, covers)
+            if everyone.settled:
+                return everyone, planned
+            total = everyone.size
+            self._given.norms.choose(total)
+
+    def kind(
+        self, batch: Batch, modules: Modules, gradients: Gradients | None, *, most: int = 0
+    ) -> Kind:
+        """Return what a plan for a step of one process belongs to.
+
+        Args:
+            batch: the mini-batch.
+            modules: every module that it runs.
+            gradients: where they come together; None runs forward only.
+            most: samples that a micro-batch may have; 0 (default) is what earlier steps have left.
+        """
+        leaves = self._given.leaves(modules, batch)
+        held = paged()
+        there = {
+            id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
+        }
+        before = sum(map(allocated, there.values()))
+        kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
+        most = most or self._runner.most(batch, modules, trains=kind.trains)
+        return replace(kind, most=most) if most and most < kind.size else kind
+
+    def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
+        """Return how a batch is run, within the budget."""
+        self._last = planner, kind
+        with self._given.hearing():
+            return planner.allow(
+                kind,
+                lambda: replace(
+                    self._given.case(batch, modules, trains=kind.trains), everyone=kind.everyone
+                ),
+                self._given.optimizer,
+                lambda: self._runner.refuse_division(modules),
+                partial(seconds_of_step, self._given, batch, modules),
+            )
+
+    def recall(self, n: int) -> None:
+        """Take the size that an earlier run has chosen for what was planned last."""
+        assert self._last is not None
+        planner, kind = self._last
+        planner.recall(n, kind)
+
+    def timeline(self) -> StepTimeline | None:
+        """Return the step that was planned last as it passes; None where none was foreseen."""
+        if self._last is None:
+            return None
+        planner, kind = self._last
+        return planner.timeline(kind)
+
+    def _join(
+        self,
+        batch: Batch,
+        modules: Modules,
+        scaler: Scaler | None,
+        hooks: LeafHooks,
+        micro_batch: int,
+        covers: int = ANY,
+        *,
+        trains: bool,
+    ) -> Everyone:
+        """Return the batch over all ranks."""
+        kind = self._runner.signature(batch, modules, trains=trains)
+        here = Here(
+            size=batch.size,
+            micro_batch=micro_batch,
+            covers=covers,
+            lanes=bool(self._given.meets(modules)),
+            trains=trains,
+            coupled=self._runner.coupled(kind),
+        )
+        named: Named = []
+        scale = 1.0
+        if self._crew.several:
+            named = named_parameters(modules, self._given.optimizer)
+            if scaler is not None:
+                scale = float(scaler.scale(torch.ones((), device=self._given.device)))
+        return self._crew.join(here, kind, named, scale, hooks_of(named, hooks))

@@ -1,0 +1,208 @@
+"""Who shares the batch of an engine: this process alone, or all ranks of a process group.
+
+Under ``torchrun`` nothing is declared: where a process group is there, the batch is that of all of
+its ranks. A model in DistributedDataParallel is unwrapped, because its reducer would average the
+gradient of each rank's last micro-batch; its process group is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.core.errors import NotExactError, RankError
+from anybatch.distributed.alike import Alike, Form, Named, has_lazy, values_of
+from anybatch.distributed.beginning import Habit, Here
+from anybatch.distributed.dice import devices_of, same_dice
+from anybatch.distributed.everyone import Alone, Amended, Everyone
+from anybatch.distributed.group import Group, group_of
+from anybatch.distributed.ranks import Ranks
+from anybatch.distributed.sharded import Sharded, in_unison
+from anybatch.distributed.unison import Scripts, Unison, guarded
+from anybatch.lockstep.ranks import meeting_layers, plain
+
+T = TypeVar("T")
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the model without DistributedDataParallel, and the process group of that or None.
+
+    Raises:
+        NotExactError: a part of the model is in it, whose reducer would wait for other ranks in
+            every micro-batch, and average what it finds.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return unwrapped(model.module)[0], model.process_group
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise NotExactError(
+                "DistributedDataParallel must be around the whole model that an engine is given, "
+                f"where it is taken off, and {path} inside of the model is in it: give the engine "
+                "what is inside of that (its .module, accelerator.unwrap_model), since it sums "
+                "gradients over ranks itself"
+            )
+    return model, None
+
+
+class Crew:
+    """The ranks of an engine, from step to step.
+
+    Args:
+        model: the person's, without DistributedDataParallel.
+        handle: their process group; None is the one of all ranks, if there is one.
+        adaptive: BatchNorm is chosen at every step, by how many samples there are.
+        dice: every step begins with those of rank 0.
+        sharded: makes the model whole for a step; None (default) where it is.
+
+    Attributes:
+        everyone: the batch of the present step, over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: Any,
+        *,
+        adaptive: bool,
+        dice: bool = False,
+        sharded: Sharded | None = None,
+    ) -> None:
+        self.everyone: Everyone = Alone()
+        self._handle, self._model = None if _is_all(handle) else handle, model
+        self._adaptive, self._dice = adaptive, dice
+        self._rolls = False
+        self._meeting, self._sharded = meeting_layers(model), sharded
+        self._unison: Unison | None = None
+        self._kind: Any = None
+        self._scripts: dict[Any, Scripts] = {}
+        self._form, self._counts = Form(), False
+        self._most: dict[bool, int] = {}
+        self._habit = Habit()
+        self._dense: dict[Any, tuple[int, ...] | None] = {}
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Run a step in unison with the others, if there are any; each learns of a failure.
+
+        Raises:
+            RankError: this process was started as one of several, and they do not know each other;
+                or one was lost in an earlier step.
+        """
+        self._unison = unison = self._begun()
+        self._rolls = self._dice
+        try:
+            with self.apart():
+                if self._sharded is None:
+                    return guarded(unison, run)
+                return guarded(unison, partial(self._whole, self._sharded, run))
+        finally:
+            self._unison = None
+
+    def foreseeing(self, run: Callable[[], T]) -> T:
+        """Run what foresees a step; only where a model is sharded all ranks must call it."""
+        with self.apart():
+            if self._sharded is None:
+                return run()
+            group = group_of(self._handle) if several(self._handle) else None
+            return self._sharded.around(run, group)
+
+    def _whole(self, sharded: Sharded, run: Callable[[], T]) -> T:
+        if self._unison is None:
+            return sharded.around(run, None)
+        return sharded.around(run, self._unison.group, partial(in_unison, self._unison))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Let no layer of the model meet other ranks by itself."""
+        return plain(self._meeting)
+
+    @property
+    def several(self) -> bool:
+        """Whether the present step has others."""
+        return self._unison is not None
+
+    def most(self, *, trains: bool) -> int:
+        """Return the most samples that all ranks have had in a step; 0 where there is none yet."""
+        return self._most.get(trains, 0)
+
+    def join(
+        self, here: Here, kind: Any, named: Named, scale: float = 1.0, hooks: int = 0
+    ) -> Everyone:
+        """Return the batch over all ranks; the dice may be others then.
+
+        Args:
+            here: what this rank brings.
+            kind: of the batch; steps of one kind run the same collectives.
+            named: the parameters, which all ranks must have alike.
+            scale: what gradients are multiplied by. Default 1.
+            hooks: a number that the hooks of the parameters give. Default 0: there are none.
+        """
+        self._kind = kind, here.lanes, here.coupled
+        if self._unison is not None and self._rolls:
+            self._rolls = False
+            with self._unison.met():
+                same_dice(self._unison, devices_of(self._model))
+        if self._unison is None:
+            self.everyone = Alone(here.size, here.micro_batch, bool(here.lanes), bool(here.coupled))
+        else:
+            alike = self._alike(self._unison.group, named, scale, hooks)
+            scripts, dense = self._scripts.get(self._kind), self._dense.get(self._kind, ())
+            self.everyone = Ranks(self._unison, here, alike, scripts, dense, self._habit)
+            most = self.most(trains=bool(here.trains))
+            known = most if here.covers else 0  # no more than there are, where that did not fit
+            self._most[bool(here.trains)] = max(known, self.everyone.size)
+        return self.everyone
+
+    def _alike(self, group: Group, named: Named, scale: float, hooks: int) -> Alike:
+        order = group.orders.get(self, 0)
+        self._counts = not order and not has_lazy(named)  # which get values in their first step
+        values = 0 if order else values_of(named)
+        return Alike(self._form.number(named), order, values, scale, self._adaptive, hooks)
+
+    def end(self) -> Amended:
+        """Let nobody keep what not all can keep, and remember what this kind of step has run.
+
+        Returns:
+            (parameter, sum) of gradients that are others than the step was told.
+        """
+        amended = self.everyone.end()
+        if isinstance(self.everyone, Ranks) and self._unison is not None:
+            self._scripts[self._kind] = known = self._scripts.get(self._kind, {})
+            known |= self.everyone.script
+            self._dense[self._kind] = self.everyone.dense
+            if self._counts:
+                self._unison.group.number(self)
+        return amended if self._sharded is None else self._sharded.parts(amended)
+
+    def _begun(self) -> Unison | None:
+        if not several(self._handle):
+            return None
+        called = self._sharded is not None
+        return Unison(group_of(self._handle), facts=int(self._dice), called=called)
+
+
+def _is_all(handle: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and handle is dist.group.WORLD
+
+
+def several(handle: Any = None) -> bool:
+    """Say whether a batch is shared by several processes.
+
+    Raises:
+        RankError: it should be, and no process group is there.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return bool(dist.get_world_size(handle) > 1)
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_torchelastic_launched() and world != "1":
+        raise RankError(
+            f"the {world} processes that were started together must know each other, and no "
+            'process group is there: call torch.distributed.init_process_group("gloo"), or "nccl" '
+            "on CUDA, before the first step"
+        )
+    return False

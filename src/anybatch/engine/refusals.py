@@ -1,0 +1,111 @@
+"""What an engine is not given: refused at once, with what must hold, what came and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from anybatch.core.errors import AnybatchError, NotExactError, NotYetError
+from anybatch.core.meeting import in_a_meeting
+from anybatch.engine.crew import several
+from anybatch.lockstep.adaptive import Adaptive
+from anybatch.memory.paged import paged
+
+
+def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
+    """Refuse arguments that mean nothing."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
+    whole = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
+    if micro_batch is not None and (not whole or micro_batch < 1):
+        raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
+    if batchnorm not in ("exact", "local", "adaptive") and not isinstance(batchnorm, Adaptive):
+        raise ValueError(
+            'batchnorm must be "exact", "local", "adaptive" or an anybatch.Adaptive, and it is '
+            f"{batchnorm!r}"
+        )
+    if rng not in ("lane", "batch"):
+        raise ValueError(f'rng must be "lane" or "batch", and it is {rng!r}')
+
+
+def as_function(loss_fn: Any) -> Callable[..., Tensor]:
+    """Return `loss_fn`, which must be one that can be called."""
+    if not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function of (outputs, targets) or an anybatch.Loss, and it is "
+            f"{type(loss_fn).__name__}"
+        )
+    checked: Callable[..., Tensor] = loss_fn
+    return checked
+
+
+def refuse_nested(code: CodeType) -> None:
+    """Refuse a step that begins inside another one, in its observer for instance.
+
+    The stack itself is asked: a flag would stay up after an interrupt at the wrong instruction.
+
+    Args:
+        code: that of the calling method.
+    """
+    inside = in_a_meeting()
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is code or inside:
+            raise AnybatchError(
+                "a step must end before another one begins, and engine.backward was called inside "
+                "engine.backward, most likely by observe: keep what it needs and call it afterwards"
+            )
+        frame = frame.f_back
+
+
+def versions_of(leaves: list[Tensor]) -> list[int]:
+    """Return torch's count of the writes to each leaf that has data yet."""
+    return [
+        0 if leaf.is_inference() else leaf._version
+        for leaf in leaves
+        if type(leaf) is not UninitializedParameter
+    ]
+
+
+def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
+    """Refuse a step in which something wrote to a parameter: later micro-batches met another model.
+
+    What was written cannot be undone here: no copy of the parameters is kept.
+    """
+    if versions_of(leaves) == versions:
+        return
+    if len(versions) == len(leaves):  # else lazy parameters have been made on the way
+        changed = [
+            p for p, before in zip(leaves, versions, strict=True) if versions_of([p]) != [before]
+        ]
+        raise NotExactError(
+            "parameters must not change before the whole batch is done, and "
+            f"{len(changed)} of them were written to during the step, the first of shape "
+            f"{tuple(changed[0].shape)}, by a gradient hook, by forward or by the loss; they keep "
+            "what was written. Update them after engine.backward; what the loss itself is to move, "
+            "make a buffer, or a parameter with requires_grad=False"
+        )
+
+
+def refuse_place(*, outside: bool) -> None:
+    """Refuse a step where parameters should leave and do not, or do and must not.
+
+    Args:
+        outside: the plan has them leave, and the step is not where they do.
+    """
+    if outside:
+        raise ValueError(
+            "a plan in which parameters leave is for a training inside `with engine.states:`, "
+            "where they do, and this step is outside: put that around the whole training"
+        )
+    if paged().every and several():
+        raise NotYetError(
+            "parameters do not leave memory today where there are several ranks: let the "
+            "optimizer's state alone leave (offload_states without model=), or spread them over "
+            "the ranks (FSDP2)"
+        )

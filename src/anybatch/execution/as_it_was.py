@@ -1,0 +1,144 @@
+"""A few steps of training that leave nothing behind: all that they move is put back.
+
+A step that failed is undone by `anybatch.core.undo`, which notes what a step moves before the
+optimizer: gradients, buffers and dice. Steps that are only tried move the parameters and the
+optimizer's state, too. Copies of them wait in memory of the host and go back into the same tensors,
+so whoever holds one (a schedule, an average, another optimizer) keeps holding the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.errors import NotYetError
+from anybatch.core.modules import Modules, local
+from anybatch.core.undo import Before, uninterrupted
+
+Back = Callable[[], Any]
+"""Puts a thing back as it was, and returns it."""
+
+
+@contextmanager
+def as_it_was(
+    modules: Modules, leaves: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
+) -> Iterator[None]:
+    """Let the body train, and put everything back, whatever ends it.
+
+    Args:
+        modules: every module that a step runs.
+        leaves: every parameter that is trained.
+        optimizer: the one that steps; its groups' options and its state are put back, too. None
+            where none does.
+
+    Raises:
+        NotYetError: the optimizer's state waits elsewhere.
+        RuntimeError: something could not be put back; its notes say what. Where the body has
+            raised, that goes out instead, with these notes.
+    """
+    every = list(leaves)
+    steps: list[Back] = [kept(leaf) for leaf in every]
+    steps += [] if optimizer is None else [_states(optimizer), _options(optimizer)]
+    before, raised = Before(modules, every), None
+    try:
+        before.suspend_hooks()
+        for leaf in every:
+            leaf.grad = None  # those that are there are not written to
+        yield
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
+        with uninterrupted():
+            failures = before.put_back()
+            with torch.no_grad():
+                failures += [failed for step in steps if (failed := _tried(step)) is not None]
+        if failures:
+            found = raised or RuntimeError("what tried steps have moved could not be put back")
+            for failure in failures:
+                found.add_note(f"and what was tried could not be put back: {failure}")
+            if raised is None:
+                raise found
+
+
+def _tried(step: Back) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def kept(one: Any) -> Back:
+    """Return what puts a thing back: a tensor's values, and all that a list or mapping holds.
+
+    Raises:
+        NotYetError: a tensor has no data: it waits elsewhere.
+    """
+    if isinstance(one, Tensor):
+        if one.is_meta:
+            raise NotYetError(
+                "all that a step moves is put back, and a tensor of the optimizer's state waits "
+                "elsewhere: bring it back first"
+            )
+        return partial(_values_back, one, local(one).detach().to("cpu", copy=True))
+    if isinstance(one, dict):
+        return partial(_entries_back, one, {name: kept(value) for name, value in one.items()})
+    if isinstance(one, list | tuple):
+        return partial(_items_back, one, [kept(value) for value in one])
+    return _left(one)
+
+
+def _left(one: Any) -> Back:
+    def same() -> Any:
+        return one
+
+    return same
+
+
+def _values_back(tensor: Tensor, values: Tensor) -> Tensor:
+    local(tensor).copy_(values)
+    return tensor
+
+
+def _entries_back(found: dict[Any, Any], entries: dict[Any, Back]) -> dict[Any, Any]:
+    for name in [name for name in found if name not in entries]:
+        del found[name]
+    for name, back in entries.items():
+        found[name] = back()
+    return found
+
+
+def _items_back(found: Any, items: list[Back]) -> Any:
+    values = [back() for back in items]
+    if isinstance(found, list):
+        found[:] = values
+    return found
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Back:
+    """Return what lets the optimizer hold just the states that it holds now."""
+    return partial(
+        _entries_back, optimizer.state, {leaf: kept(one) for leaf, one in optimizer.state.items()}
+    )
+
+
+def _options(optimizer: torch.optim.Optimizer) -> Back:
+    """Return what puts back the groups, and every option of each."""
+    groups = list(optimizer.param_groups)
+    entries = [
+        {name: _left(one) if name == "params" else kept(one) for name, one in group.items()}
+        for group in groups
+    ]
+
+    def back() -> None:
+        optimizer.param_groups[:] = groups
+        for group, options in zip(groups, entries, strict=True):
+            _entries_back(group, options)
+
+    return back

@@ -1,0 +1,219 @@
+"""Buffers that a forward pass moves, and what the undivided batch would have made of them.
+
+The undivided batch runs forward once; K micro-batches run it K times. A buffer whose new value does
+not depend on the samples (the vectors of spectral_norm, a counter) is set back before each
+micro-batch, so that every one of them computes with, and leaves, what the single forward would. If
+two micro-batches leave different values, the buffer depends on the samples it saw, and no order of
+forwards gives the value of the whole batch: that is refused.
+
+    start -> mu_0 -> value;   start -> mu_1 -> value (the same, or refused);   ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from anybatch.core.errors import NotExactError
+from anybatch.core.undo import BufferState, same_values
+
+
+class ForwardBuffers:
+    """Keeps the buffers of a step as one forward would have them.
+
+    Args:
+        states: every buffer before the step.
+        exempt: ``(id(module), name)`` of buffers that may run on (``batchnorm="local"``).
+        known: paths of the buffers that forward is known to move; None compares the values of all
+            of them, once, after which `moving` is what to pass.
+    """
+
+    def __init__(
+        self,
+        states: list[BufferState],
+        exempt: set[tuple[int, str]],
+        known: frozenset[str] | None = None,
+    ) -> None:
+        self._kept = [s for s in states if (id(s.module), s.name) not in exempt]
+        self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
+        self._known = known
+        self._left: list[tuple[BufferState, Tensor | None]] | None = None
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """Paths of the buffers that forward moved in this step."""
+        return frozenset(state.path for state, _ in self._left or ())
+
+    @property
+    def still(self) -> bool:
+        """Whether forward is known to move no buffer."""
+        none = self._known == frozenset() if self._left is None else not self._left
+        return none and not self._exempt
+
+    def strays(self) -> list[str]:
+        """Set back what was written to though forward moves nothing; return the paths."""
+        moved = [state for state in self._kept if state.written()]
+        for state in moved:
+            state.put_back()
+        return [state.path for state in moved]
+
+    def refuse_strays(self) -> None:
+        """Refuse those.
+
+        Raises:
+            NotExactError: forward moves some of the times it is run.
+        """
+        if strays := self.strays():
+            raise _meets(strays)
+
+    def before(self) -> None:
+        """Set the buffers that forward moves back to where the step found them."""
+        for state, _ in self._left or ():
+            state.put_back()
+
+    def leave(self) -> None:
+        """Leave the buffers that forward moves as a whole forward did."""
+        for state, values in self._left or ():
+            if values is not None:
+                _give(state, values)
+
+    def told(self) -> dict[str, Tensor]:
+        """Return what forward has moved, by path, on the host."""
+        left = self._left or ()
+        return {state.path: values.cpu() for state, values in left if values is not None}
+
+    def hear(self, told: Mapping[str, Tensor]) -> None:
+        """Take what forward has moved elsewhere: here it has not run."""
+        for state in self._kept:
+            if state.path in told:
+                _give(state, told[state.path])
+
+    def after(self) -> None:
+        """Check that forward moved what it moved before, to the same values.
+
+        Raises:
+            NotExactError: a buffer depends on the samples.
+        """
+        if self._left is None:
+            self._left = [(state, _copy(state)) for state in self._kept if self._moves(state)]
+            return
+        first = {id(state) for state, _ in self._left}
+        late = [s.path for s in self._kept if id(s) not in first and self._moves(s)]
+        other = [s.path for s, value in self._left if not same_values(s.now(), value)]
+        if late or other:
+            raise _meets(late + other)
+
+    @contextmanager
+    def unmoved(self) -> Iterator[None]:
+        """Refuse buffers that the backward inside moves: once for each micro-batch is too often.
+
+        Raises:
+            NotExactError: naming them.
+        """
+        before = [(state, _copy(state)) for state, _ in self._left or ()]
+        written = {id(state) for state in self._kept if state.written()}
+        yield
+        moved = [state.path for state, values in before if not same_values(state.now(), values)]
+        moved += [s.path for s in self._kept if id(s) not in written and s.written() and s.moved()]
+        if moved:
+            raise NotExactError(
+                "a buffer must not move in backward where a loss is taken of all outputs at once, "
+                f"and these do: {', '.join(moved)} (a checkpoint runs forward again). Take the "
+                "modules that own them out of the checkpoint, call eval() on them, or give "
+                "micro_batch >= the batch size"
+            )
+
+    def refuse_moved(self, tracked: Mapping[int, int | None]) -> None:
+        """Refuse what every lane has moved again, where a single forward would move it once.
+
+        Args:
+            tracked: ids of buffers that were moved once for all lanes; for a counter, by how much.
+
+        Raises:
+            NotExactError: naming the others.
+        """
+        moved = sorted(self.moving)
+        for state in [*self._kept, *self._exempt]:
+            now = state.now()
+            if not state.moved() or (now is not None and tracked.get(id(now), 0) is None):
+                continue
+            by = 0 if now is None else tracked.get(id(now), 0)
+            if not by or state.values is None or now is None or int(now - state.values) != by:
+                moved.append(state.path)
+        if moved:
+            raise NotExactError(
+                "a buffer must not move while micro-batches wait for each other in BatchNorm, and "
+                f"these do, in forward or in the loss: {', '.join(dict.fromkeys(moved))}. Call "
+                'eval() on the modules that own them, use batchnorm="local", or give micro_batch '
+                ">= the batch size"
+            )
+
+    def statistics(self) -> list[Tensor | None]:
+        """Return the present values of the exempt buffers."""
+        return [_copy(state) for state in self._exempt]
+
+    def restart(self) -> None:
+        """Set back what has moved, running statistics too: a second pass begins."""
+        self._undo()
+        for state in self._exempt:
+            state.put_back()
+
+    def go_back(self, statistics: list[Tensor | None]) -> None:
+        """Undo a forward that may have ended halfway.
+
+        Args:
+            statistics: what `statistics` returned before it.
+        """
+        self._undo()
+        self.settle(statistics)
+
+    def _undo(self) -> None:
+        if self._left is not None:
+            self.before()
+            return
+        put_back_moved(self._kept)
+
+    def settle(self, statistics: list[Tensor | None]) -> None:
+        """Give the exempt buffers the values that `statistics` returned."""
+        for state, values in zip(self._exempt, statistics, strict=True):
+            now = state.now()
+            if now is not None and values is not None:
+                now.copy_(values)
+
+    def _moves(self, state: BufferState) -> bool:
+        if self._known is None:
+            return state.moved()
+        return state.path in self._known or state.written()
+
+
+def _meets(paths: list[str]) -> NotExactError:
+    return NotExactError(
+        "a buffer must not depend on the samples of a micro-batch, and these do: "
+        f"{', '.join(paths)}. A queue or a moving average of samples is to be updated after the "
+        "step, from what forward returns (engine.backward's `observe` sees it): split forward in "
+        "two. Or call eval() on the modules that own them, or give micro_batch >= the batch size"
+    )
+
+
+def put_back_moved(states: list[BufferState]) -> None:
+    """Set back the buffers that have other values; a write to the others would look like a move."""
+    for state in states:
+        if state.moved():
+            state.put_back()
+
+
+def _give(state: BufferState, values: Tensor) -> None:
+    now = state.now()
+    if now is None or now.shape != values.shape:
+        device = values.device if now is None else now.device
+        state.module._buffers[state.name] = values.to(device, copy=True)
+    else:
+        now.copy_(values)
+
+
+def _copy(state: BufferState) -> Tensor | None:
+    now = state.now()
+    return None if now is None or is_lazy(now) else now.detach().clone()

@@ -1,0 +1,107 @@
+"""What is known of the draws of a model, and what the micro-batches of a step share of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from anybatch.core.errors import NotExactError
+from anybatch.core.rng import Dice
+from anybatch.execution.dice.law import Law, Pattern, Rows
+from anybatch.execution.dice.refuse import WAY_OUT
+from anybatch.execution.dice.site import Site
+
+
+class UnknownDrawError(Exception):
+    """A draw was made whose law is not known: learn it, and begin the step again."""
+
+
+class Laws:
+    """The laws of the draws of one kind of batch, by place.
+
+    Attributes:
+        steady: what forward draws from Python and numpy does not depend on the number of rows.
+        asked: places that were not known when the laws were learnt last.
+    """
+
+    def __init__(self) -> None:
+        self.steady = False
+        self.asked: set[Any] = set()
+        self._known: dict[tuple[int, ...], dict[int, Law]] = {}
+        self._held: list[Site] = []
+
+    def find(self, place: Site, turn: int) -> Law | None:
+        """Return the law of the `turn`-th draw at a place; None where it is not known."""
+        known = self._known.get(place.chain, {})
+        if turn in known:
+            return known[turn]
+        same = set(known.values())
+        return next(iter(same)) if len(same) == 1 else None
+
+    def add(self, place: Site, turn: int, law: Law) -> None:
+        """Take in a law."""
+        self._held.append(place)
+        self._known.setdefault(place.chain, {})[turn] = law
+
+
+@dataclass
+class Drawn:
+    """One draw of a step, as the first micro-batch has made it."""
+
+    func: Any
+    law: Law
+    full: Pattern
+    state: Any
+
+
+@dataclass
+class Shared:
+    """What the micro-batches of a step share.
+
+    Attributes:
+        laws: what is known of draws.
+        size: N_B, samples in the mini-batch, over all ranks.
+        modules: ids of the modules of the model.
+        before: samples of the ranks before this one.
+        several: there are other ranks.
+        start: the dice with which every micro-batch begins.
+        end: those after the forward of one.
+        draws: of the forward of the first micro-batch, in order.
+        paused: what is drawn now is the whole batch's own.
+    """
+
+    laws: Laws
+    size: int
+    modules: Collection[int]
+    before: int = 0
+    several: bool = False
+    start: Dice | None = None
+    end: Dice | None = None
+    draws: list[Drawn] = field(default_factory=list)
+    by_state: dict[Any, Drawn] = field(default_factory=dict)
+    paused: bool = False
+
+    def begin(self) -> None:
+        """Forget what was drawn: the first micro-batch comes, perhaps again."""
+        self.start = self.end = None
+        self.draws.clear()
+        self.by_state.clear()
+
+    def rows(self, begin: int, size: int, *, turned: bool = False) -> Rows:
+        """Return where rows of this rank are among those of all.
+
+        A look may take more rows than there are, from a rank that has one sample or none.
+        """
+        of = max(self.size, size)
+        return Rows(min(self.before + begin, of - size), size, of, turned)
+
+
+def ask(laws: Laws, what: Any, words: str) -> None:
+    """Note that something has to be learnt; refuse it where that has not helped."""
+    if what in laws.asked:
+        raise NotExactError(
+            f"a draw must be found again when forward is called again, and {words} is not: how "
+            f"often forward draws, or what shape, depends on more than the samples. {WAY_OUT}"
+        )
+    laws.asked.add(what)

@@ -1,0 +1,92 @@
+"""Whose entries of a draw are whose: what is done to one sample's must show in it alone.
+
+NaN goes through every product, also with a weight that is still zero; a comparison ends it, so
+where it shows nowhere the least and the largest values that a draw can have are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybatch.core import tree
+from anybatch.execution.dice.law import Law
+from anybatch.execution.dice.learning import Mark
+from anybatch.execution.step import Layout
+
+TRIES = 6
+"""How often a draw is tried at most."""
+
+ENOUGH = 2
+"""How often it has to show."""
+
+
+class Trial(NamedTuple):
+    """A draw whose law is looked for.
+
+    Attributes:
+        draw: its place among those that are not known.
+        call: returns the outputs of forward where one sample's entries are marked; None where the
+            model cannot take that.
+        outputs: those where nothing is marked.
+        layout: where they hold the samples.
+        size: how many samples.
+    """
+
+    draw: int
+    call: Callable[[Mark], Any]
+    outputs: Any
+    layout: Layout
+    size: int
+
+    def holds(self, law: Law) -> bool:
+        """Say whether a law gives the first sample and the last the entries that are theirs."""
+        return all(self._reached(law, sample) == {sample} for sample in {0, self.size - 1})
+
+    def _reached(self, law: Law, sample: int) -> set[int]:
+        """Return the samples whose outputs depend on what `law` says is one sample's.
+
+        Dropout may have dropped what would show it, so it is tried until it has shown twice.
+        """
+        found: list[set[int]] = []
+        for salt in range(TRIES):
+            found += [reached] if (reached := self._once(law, sample, salt)) else []
+            if len(found) == ENOUGH:
+                break
+        return set().union(*found)
+
+    def _once(self, law: Law, sample: int, salt: int) -> set[int]:
+        marked = self.call(Mark(self.draw, law, sample, "nan", salt))
+        reached = set() if marked is None else self._rows(_nans, marked, self.outputs)
+        if reached:
+            return reached
+        least = self.call(Mark(self.draw, law, sample, "least", salt))
+        most = self.call(Mark(self.draw, law, sample, "most", salt))
+        return set() if least is None or most is None else self._rows(_others, least, most)
+
+    def _rows(self, differ: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> set[int]:
+        found: set[int] = set()
+        pairs = zip(tree.tensors(one), tree.tensors(other), strict=False)
+        for ((_, a), (_, b)), axis in zip(pairs, self.layout, strict=False):
+            if axis is None or a.shape != b.shape or a.layout != torch.strided:
+                continue
+            where = differ(a, b).movedim(axis, 0).reshape(a.shape[axis], -1).any(1)
+            found |= set(where.nonzero().flatten().tolist())
+        return found
+
+
+def _nans(a: Tensor, b: Tensor) -> Tensor:
+    return a.isnan() & ~b.isnan()
+
+
+def _others(a: Tensor, b: Tensor) -> Tensor:
+    """Return where two outputs differ by more than rounding."""
+    if not a.is_floating_point() or a.itemsize == 1:
+        return a != b
+    largest = a.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1.0)
+    gap = (a - b).abs() > torch.finfo(a.dtype).eps ** 0.5 * largest
+    found: Tensor = gap | (a.isnan() != b.isnan())
+    return found

@@ -1,0 +1,241 @@
+"""While it is on, a micro-batch draws what the undivided batch would draw for its rows.
+
+``torch.random.fork_rng`` gives a micro-batch the dice of the step's start, and then it still draws
+the numbers of the *first* rows, because a generator gives as many as are asked for. So every draw
+is made for the whole batch, by the same kernel, in the same shape and place in memory, and the rows
+of the micro-batch are kept. All micro-batches then move the dice alike, and leave them where the
+undivided batch would.
+
+    dice at the start ──> mu_0: draw [N, C], keep rows 0..n    ──> dice as after the whole batch
+    dice at the start ──> mu_1: draw [N, C], keep rows n..2n   ──> the same
+
+What is computed again in backward is known by the state of the dice, which checkpointing puts back.
+
+Memory: while a draw is made, there is one of the whole batch; it is freed before the next kernel.
+Source: design of this project, section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.core.batch import MicroBatch
+from anybatch.core.errors import NotExactError
+from anybatch.core.rng import Dice
+from anybatch.execution.dice.kernels import Draw, kind_of
+from anybatch.execution.dice.law import Law, Pattern, Rows
+from anybatch.execution.dice.refuse import WAY_OUT, drawn_late, refuse_generator, state_now, unmoved
+from anybatch.execution.dice.shared import Drawn, Shared, UnknownDrawError, ask
+from anybatch.execution.dice.site import site
+from anybatch.loss.watched import NotAPartError
+
+T = TypeVar("T")
+NOWHERE = Pattern((), ())
+
+
+class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draw as the whole batch would; on for a micro-batch's forward, loss and backward.
+
+    Args:
+        shared: of the step.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shared: Shared) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shared = shared
+        self.rows = Rows(0, shared.size, shared.size)
+        self._on = 0
+        self._forward: bool | None = None
+        self._count = 0
+        self._turns: dict[tuple[int, ...], int] = {}
+
+    def __enter__(self) -> WholeDice:
+        self._on += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._on -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def of_lane(self) -> WholeDice:
+        """Return one for another micro-batch that is under way at the same time."""
+        return WholeDice(self.shared)
+
+    def watch(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield micro-batches as they are loaded; the first to be computed notes the dice.
+
+        Raises:
+            NotExactError: loading draws, between the forwards of micro-batches.
+        """
+        shared, loaded = self.shared, iter(micro_batches)
+        shared.begin()
+        before = Dice.now() if shared.several else None
+        micro = next(loaded, None)
+        if before is not None and not before.same_as(Dice.now()):
+            raise _loaded()  # every rank loads other samples
+        while micro is not None:
+            yield micro
+            dice = Dice.now()
+            micro = next(loaded, None)
+            if not dice.same_as(Dice.now()):
+                raise _loaded()
+
+    def forward(self, micro: MicroBatch, run: Callable[[], T]) -> T:
+        """Run the forward of a micro-batch, from the dice of the step's start.
+
+        Raises:
+            UnknownDrawError: something is drawn whose law is not known.
+            NotExactError: it draws what the whole batch would not.
+        """
+        if not self._on:
+            return run()
+        shared = self.shared
+        self.rows = shared.rows(micro.begin, micro.size)
+        if shared.start is None:
+            shared.start = Dice.now()
+        else:
+            shared.start.put_back()
+        self._count = 0
+        self._turns.clear()
+        self._forward = True
+        outputs = run()
+        self._forward = False
+        self._compare_ends()
+        return outputs
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Draw as it comes in the body, which computes with the whole batch."""
+        self.shared.paused = True
+        try:
+            yield
+        finally:
+            self.shared.paused = False
+
+    @contextmanager
+    def whole_loss(self) -> Iterator[None]:
+        """Draw as it comes in the body, which takes the loss of the whole batch."""
+        with self.paused():
+            yield
+        self.shared.end = Dice.now()
+
+    def settle(self) -> None:
+        """Go on with the dice as the loss of the whole batch has left them."""
+        if self.shared.end is not None:
+            self.shared.end.put_back()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel; one that draws, for the whole batch."""
+        kwargs = kwargs or {}
+        kind = kind_of(func)
+        if not kind or self._forward is None or self.shared.paused:
+            return func(*args, **kwargs)
+        if kind in ("stateful", "unknown"):
+            return unmoved(func, args, kwargs)
+        draw = Draw(func, args, kwargs, kind)
+        if draw.idle:
+            return draw.plain()
+        refuse_generator(draw)
+        with torch._C.DisableTorchFunction():
+            drawn, full = self._known(draw)
+            if drawn.law.dim is None:
+                return draw.plain()
+            return draw.whole(drawn.law, full, self.rows)
+
+    def _known(self, draw: Draw) -> tuple[Drawn, Pattern]:
+        """Return what the first micro-batch has drawn here, and the pattern of the whole draw."""
+        shared, state, own = self.shared, state_now(), draw.pattern
+        backward = torch._C._current_graph_task_id() != -1
+        again = self._again(state, own) if backward or not self._forward else None
+        if again is not None:
+            return again
+        if not self._forward:
+            # The loss draws: of the whole batch it does as it should.
+            raise drawn_late(draw) if backward else NotAPartError
+        index, self._count = self._count, self._count + 1
+        if index < len(shared.draws):
+            drawn = shared.draws[index]
+            full = drawn.law.whole(own, self.rows)
+            if (drawn.func, drawn.state) != (draw.func, state) or not _same(full, drawn.full):
+                raise _other(draw)
+            assert full is not None
+            return drawn, full
+        if shared.end is not None:
+            raise _other(draw)
+        law, full = self._law(draw, own)
+        drawn = Drawn(draw.func, law, full, state)
+        shared.draws.append(drawn)
+        twin = shared.by_state.get(state)
+        if twin is not None and twin.law != law:  # the dice were set by hand: which is meant?
+            drawn = Drawn(draw.func, law, NOWHERE, state)
+        shared.by_state[state] = drawn
+        return shared.draws[-1], full
+
+    def _again(self, state: Any, own: Pattern) -> tuple[Drawn, Pattern] | None:
+        """Return a draw of forward that is made again, by the state of the dice."""
+        drawn = self.shared.by_state.get(state)
+        full = None if drawn is None else drawn.law.whole(own, self.rows)
+        return (drawn, full) if drawn and full and _same(full, drawn.full) else None
+
+    def _law(self, draw: Draw, own: Pattern) -> tuple[Law, Pattern]:
+        place = site(self.shared.modules)
+        turn = self._turns[place.chain] = self._turns.get(place.chain, -1) + 1
+        law = self.shared.laws.find(place, turn)
+        full = None if law is None else law.whole(own, self.rows)
+        if law is None or full is None:
+            ask(self.shared.laws, (place.chain, turn, law), f"{draw.name} at {place.words}")
+            raise UnknownDrawError
+        return law, full
+
+    def _compare_ends(self) -> None:
+        """See that every micro-batch leaves the dice as the first did."""
+        shared = self.shared
+        assert shared.start is not None
+        now = Dice.now()
+        if shared.end is not None:
+            if self._count != len(shared.draws) or not now.same_as(shared.end):
+                raise NotExactError(
+                    "every micro-batch must draw as often as the others, and one has left the "
+                    f"random generators elsewhere: what forward draws depends on the samples. "
+                    f"{WAY_OUT}"
+                )
+            return
+        if not shared.laws.steady and not now.others_as(shared.start):
+            ask(shared.laws, "random", "a draw from random or numpy")
+            raise UnknownDrawError
+        shared.end = now
+        shared.laws.asked.clear()
+
+
+def _same(one: Pattern | None, other: Pattern) -> bool:
+    return one is not None and one.clean() == other.clean()
+
+
+def _loaded() -> NotExactError:
+    return NotExactError(
+        "samples must be loaded without the global random generators, and loading a "
+        "micro-batch moved them: the whole batch would be loaded before its forward "
+        f"draws. Load with workers=1 or more, or draw from a generator. {WAY_OUT}"
+    )
+
+
+def _other(draw: Draw) -> NotExactError:
+    return NotExactError(
+        f"every micro-batch must draw the same, and one draws {draw.name} where another draws "
+        "something else, or in another shape: the model takes another path for other samples. "
+        f"{WAY_OUT}"
+    )

@@ -1,0 +1,46 @@
+"""Leaves that no module lists, such as the parameters that a loss closes over: the graph has them.
+
+They are found when the first backward of a kind of step is about to begin, and from then on are
+treated as the model's own: noted, set aside, summed and delivered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import Tensor
+
+from anybatch.core import graph
+from anybatch.core.hooks import refuse_on_nodes, refuse_registered
+from anybatch.core.undo import Before
+from anybatch.execution.step import Step
+
+
+def discoverer(
+    step: Step, before: Before, also: list[Tensor] | None = None
+) -> Callable[[list[Tensor]], None]:
+    """Return what takes in the leaves behind the roots of a backward, or refuses their hooks.
+
+    Args:
+        step: its gradients take them in.
+        before: notes what they had.
+        also: a list that they are added to; None (default) for none.
+    """
+    held = weakref.ref(step)  # which holds this function: in a circle its gradients would stay
+
+    def discover(roots: list[Tensor]) -> None:
+        step = held()
+        if step is None or step.gradients is None:
+            return
+        known = {id(leaf) for leaf in step.gradients.parameters} | step.own
+        found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in known]
+        before.add(found)
+        step.gradients.add(found)
+        # what forward registers, and what is on nodes, would fire with every micro-batch
+        refuse_registered(step.gradients.parameters)
+        refuse_on_nodes(graph.ends(roots))
+        if also is not None:
+            also.extend(found)
+
+    return discover

@@ -1,0 +1,90 @@
+"""Encoders that do not meet before the loss, as one module (CLIP, sentence embeddings, two towers).
+
+A module whose forward is a person's own may let anything meet anything. Here it is known which
+inputs go through which encoder, so a loss of all embeddings lets an engine take them one after the
+other: each hands back its graph before the next one makes its own (`anybatch.execution.parts`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.errors import BatchError
+from anybatch.core.modules import call_model
+
+SCALE = "scale"
+"""The name of the learned scale among the outputs."""
+
+
+class Encoders(nn.Module):
+    """Make one module of encoders that are compared by a loss of all embeddings.
+
+    The outputs are a mapping with the names of the encoders, to be given to `contrastive` or any
+    other loss. A micro-batch holds what one encoder saves for backward, not what all of them do.
+    The same module under several names is one encoder of several inputs.
+
+    Args:
+        encoders: name -> encoder. A tensor is passed as ``encoder(x)``, a tuple or list as
+            ``encoder(*x)``, a mapping as ``encoder(**x)``.
+        scale: what a learned scale starts from, above 0, such as CLIP's 1 / 0.07. The parameter
+            ``logit_scale`` is its logarithm, and the outputs hold its value under "scale", which
+            `contrastive` multiplies similarities with. Default None: there is none.
+
+    Raises:
+        ValueError: there is no encoder, or `scale` is not above 0, or has a name that is taken.
+        BatchError: in forward, where a name is given that no encoder has, or none is given.
+
+    Example:
+        >>> clip = anybatch.Encoders({"image": vision, "text": language}, scale=1 / 0.07)
+        >>> engine = anybatch.Engine(clip, anybatch.contrastive(symmetric=True), memory="8GiB")
+        >>> engine.backward({"image": images, "text": texts})
+        >>> clip(text=queries)["text"]  # one of them alone
+
+    Source: Gao et al. 2021, section 3 (two encoders, one after the other); Radford et al. 2021,
+    Figure 3 (the scale).
+    """
+
+    def __init__(self, encoders: Mapping[str, nn.Module], *, scale: float | None = None) -> None:
+        super().__init__()
+        if not encoders:
+            raise ValueError("encoders must name at least one module, and it is empty")
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(
+                f"scale must be above 0, and is {scale}: its logarithm is the parameter"
+            )
+        if scale is not None and SCALE in encoders:
+            raise ValueError(
+                f"no encoder may be named {SCALE!r} where there is a learned scale, which has that "
+                "name among the outputs: give the encoder another one"
+            )
+        self.encoders = nn.ModuleDict(encoders)
+        start = None if scale is None else nn.Parameter(torch.tensor(math.log(scale)))
+        self.logit_scale = start
+
+    def forward(self, **inputs: Any) -> dict[str, Tensor | Any]:
+        """Return ``{name: encoder(input)}`` for the names that are given, and the scale.
+
+        Args:
+            inputs: name -> what its encoder takes.
+        """
+        encoders, scale = self.encoders, self.logit_scale
+        given = [name for name in encoders if name in inputs]
+        if not given or len(given) < len(inputs):
+            raise self._unknown(inputs)
+        found = {} if scale is None else {SCALE: scale.exp()}
+        for name in given:
+            found[name] = call_model(encoders[name], inputs[name])
+        return found
+
+    def _unknown(self, inputs: Mapping[str, Any]) -> BatchError:
+        names = list(self.encoders)
+        came = ", ".join(map(repr, inputs)) or "nothing"
+        return BatchError(
+            f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and "
+            f"{came} came: engine.backward({{{names[0]!r}: ...}})"
+        )

@@ -1,0 +1,370 @@
+"""Where the gradients of the micro-batches come together (MBS, Algorithm 1, line 12).
+
+Autograd adds to ``.grad`` in place, which is the fastest sum there is, and right for float32
+parameters. Two cases need more. Half-precision sums lose small addends (2048 micro-batches in
+bfloat16 lose percents), so those are summed in float32 and cast once. And gradients that were there
+before the step must survive a failed one, so they are set aside and added to at the end.
+
+Kept apart, the sum also outlives a backward that fails: what grew of ``.grad`` is thrown away.
+
+    micro-batch:   p.grad (new) ──> p.grad +=          in place
+                   p.grad ──> sum of its own +=        accumulator; float32 for half precision
+    hooks:         on leaves that have some, a copy of before, and on it what they return
+    delivery:      p.grad = before + factor * sum
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.errors import NotExactError
+from anybatch.core.hooks import LeafHooks
+from anybatch.core.modules import storage_of
+
+HALF = (torch.bfloat16, torch.float16)
+
+Shared = Callable[[list[tuple[Tensor, Tensor | None]]], list[Tensor | None]]
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype its gradient has: ``grad_dtype`` where torch knows it, else its own."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+class Gradients:
+    """The sum of the gradients of a step, delivered once.
+
+    Args:
+        parameters: all tensors that may receive a gradient.
+        wide: sum half-precision gradients in float32. Default True.
+        apart: keep every sum apart from ``.grad``, so that a failed backward costs one micro-batch;
+            it takes one more set of gradients. Default False.
+        hooks: those of the parameters, suspended; None (default) fires none.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        wide: bool = True,
+        apart: bool = False,
+        hooks: LeafHooks | None = None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self._hooks = hooks
+        self._half: list[Tensor] = []
+        self._choose(wide=wide, apart=apart)
+        self._separated = 0
+        self._sums: dict[Tensor, Tensor] = {}
+        self._before: dict[Tensor, Tensor] = {}
+        self._assigned: dict[Tensor, Tensor | None] = {}
+        self._added: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._complete: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        self._hooked: dict[Tensor, Tensor | None] = {}
+
+    def _choose(self, *, wide: bool, apart: bool) -> None:
+        self._wide, self._apart = wide, apart
+        self._half = [p for p in self.parameters if wide and gradient_dtype(p) in HALF]
+
+    def divide(self, *, apart: bool) -> None:
+        """Sum as the gradients of several micro-batches need it.
+
+        Args:
+            apart: keep every sum apart from ``.grad``.
+        """
+        self._choose(wide=True, apart=apart)
+
+    @property
+    def apart(self) -> bool:
+        """Whether no sum is in ``.grad``, where a failed backward leaves a part of one."""
+        return self._apart or len(self._half) == len(self.parameters)
+
+    @property
+    def half(self) -> tuple[str, ...]:
+        """Names of the dtypes whose gradients are summed in float32."""
+        return tuple(sorted({str(gradient_dtype(p)).removeprefix("torch.") for p in self._half}))
+
+    @property
+    def added(self) -> bool:
+        """Whether gradients were there before, to which the sum is added."""
+        return bool(self._before)
+
+    @property
+    def hooks(self) -> LeafHooks | None:
+        """The hooks that fire once the sum is ready; None where there are none."""
+        return self._hooks or None
+
+    def set_aside(self) -> None:
+        """Take away the gradients that are there, so that the step starts from none."""
+        self._set_aside(self.parameters)
+
+    def _set_aside(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._before[parameter] = parameter.grad
+                parameter.grad = None
+
+    def add(self, leaves: Iterable[Tensor]) -> None:
+        """Take in more leaves before they get a gradient; what they have is set aside.
+
+        Args:
+            leaves: tensors that turn up during the step; those already here are left out.
+        """
+        here = {id(parameter) for parameter in self.parameters}
+        more = {id(leaf): leaf for leaf in leaves if id(leaf) not in here}
+        self.parameters += more.values()
+        self._half += [p for p in more.values() if self._wide and gradient_dtype(p) in HALF]
+        self._set_aside(more.values())
+
+    def marks(self) -> list[tuple[Tensor | None, int]]:
+        """Return ``.grad`` of each parameter, and its version."""
+        there = [parameter.grad for parameter in self.parameters]
+        return [(one, 0 if one is None else one._version) for one in there]
+
+    def refuse_moved(self, before: list[tuple[Tensor | None, int]]) -> None:
+        """Refuse an observer that has changed the sum that is on its way.
+
+        Args:
+            before: `marks` before it was called.
+
+        Raises:
+            NotExactError: it has.
+        """
+        pairs = zip(before, self.marks(), strict=True)
+        if any(one is not other or n != m for (one, n), (other, m) in pairs):
+            raise NotExactError(
+                "gradients must stay while micro-batches run, and what observe= calls changes "
+                ".grad (zero_grad, backward, clipping), in which those of the micro-batches before "
+                "are summed: do that before or after engine.backward"
+            )
+
+    def restart(self) -> None:
+        """Throw away what was summed so far: the step starts over."""
+        self._separated = 0
+        self._sums.clear()
+        self._assigned.clear()
+        self._added.clear()
+        self._complete.clear()
+        self._hooked.clear()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def collect(self) -> None:
+        """Add what the last micro-batch left, where autograd did not do it."""
+        if self._wide:  # the step is divided
+            self._separate()
+        if self._apart or self._half:
+            self._collect(self.parameters if self._apart else self._half)
+
+    def _separate(self) -> None:
+        """Let no two gradients lie in one place, or what is added to one is added to both.
+
+        torch hands both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
+        """
+        if self._separated == len(self.parameters):
+            return  # none is left that could get its first
+        there = [p for p in self.parameters if p.grad is not None]
+        if len(there) == self._separated:
+            return
+        self._separated = len(there)
+        places: set[int] = set()
+        for parameter in there:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient.layout != torch.strided:
+                continue
+            place = storage_of(gradient)
+            if place in places:
+                parameter.grad = gradient.detach().clone()
+            places.add(place)
+
+    def summed(self) -> set[int]:
+        """Return the ids of the parameters that have a sum already."""
+        return {id(p) for p in self.parameters if p.grad is not None or p in self._sums}
+
+    def take(
+        self, parameters: list[Tensor], factor: float | Tensor, old: set[int]
+    ) -> list[Tensor | None]:
+        """Return the sums of some parameters, times `factor`, and let go of them.
+
+        Inside a backward a gradient that it has made may lie where another one that still flows
+        lies too, as views of one sum do; so nobody writes to it, and a copy is returned.
+
+        Args:
+            parameters: they will get nothing more in this step.
+            factor: as in `finish`.
+            old: `summed` before that backward.
+        """
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in old:
+                parameter.grad = parameter.grad.clone()
+        wide = [p for p in parameters if self._wide and gradient_dtype(p) in HALF]
+        self._collect(parameters if self._apart else wide)
+        totals = [self._total(parameter, factor) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return totals
+
+    def _collect(self, parameters: list[Tensor]) -> None:
+        dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        with torch.no_grad():
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                parameter.grad = None
+                total = self._sums.get(parameter)
+                if total is None:
+                    self._sums[parameter] = self._first(gradient)
+                elif total.layout == gradient.layout == torch.strided:
+                    totals, gradients = dense[total.dtype, gradient.dtype, total.device]
+                    totals.append(total)
+                    gradients.append(gradient)
+                else:
+                    self._sums[parameter] = _sum(total, gradient)
+            for totals, gradients in dense.values():
+                torch._foreach_add_(totals, gradients)
+
+    def _first(self, gradient: Tensor) -> Tensor:
+        """Return the gradient as a sum that can be added to."""
+        if self._wide and gradient.dtype in HALF:
+            gradient = gradient.float()
+        dense = gradient.layout == torch.strided and not _is_plain(gradient)
+        return gradient.contiguous() if dense else gradient
+
+    def drop(self) -> None:
+        """Throw away what a backward that failed has left in ``.grad``; the sums are `apart`."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def finish(self, factor: float | Tensor = 1.0, shared: Shared | None = None) -> None:
+        """Make the sum ready for delivery, times `factor`; nothing that was there is touched.
+
+        Args:
+            factor: what the sum still lacks: a denominator known only at the end.
+            shared: (parameter, sum) of all parameters -> the sums with those of other processes;
+                None (default) where there are none.
+        """
+        nothing = shared is None and _is_one(factor) and not self._sums and not self._before
+        if nothing and not self.hooks:
+            return  # the sums are where they belong
+        if self.hooks:
+            self._separate()  # a hook may write to the one that it gets
+        with torch.no_grad():
+            totals = [self._total(parameter, factor) for parameter in self.parameters]
+            if shared is not None:
+                totals = shared(list(zip(self.parameters, totals, strict=True)))
+            for at, parameter in enumerate(self.parameters):
+                total, totals[at] = totals[at], None
+                self._prepare(parameter, total)
+
+    def amend(self, sums: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        """Take other sums for some parameters than `finish` was given.
+
+        Args:
+            sums: (parameter, its sum, or None where it has none).
+        """
+        with torch.no_grad():
+            for parameter, total in sums:
+                self._assigned.pop(parameter, None)
+                self._added.pop(parameter, None)
+                self._prepare(parameter, total)
+
+    def fire(self, *, in_order: bool) -> None:
+        """Fire the hooks of the parameters that have some, on the sums that `finish` was given.
+
+        What they find in ``.grad`` of other parameters is what will be there, and what they make of
+        it is delivered. What was there before is written to by `deliver` alone.
+
+        Args:
+            in_order: as in `LeafHooks.fire`.
+        """
+        hooks = self.hooks
+        assert hooks is not None
+        shown: dict[Tensor, Tensor | None] = dict(self._assigned)
+        shown |= {p: complete for p, (_, complete) in self._complete.items()}
+        for parameter, gradient in shown.items():
+            parameter.grad = gradient
+        for parameter in self._hooked:
+            parameter.grad = self._before.get(parameter)
+
+        def take(parameter: Tensor) -> Tensor | None:
+            before, total = self._before.get(parameter), self._hooked[parameter]
+            self._hooked[parameter] = None
+            shown[parameter] = None if before is None else before.detach().clone()
+            parameter.grad = shown[parameter]
+            return total
+
+        hooks.fire(list(self._hooked), take, in_order=in_order)
+        self._assigned.clear()
+        self._complete.clear()
+        for parameter, gradient in shown.items():
+            before, found = self._before.get(parameter), parameter.grad
+            if before is None or found is None or found is not gradient or not _is_plain(before):
+                self._assigned[parameter] = found
+            else:
+                self._complete[parameter] = before, found
+
+    def deliver(self) -> None:
+        """Make ``.grad`` what it was before the step plus the sum; nothing here can fail.
+
+        What could (casts, layouts that do not add, tensors that cannot be written to) was done in
+        `finish`; left are references, and sums in place of plain dense tensors.
+        """
+        with torch.no_grad():
+            for parameter, total in self._assigned.items():
+                parameter.grad = total
+            for parameter, (before, total) in self._added.items():
+                parameter.grad = before
+                if before.dtype == total.dtype:
+                    before.add_(total)
+                else:
+                    before.copy_(total)
+            for parameter, (before, complete) in self._complete.items():
+                parameter.grad = before
+                before.copy_(complete)
+
+    def _total(self, parameter: Tensor, factor: float | Tensor) -> Tensor | None:
+        total = self._sums.pop(parameter, parameter.grad)
+        if total is not None and not _is_one(factor):
+            total.mul_(factor)
+        return total
+
+    def _prepare(self, parameter: Tensor, total: Tensor | None) -> None:
+        before, dtype = self._before.get(parameter), gradient_dtype(parameter)
+        if self.hooks and self.hooks.fires(parameter, total):
+            self._hooked[parameter] = None if total is None else total.to(dtype)
+        elif total is None:
+            self._assigned[parameter] = before
+        elif before is None:
+            self._assigned[parameter] = total.to(dtype)
+        elif not (_is_plain(before) and _is_plain(total)):
+            self._assigned[parameter] = _sum(before.to(total.dtype), total).to(dtype)
+        elif self.hooks:  # they may read it
+            self._complete[parameter] = before, total.add_(before).to(dtype)
+        else:  # a half-precision sum is complete here, and rounded once when it is delivered
+            ready = total if before.dtype == total.dtype else total.add_(before)
+            self._added[parameter] = before, ready
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Say whether a tensor can be added to in place: dense, and no two entries in one place."""
+    dense = gradient.layout == torch.strided and not gradient.is_inference()
+    steps = zip(gradient.shape, gradient.stride(), strict=True) if dense else ()
+    return dense and all(size < 2 or step != 0 for size, step in steps)
+
+
+def _sum(before: Tensor, total: Tensor) -> Tensor:
+    """Return a new tensor; torch adds sparse to dense, and not dense to sparse."""
+    return total + before if before.is_sparse else before + total
+
+
+def _is_one(factor: float | Tensor) -> bool:
+    return isinstance(factor, int | float) and factor == 1.0
+
+    # fmt: on

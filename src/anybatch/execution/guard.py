@@ -1,0 +1,122 @@
+"""What a kernel call gives away: batch statistics, writes to parameters, dice.
+
+Modules can be walked, and functions can be patched; what a model really runs is seen only where its
+kernels are dispatched. This mode is on during the first look at a model (`anybatch.execution.look`)
+and never again. It refuses, before they run, kernels that normalise over the batch and kernels that
+write to a parameter, and makes dropout drop nothing, so that two runs can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.core import tree
+from anybatch.core.errors import NotExactError
+from anybatch.core.modules import storage_of
+from anybatch.core.norm.counters import refuse
+from anybatch.execution.step import Step
+
+TRAINING_FLAG = {
+    "aten::native_batch_norm": 5,
+    "aten::_native_batch_norm_legit": 5,
+    "aten::_native_batch_norm_legit.no_stats": 3,
+    "aten::cudnn_batch_norm": 5,
+    "aten::miopen_batch_norm": 5,
+}
+"""Where batch normalisation kernels take their training flag."""
+
+UPDATES = "aten::_batch_norm_with_update"
+
+
+class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watch the kernels of a forward pass.
+
+    Attributes:
+        own_dice: a kernel drew from a generator that is not the global one.
+
+    Raises:
+        NotExactError: from a kernel that a split batch cannot have.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own_dice = False
+        self._local = step.batchnorm == "local"
+        self._names = {
+            place: name
+            for name, parameter in step.model.named_parameters()
+            if (place := _place(parameter)) is not None
+        }
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at one kernel call, and let it."""
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # control flow: its kernels come one by one
+            return func(*args, **kwargs)
+        if not self._local and _normalises_the_batch(schema, args):
+            refuse(f"{schema.name} called in forward")
+        if schema.is_mutable:
+            self._refuse_writes(schema, args, kwargs)
+        self.own_dice |= any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+        kept = _dropping_nothing(schema.name, args)
+        return func(*args, **kwargs) if kept is None else kept
+
+    def _refuse_writes(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for _, tensor in tree.tensors(given.get(argument.name)):
+                place = _place(tensor)
+                name = self._names.get(place) if place is not None else None
+                if name is not None:
+                    raise NotExactError(
+                        f"parameters must not change before the whole batch is done, and forward "
+                        f"writes to {name}: do it before or after the step, or give micro_batch >= "
+                        "the batch size"
+                    )
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Return which storage a dense tensor has; None for what has none of its own."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    try:
+        return storage_of(tensor)
+    except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
+        return None
+
+
+def _normalises_the_batch(schema: Any, args: tuple[Any, ...]) -> bool:
+    if schema.name == UPDATES:
+        return bool(args[0].shape[0] != 1)
+    no_stats = schema.overload_name == "no_stats"
+    flag = TRAINING_FLAG.get(f"{schema.name}.no_stats" if no_stats else schema.name)
+    # instance_norm is this kernel on one row of n * C channels
+    return flag is not None and bool(args[flag]) and args[0].shape[0] != 1
+
+
+def _dropping_nothing(name: str, args: tuple[Any, ...]) -> Any:
+    """Return what a dropout kernel would that keeps everything; None for any other kernel."""
+    if name == "aten::bernoulli_":
+        return args[0].fill_(1)
+    if name == "aten::bernoulli":
+        return torch.ones_like(args[0])
+    if name == "aten::native_dropout":
+        return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+    return None

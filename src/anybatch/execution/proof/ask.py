@@ -1,0 +1,269 @@
+"""Asking a kernel itself: NaN in the numbers of one sample, and where it comes out.
+
+0 x NaN is NaN, so a result that stays finite has no part of what was NaN, whatever the values are.
+A kernel may swallow NaN (a maximum, `nan_to_num`) or take none (LAPACK), and integers hold none. So
+it is given other values too, and its results are compared bit for bit. Integers, of which few
+values can be tried, are taken to stay in their row where the result has that row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from anybatch.core.rng import Dice
+from anybatch.execution.proof.masks import CUT, LOOSE, PLACE, ROWS, fold, several, total
+from anybatch.execution.proof.rules import Call
+
+IN_ORDER = frozenset(("_grouped_mm", "_pad_packed_sequence", "mkldnn_rnn_layer"))
+"""Kernels that bring rows which are in an order of their own back to their samples."""
+
+Values = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[Tensor]:
+    """Return the masks of what a kernel has made or written, by calling it again for each sample.
+
+    Args:
+        call: the call, which has been made.
+        before: its arguments as they were before it, copies of what it has written to.
+        unfollowed: told the error of a kernel that takes neither NaN nor other values.
+    """
+    leaves, spec = tree_flatten(before)
+    named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
+    made = (*call.results, *call.written)
+    marks = [torch.zeros(r.shape, dtype=torch.uint8, device=r.device) for r in made]
+    bits = 0
+    for mask in call.masks.values():
+        bits |= total(mask)
+    for bit in range(8):
+        ordered = call.name in IN_ORDER and bool(1 << bit & (LOOSE | CUT))
+        if not bits >> bit & 1 or ordered:
+            continue
+        chosen = [
+            (call.masks[name] >> bit & 1).bool()
+            if name in call.masks and bool((call.masks[name] >> bit & 1).any())
+            else None
+            for name in named
+        ]
+        floats = [one is not None and _real(leaf) for leaf, one in zip(leaves, chosen, strict=True)]
+        if any(floats):
+            _ask_floats(call, leaves, spec, chosen, marks, bit, unfollowed)
+        if call.name not in IN_ORDER and 1 << bit != PLACE:  # a place among whole numbers leads
+            for leaf, one in zip(leaves, chosen, strict=True):
+                if one is not None and not _real(leaf):
+                    _by_row(leaf, one, marks, bit)
+            if bit < ROWS and _Again(call, leaves, spec, chosen).moves_others(marks, bit):
+                unfollowed("whole numbers of a sample change the rows of others")
+    return marks
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _ask_floats(
+    call: Call,
+    leaves: list[Any],
+    spec: Any,
+    chosen: list[Tensor | None],
+    marks: list[Tensor],
+    bit: int,
+    unfollowed: Callable[[str], None],
+) -> None:
+    again = _Again(call, leaves, spec, chosen)
+    try:
+        found = again(lambda leaf, one: leaf.masked_fill(one, math.nan))
+    except ERRORS as error:
+        if not (again.steady() and again.other_values(marks, bit)):
+            unfollowed(str(error).split("\n")[0][:80])
+            for mark in marks:
+                mark.bitwise_or_(1 << bit)
+        return
+    while found:  # what one result takes is free for the next ones: a budget counts them
+        mark, result = marks[len(found) - 1], found.pop()
+        if result.shape != mark.shape:
+            mark.bitwise_or_(1 << bit)
+        elif _real(result):
+            mark.bitwise_or_(_isnan(result).to(torch.uint8) << bit)
+        else:
+            _into_integers(chosen, leaves, mark, bit)
+        del result
+    if again.steady() and not again.other_values(marks, bit):
+        unfollowed("it takes no other values")
+
+
+ERRORS = (RuntimeError, ValueError, NotImplementedError)
+
+FLOATS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x + torch.linspace(0.25, 1, x.numel(), dtype=x.dtype, device=x.device).view(x.shape),
+    lambda x: x.abs() + 8 * _largest(x),
+    lambda x: -x.abs() - 8 * _largest(x),
+)
+"""Other values: near ones, and such as are the largest and the smallest of all."""
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax() + 1 if x.numel() else x.new_ones(())
+
+
+def _isnan(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).isnan().any(-1) if tensor.is_complex() else tensor.isnan()
+
+
+class _Again:
+    """Calls a kernel again with other numbers of one sample, and draws what it has drawn.
+
+    Args:
+        call: the call.
+        leaves: its arguments as they were before it.
+        spec: how these lie in its arguments.
+        chosen: where the sample has a part in each; None where it has none.
+    """
+
+    def __init__(
+        self, call: Call, leaves: list[Any], spec: Any, chosen: list[Tensor | None]
+    ) -> None:
+        named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
+        self._written = [named.index(id(one)) for one in call.written]
+        self._call, self._leaves, self._spec, self._chosen = call, leaves, spec, chosen
+        own = call.func._schema.name.split("::")[0] != "aten"
+        draws = own or torch.Tag.nondeterministic_seeded in call.func.tags
+        self._before = Dice.now() if draws else None
+        self._plain: list[Tensor] = []
+
+    def __call__(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """Return what it makes and writes of floats with other numbers where the sample is."""
+        changed: list[Any] = []
+        for leaf, one in zip(self._leaves, self._chosen, strict=True):
+            if _real(leaf) and leaf.layout == torch.strided:
+                changed.append(
+                    other(_finite(leaf), one)
+                    if one is not None
+                    else _own(self._call, _finite(leaf))
+                )
+            else:
+                changed.append(_own(self._call, leaf))
+        return self._run(changed)
+
+    def _run(self, changed: list[Any]) -> list[Tensor]:
+        args, kwargs = tree_unflatten(changed, self._spec)
+        try:
+            results = tree_leaves(self._call.func(*args, **kwargs))
+        finally:
+            if self._before is not None:
+                self._before.put_back()
+        return [r for r in results if isinstance(r, Tensor)] + [changed[at] for at in self._written]
+
+    def steady(self) -> bool:
+        """Say whether it makes the same of the same: sums of atomic additions vary."""
+        with suppress(*ERRORS):
+            self._plain = self(self._same)
+            return not any(map(_any_differ, self._plain, self(self._same)))
+        return False
+
+    def _same(self, leaf: Tensor, _: Tensor) -> Tensor:
+        found: Tensor = _own(self._call, leaf)
+        return found
+
+    def other_values(self, marks: list[Tensor], bit: int) -> bool:
+        """Mark what other values change; return whether there were any that the kernel takes."""
+        told = False
+        for change in FLOATS:
+            with suppress(*ERRORS):
+                self._mark_changed(change, marks, bit)
+                told = True
+        return told
+
+    def _mark_changed(
+        self, change: Callable[[Tensor], Tensor], marks: list[Tensor], bit: int
+    ) -> None:
+        found = self(partial(_changed, change))  # these go with this call: a budget counts them
+        for mark, one, other in zip(marks, self._plain, found, strict=True):
+            mark.bitwise_or_(_differ(one, other).to(torch.uint8) << bit)
+
+    def moves_others(self, marks: list[Tensor], bit: int) -> bool:
+        """Say whether whole numbers of a sample change what is not marked as its own.
+
+        It is given those of other samples, in its place: of these the kernel takes them.
+        """
+        named = tree_leaves((self._call.args, self._call.kwargs))
+        pairs = list(zip(named, self._leaves, self._chosen, strict=True))
+        own = [at for at, given in enumerate(pairs) if self._is_whole(*given)]
+        if not own:
+            return False
+        with suppress(*ERRORS):
+            plain = self._rolled(own, 0)
+            if any(map(_any_differ, plain, self._rolled(own, 0))):
+                return False
+            for by in range(1, ROWS):
+                with suppress(*ERRORS):
+                    for mark, one, other in zip(marks, plain, self._rolled(own, by), strict=True):
+                        if bool((_differ(one, other) & (mark >> bit & 1 == 0)).any()):
+                            return True
+        return False
+
+    def _is_whole(self, named: Any, leaf: Any, one: Tensor | None) -> bool:
+        """Say whether each of some whole numbers is of one sample: ends of parts are of several."""
+        if one is None or _real(leaf) or not leaf.dim() or len(leaf) < 2:
+            return False
+        return not several(self._call.mask(named))
+
+    def _rolled(self, own: list[int], by: int) -> list[Tensor]:
+        """Return what it makes where the sample has the whole numbers of one that is `by` away."""
+        changed = [_own(self._call, leaf) for leaf in self._leaves]
+        for at in own:
+            leaf, one = self._leaves[at], self._chosen[at]
+            assert one is not None
+            changed[at] = torch.where(one, leaf.roll(by, 0), leaf)
+        return self._run(changed)
+
+
+def _changed(change: Callable[[Tensor], Tensor], leaf: Tensor, one: Tensor) -> Tensor:
+    return torch.where(one, change(leaf), leaf)
+
+
+def _any_differ(one: Tensor, other: Tensor) -> bool:
+    return bool(_differ(one, other).any())
+
+
+def _finite(leaf: Tensor) -> Tensor:
+    return leaf if bool(leaf.sum().isfinite()) else torch.where(leaf.isfinite(), leaf, 0)
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Say where two results differ, bit for bit: everywhere where they have other shapes."""
+    if one.shape != other.shape:
+        return torch.ones((), dtype=torch.bool, device=one.device)
+    if one.is_quantized:
+        return one.int_repr() != other.int_repr()
+    same = one == other
+    return ~(same | (_isnan(one) & _isnan(other))) if _real(one) else ~same
+
+
+def _own(call: Call, leaf: Any) -> Any:
+    """Return a copy of what a kernel may write to."""
+    return leaf.clone() if isinstance(leaf, Tensor) and call.func._schema.is_mutable else leaf
+
+
+def _into_integers(chosen: list[Tensor | None], leaves: list[Any], mark: Tensor, bit: int) -> None:
+    """Take integers that come of floats to stay in their row, where there is one."""
+    for leaf, one in zip(leaves, chosen, strict=True):
+        if one is not None and _real(leaf):
+            _by_row(leaf, one, [mark], bit)
+
+
+def _by_row(leaf: Tensor, one: Tensor, marks: list[Tensor], bit: int) -> None:
+    for mark in marks:
+        if leaf.dim() and mark.dim() and leaf.shape[0] == mark.shape[0]:
+            rows = fold(one.to(torch.uint8), range(1, leaf.dim()), keep=False)
+            mark.bitwise_or_((rows << bit).reshape([-1] + [1] * (mark.dim() - 1)))
+        else:
+            mark.bitwise_or_(1 << bit)

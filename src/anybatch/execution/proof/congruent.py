@@ -1,0 +1,493 @@
+"""The forward of the whole batch beside that of a micro-batch, on tensors without data.
+
+A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost
+batches of a fixed size, a factor that is the number of samples. Without data the whole batch costs
+no memory, and the same functions must be called with the same numbers for it and for a micro-batch.
+
+    48 samples   linear  batch_norm [48]   mul 0.5    relu
+    12 samples   linear  batch_norm [12]   mul 0.5    relu      congruent
+    12 samples   linear  batch_norm [12]   mul 2.0              another number, another function
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from anybatch.core.functions import keywords
+from anybatch.core.kept import Kept
+from anybatch.core.meeting import samples_here
+from anybatch.core.modules import Modules, walk
+from anybatch.core.norm.alone import AloneNorms
+from anybatch.core.norm.counters import counters
+from anybatch.core.norm.sites import Site
+from anybatch.core.rng import Dice
+from anybatch.execution.proof.free import FreeTensors
+from anybatch.execution.proof.law import CUTS, Called, breaks, called
+from anybatch.execution.proof.paths import Paths
+from anybatch.execution.proof.places import scalars
+from anybatch.execution.proof.verdict import WHOLE, Verdict, first_difference, other_rows
+from anybatch.memory.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
+
+QUERIES = frozenset(
+    "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
+    "view reshape expand expand_as view_as clone to type float double half bfloat16 "
+    "requires_grad_ is_floating_point is_complex __getitem__ unbind __iter__ element_size "
+    "__set__ data_ptr nelement ndimension get_device is_pinned storage_offset __format__".split()
+)
+"""Functions that compute nothing, or whose way through depends on how rows lie in memory."""
+
+PROPERTIES: dict[Any, str] = {
+    getattr(Tensor, name).__get__: name for name in "T mT H mH data real imag".split()
+}
+"""Properties that give other numbers, or cut the graph."""
+
+CASTS = frozenset("to type type_as float double half bfloat16".split())
+"""Functions that compute something where they give another type: they round, or cut off."""
+
+
+@dataclass
+class Seen:
+    """What a forward has called.
+
+    Attributes:
+        functions: (module, function), in order.
+        lists: (module, lists of places that rows or features are read or written at), in order.
+        numbers: (module, kernel, numbers) of pointwise kernels, in order.
+        norms: (module, values of a channel) of calls of batch normalisation, in order.
+        alone: of each call of batch normalisation: it normalises rows by themselves, or a weight.
+        calls: of functions that compute something, in order.
+        cuts: of kernels that cut something off, in order.
+        made: tensors without data that were made.
+        outside: tensors that were no result of a call, by their word in `calls`.
+    """
+
+    functions: list[tuple[str, str]] = field(default_factory=list)
+    lists: list[tuple[str, str]] = field(default_factory=list)
+    numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
+    norms: list[tuple[str, int]] = field(default_factory=list)
+    alone: list[bool] = field(default_factory=list)
+    calls: list[Called] = field(default_factory=list)
+    cuts: list[Called] = field(default_factory=list)
+    made: list[weakref.ref[Tensor]] = field(default_factory=list)
+    outside: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Forget words of tensors that are gone: nobody has heard how these were made.
+
+        What stays is the model's, or lies beside it: whether it is one or another of two such
+        tensors may depend on how many samples there are.
+        """
+        gone = {word for word, tensor in self.outside.items() if tensor() is None}
+        if gone:
+            self.calls = [
+                one._replace(words=[word for word in one.words if word not in gone])
+                for one in self.calls
+            ]
+
+
+def _of_all() -> bool:
+    """Say whether what runs is given the rows of the whole batch, and so may count them."""
+    return samples_here() == -1
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(
+        self, seen: Seen, path: Callable[[], str], known: Mapping[int, str], rows: int
+    ) -> None:
+        super().__init__()
+        self._seen, self._path, self._known = seen, path, known
+        self._free = FreeTensors(known, rows)
+        self._made: dict[int, weakref.ref[Tensor]] = {}
+        self.backward = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = keywords(func, kwargs)
+        name, given = getattr(func, "__name__", ""), (args, kwargs)
+        name = PROPERTIES.get(func, name) if name == "__get__" else name
+        kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it
+        heard = not kernel and (self.backward or not _of_all())
+        compares = heard and name not in QUERIES
+        path = self._path() if compares else ""
+        if heard and name in INDEXING and (lists := _lists(args[1])):
+            self._seen.lists.append((self._path(), repr(lists)))
+        if compares:
+            self._seen.functions.append((path, name))
+        free = self._free.takes(name, given)
+        places = free and self._free.numbers(given)
+        result = func(*args, **kwargs)
+        if heard and name in CASTS and _casts(args[0], result):
+            self._seen.functions.append((self._path(), f"{name}() of another type"))
+        self._free.gave(name, given, result, free=free)
+        if compares:
+            known, outside = self._known, self._outside
+            one = called(path, name, given, result, known, outside, free=free, places=places)
+            self._seen.calls.append(one)
+        self.knows(result)
+        return result
+
+    def knows(self, tensors: Any) -> None:
+        """Take in tensors that were made for this forward."""
+        for one in tree_leaves(tensors):
+            if isinstance(one, Tensor):
+                self._made[id(one)] = weakref.ref(one)
+
+    def _outside(self, one: Tensor) -> str:
+        """Return a word for a tensor that no call has made; "" for another."""
+        made = self._made.get(id(one))
+        if made is not None and made() is one:
+            return ""
+        word = f"{OUTSIDE}{id(one)}"
+        self._seen.outside[word] = weakref.ref(one)
+        return word
+
+    def follows(self, tensors: Iterable[Tensor]) -> None:
+        """Take these for tensors that samples have a part in."""
+        for one in tensors:
+            self._free.forget(one)
+
+
+OUTSIDE = "tensor "
+"""How the word begins of a tensor that is no result of a call, and has no name."""
+
+
+def _beside(a: Called, b: Called) -> tuple[Called, Called]:
+    """Return two calls without such words where only one is given a tensor that was kept.
+
+    The other one has made it, which is seen by what it called.
+    """
+    words = [[word for word in one.words if word.startswith(OUTSIDE)] for one in (a, b)]
+    if len(words[0]) == len(words[1]):
+        return a, b
+    found = [
+        one._replace(words=[w for w in one.words if w not in words[0] + words[1]]) for one in (a, b)
+    ]
+    return found[0], found[1]
+
+
+INDEXING = frozenset(("__getitem__", "__setitem__"))
+
+
+def _lists(index: Any) -> list[Any]:
+    """Return the lists of an index; tensors without data would not tell what they hold."""
+    lists = [one for one in (index if isinstance(index, tuple) else (index,)) if type(one) is list]
+    return [one for one in lists if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(one))]
+
+
+def _casts(x: Any, result: Any) -> bool:
+    return isinstance(x, Tensor) and isinstance(result, Tensor) and x.dtype != result.dtype
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, seen: Seen, path: Callable[[], str], values: Iterator[Any], *, singles: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self._path, self._values = seen, path, values
+        self._singles = singles
+        self.backward = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.name == "aten::_local_scalar_dense":
+            value = next(self._values, None)
+            if value is not None:
+                return value
+        result = func(*args, **(kwargs or {}))
+        self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        name = "" if schema is None else schema.name.split("::")[1]
+        if name in CUTS and (self.backward or not _of_all()):
+            self._seen.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
+        # a number by itself is a loss inside the model, whose numbers are traced
+        real = isinstance(result, Tensor) and result.is_floating_point()
+        real = real and (result.dim() > 0 or self._singles)
+        if schema is not None and real and not (self.backward or _of_all()):
+            given = scalars(func, args, kwargs or {})
+            self._seen.numbers.append((self._path(), name, given))
+        return result
+
+
+class _Norms(AloneNorms):
+    """Tells one row by itself of a single sample by the same call of the whole batch."""
+
+    def __init__(
+        self, counters: Iterable[Tensor], watch: _Heard, whole: Seen, seen: Seen, rows: int
+    ) -> None:
+        super().__init__(counters, watch, rows=rows)
+        self._whole, self._seen = whole, seen
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say so, and note it."""
+        found, at = super().by_itself(x), len(self._seen.alone)
+        if x.shape[0] == 1 and self._seen is not self._whole:
+            found = found or self._whole.alone[at : at + 1] == [True]
+        self._seen.alone.append(found)
+        return found
+
+
+class _Heard:
+    """Hears calls of batch normalisation."""
+
+    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
+        self._seen, self._path = seen, path
+
+    def heard(self, x: Tensor) -> None:
+        """Take in what is normalised."""
+        self._seen.norms.append((self._path(), x.numel() // max(x.shape[1], 1)))
+
+    def met(self, site: Site) -> None:
+        """Nothing is to be done there."""
+
+
+def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
+    """Return the whole batch, and the sizes of its micro-batches; a single sample is left out.
+
+    Kernels of one row lie in memory in other ways, and take other ways through.
+
+    Args:
+        samples: of the whole batch.
+        micro_batch: samples of a micro-batch.
+        followed: rows in which samples were followed: what was seen of them holds where more
+            compute the same. Default 0: none were.
+    """
+    parts = {max(micro_batch, 2), samples % micro_batch, followed}
+    return [samples, *(n for n in parts if 2 <= n < samples)]
+
+
+def compare(
+    model: nn.Module,
+    modules: Modules,
+    rows: tuple[Any, int],
+    sizes: Sequence[int],
+    run: Callable[[nn.Module, Any, int], Any],
+    *,
+    trains: bool,
+    values: Sequence[Any] = (),
+    singles: bool = False,
+    backward: bool = False,
+    earlier: int | None = None,
+) -> Verdict:
+    """Compare the forwards of several numbers of samples, the first of which is the whole batch.
+
+    Args:
+        model: it is copied.
+        modules: of it.
+        rows: inputs of some rows, and how many.
+        sizes: numbers of samples.
+        run: ``run(model, inputs, samples)`` calls it, and returns its outputs.
+        trains: with a graph; else without gradients.
+        values: what Python reads of tensors in a forward, in order. Default: nothing is known.
+        singles: compare numbers that are computed with a number by itself, too. Default False.
+        backward: compare what hooks and functions of one's own call in backward. Default False.
+        earlier: a call of so many samples comes before each, and may keep something; 0 is as many.
+            Default None: no call does.
+    """
+
+    def traced(sizes: Sequence[int]) -> tuple[list[Seen], str]:
+        seen = [Seen() for _ in sizes]
+        with (
+            _disable_current_modes(),  # or a meter would count what has no data
+            interrupted_between_functions(),
+        ):
+            said = _traced(
+                *(model, modules, rows, sizes, run, seen, values),
+                trains=trains,
+                singles=singles,
+                backward=backward,
+                earlier=earlier,
+            )
+        if any(one() is not None for each in seen for one in each.made):
+            forget_fakes()  # a walk over all objects, so only where something has kept one
+        return seen, said
+
+    seen, said = traced(sizes)
+    if said:
+        why = f"forward of {sizes[0]} samples could not be traced without data ({said[:80]})"
+        return Verdict("", (why,))
+    found = _differs(seen, sizes)
+    if found.doubts and any(call.free and call.places for call in seen[0].calls):
+        (other,), said = traced([UNLIKE])
+        if not said and other.functions == seen[0].functions:
+            pairs = zip(seen[0].calls, other.calls, strict=False)
+            seen[0].calls = [a._replace(places=a.places and b.places) for a, b in pairs]
+            found = _differs(seen, sizes)
+    return found
+
+
+UNLIKE = 61
+"""Samples by which few sizes of images can be divided, which might be taken for rows."""
+
+
+def _differs(seen: Sequence[Seen], sizes: Sequence[int]) -> Verdict:
+    """Return what is said of the first micro-batch that differs, or the doubts of all."""
+    whole, *others = seen
+    doubts: tuple[str, ...] = ()
+    for size, part in zip(sizes[1:], others, strict=True):
+        found = _differ(whole, part, sizes[0], size)
+        if found.meets:
+            return found
+        doubts += found.doubts
+    return Verdict("", tuple(dict.fromkeys(doubts)))
+
+
+def _traced(
+    model: nn.Module,
+    modules: Modules,
+    rows: tuple[Any, int],
+    sizes: Sequence[int],
+    run: Callable[[nn.Module, Any, int], Any],
+    seen: list[Seen],
+    values: Sequence[Any],
+    *,
+    trains: bool,
+    singles: bool,
+    backward: bool,
+    earlier: int | None,
+) -> str:
+    """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
+    dice, kept = Dice.now(), Kept()
+    try:
+        fakes = Fakes()
+        twin = fakes.copy(model, [module for _, module in modules])
+        kept.modules(twin.modules(), attributes=True)
+        for size, each in zip(sizes, seen, strict=True):
+            kept.put_back()  # or numbers that it counts would differ
+            calls = [] if earlier is None else [(earlier or size, Seen())]
+            for count, noted in (*calls, (size, each)):
+                dice.put_back()  # or those that Python draws
+                inputs = fakes.rows(*rows, count)
+                trace(
+                    *(fakes, twin, inputs, count, run, noted),
+                    whole=(seen[0], sizes[0]),
+                    trains=trains,
+                    values=values,
+                    singles=singles,
+                    backward=backward,
+                )
+        inputs = None
+        kept.put_back()
+        for each in seen:
+            each.end()
+    except Exception as error:  # whatever a model does with data that is not there
+        return f"{type(error).__name__}: {error}".split("\n")[0]
+    finally:
+        kept.put_back()  # or a fake would stay in what the model shares with its copy
+    return ""
+
+
+def trace(
+    fakes: Fakes,
+    model: nn.Module,
+    inputs: Any,
+    size: int,
+    run: Callable[[nn.Module, Any, int], Any],
+    seen: Seen,
+    *,
+    whole: tuple[Seen, int],
+    trains: bool,
+    values: Sequence[Any] = (),
+    singles: bool = False,
+    backward: bool = False,
+) -> None:
+    """Run the model on fakes of so many rows, and note what it calls.
+
+    Args:
+        fakes: of the model and of the rows.
+        model: on fakes.
+        inputs: rows without data.
+        size: how many.
+        run: calls the model.
+        seen: takes what was called.
+        whole: what the whole batch has called, and its samples.
+        trains: build a graph.
+        values: what Python reads of tensors, in order.
+        singles: note what is computed with a number by itself, too. Default False.
+        backward: run that, too. Default False.
+    """
+    paths = Paths(model)
+    norms = _Norms(counters(walk(model)), _Heard(seen, paths.now), whole[0], seen, whole[1])
+    named = [*model.named_parameters(), *model.named_buffers()]
+    functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named}, size)
+    numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
+    functions.knows(inputs)
+    model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
+    with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
+        outputs = run(model, inputs, size)
+        if backward:
+            numbers.backward = functions.backward = True
+            ends = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+            starts = [torch.ones_like(end) for end in ends]
+            functions.follows(starts)
+            if ends:  # inside of autograd.backward() no mode would hear what is called
+                _engine_run_backward(
+                    tuple(ends), tuple(starts), False, False, (),
+                    allow_unreachable=True, accumulate_grad=True,
+                )  # fmt: skip
+
+
+def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
+    if len(whole.norms) != len(part.norms):
+        path = (whole.norms or part.norms)[0][0]
+        told = f"{len(whole.norms)} calls for {n} samples and {len(part.norms)} for {m}"
+        return Verdict(other_rows(path, told))
+    for (path, a), (other, b) in zip(whole.norms, part.norms, strict=True):
+        if path != other or a * m != b * n:
+            told = f"{a} values of a channel for {n} samples and {b} for {m}"
+            return Verdict(other_rows(path, told))
+    if set(whole.functions) != set(part.functions):
+        some = set(whole.functions) ^ set(part.functions)
+        path, name = next(one for one in (*whole.functions, *part.functions) if one in some)
+        here = n if (path, name) in set(whole.functions) else m
+        return Verdict(
+            "forward must compute the same for any number of samples when the batch is split, and "
+            f"{path} calls {name} for {here} samples and not for {m if here == n else n}: a "
+            f"branch on the number of samples. Take it out, or {WHOLE}"
+        )
+    if whole.functions != part.functions:
+        why = f"forward calls other functions for {n} samples than for {m}"
+        return Verdict("", (why,))
+    if whole.lists != part.lists:
+        why = f"forward indexes with other lists for {n} samples than for {m}"
+        return Verdict("", (why,))
+    found = first_difference(whole.numbers, part.numbers)
+    if found is not None:
+        return Verdict(
+            "forward must compute the same for any number of samples when the batch is split, and "
+            f"{found.where} {found.mine} for {n} samples and with {found.its} for {m}: a number "
+            f"that depends on how many there are. Compute with it in the loss, or {WHOLE}"
+        )
+    return Verdict("", tuple(_broken(whole, part, n, m)))
+
+
+def _broken(whole: Seen, part: Seen, n: int, m: int) -> Iterator[str]:
+    """Yield the first call, and the first cut, that breaks the law of sizes."""
+    for ours, theirs in ((whole.calls, part.calls), (whole.cuts, part.cuts)):
+        pairs = zip(ours, theirs, strict=False)
+        broken = next((a for a, b in pairs if breaks(*_beside(a, b), n, m)), None)
+        if broken is not None:
+            yield f"{broken.name} in {broken.path} is not for {n} samples what it is for {m}"
+        elif len(ours) != len(theirs):
+            yield f"forward slices otherwise for {n} samples than for {m}"

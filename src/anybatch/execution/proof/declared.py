@@ -1,0 +1,369 @@
+"""A declared loss, followed: each sample's part of it is its own, and the parts add up.
+
+A person says that a loss is a mean over samples, or a sum divided by a count. It is, where the
+gradient of an output row has had a part of its own sample alone, and neither the losses nor that
+gradient change with how many rows come along.
+
+    4 rows    sum of losses a + b + c + d    gradient of rows  a b c d
+    3 rows    sum of losses     b + c + d    gradient of rows    b c d
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from anybatch.core import tree
+from anybatch.core.batch import MicroBatch
+from anybatch.core.meeting import ForwardOf
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.modules import walk
+from anybatch.core.norm.counters import GatherError
+from anybatch.core.rng import Dice
+from anybatch.execution.proof import congruent
+from anybatch.execution.proof import rows as proof_rows
+from anybatch.execution.proof.follow import Follow
+from anybatch.execution.proof.halves import leaf_of
+from anybatch.execution.proof.masks import PLACE, Masks
+from anybatch.execution.proof.places import Lengths, sized
+from anybatch.execution.proof.verdict import (
+    Forward,
+    Output,
+    Verdict,
+    doubts_of,
+    first_difference,
+    strange_row,
+    unfollowed,
+)
+
+COUNTING = "a declared loss must compute the same for any number of samples, and it does otherwise"
+
+Own = Callable[[Any, MicroBatch], Tensor]
+"""Returns what samples are declared to have of their own: losses of shape [n], or their sum."""
+
+DECLARED = "the loss is taken as it was declared"
+INSTEAD = "Give the loss without a declaration: it is exact then, in two passes where it must be"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Outputs of some rows and their targets.
+
+    Attributes:
+        outputs: of the model, detached.
+        targets: of these rows.
+        size: how many.
+    """
+
+    outputs: Any
+    targets: Any
+    size: int
+
+
+class DeclaredLoss(nn.Module):
+    """Calls the loss on output rows that have the samples along their first dimension."""
+
+    def __init__(self, own: Own, outputs: Any, layout: Sequence[int | None]) -> None:
+        super().__init__()
+        axes = iter(layout)
+        self._own, self._layout = own, layout
+        # a view of no rows would keep all of them in memory for as long as sizes are compared
+        self._others = tree.map_tensors(
+            lambda t: t if next(axes) is None else t[:0].clone(), outputs
+        )
+
+    def forward(self, rows: list[Tensor], targets: Any) -> Tensor:
+        """Return the losses, or their sum."""
+        axes, given = iter(self._layout), iter(rows)
+
+        def put(tensor: Tensor) -> Tensor:
+            axis = next(axes)
+            return tensor if axis is None else next(given).movedim(0, axis)
+
+        outputs, size = tree.map_tensors(put, self._others), rows[0].shape[0]
+        with ForwardOf(size, alone=True):
+            return self._own(outputs, MicroBatch(None, targets, size))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A call under masks; what is found are the losses or their sum."""
+
+    forward: Forward
+    found: Tensor
+    gradients: list[Tensor]
+
+
+class DeclaredSizes:
+    """Comparison of the calls of a declared loss for numbers of samples, without data.
+
+    It outlives the rows that it was made of: of these it keeps shapes, and what is no tensor.
+
+    Args:
+        loss: on output rows.
+        rows: of the outputs, as leaves.
+        given: outputs and targets of these rows.
+        values: what Python reads of tensors in a call, in order.
+        shown: nothing else about the loss is in doubt, so what differs is refused.
+    """
+
+    def __init__(
+        self,
+        loss: DeclaredLoss,
+        rows: list[Tensor],
+        given: Rows,
+        values: Sequence[Any],
+        *,
+        shown: bool,
+    ) -> None:
+        self._loss, self._values, self._shown = loss, values, shown
+        mode = FakeTensorMode()
+
+        def bare(tensor: Tensor) -> Tensor:
+            return mode.from_tensor(tensor) if tensor.dim() else tensor
+
+        self._rows = [bare(row) for row in rows], tree.map_tensors(bare, given.targets)
+        self._size = given.size
+
+    def __call__(self, sizes: Sequence[int]) -> Verdict:
+        """Compare the calls for the whole batch with those for its micro-batches.
+
+        What differs for a single sample leaves a doubt: its kernels may be others.
+
+        Args:
+            sizes: numbers of samples, the first of which is the whole batch.
+        """
+        many = [size for size in sizes if size > 1]
+        found = self._compare(many) if len(many) > 1 else Verdict()
+        if found.meets:
+            meets = f"{COUNTING} of {many[0]} than of {many[1]}"
+            return Verdict(f"{meets}. {INSTEAD}") if self._shown else _doubted(meets)
+        if 1 not in sizes[1:]:
+            return _doubted(*found.doubts)
+        single = self._compare([sizes[0], 1])
+        others = ("it may compute otherwise for one sample",) if single.meets else single.doubts
+        return _doubted(*found.doubts, *others)
+
+    def _compare(self, sizes: Sequence[int]) -> Verdict:
+        def run(loss: nn.Module, inputs: Any, size: int) -> None:
+            del size
+            loss(*inputs)
+
+        return congruent.compare(
+            *(self._loss, walk(self._loss), (self._rows, self._size), sizes, run),
+            trains=True,
+            values=self._values,
+            singles=True,
+        )
+
+
+class Declared:
+    """Two calls of a declared loss under masks.
+
+    Attributes:
+        sizes: compares its calls for other numbers of samples; None (default) where these cannot
+            count, or nothing could be followed.
+
+    Args:
+        own: of the loss.
+        whole: a few rows.
+        part: the last of these, in reverse order.
+        layout: where each output holds the samples; None where it holds none.
+        lanes: micro-batches wait for each other where samples meet. Default False.
+
+    Attributes:
+        reads: Python reads numbers of tensors in it.
+    """
+
+    def __init__(
+        self,
+        own: Own,
+        whole: Rows,
+        part: Rows,
+        layout: Sequence[int | None],
+        *,
+        lanes: bool = False,
+    ) -> None:
+        self._lanes = lanes
+        self.sizes: DeclaredSizes | None = None
+        self._loss = DeclaredLoss(own, whole.outputs, layout)
+        self._layout, self._whole, self._part = layout, whole, part
+        self._masks = Masks()
+        self._samples = proof_rows.samples_of_rows(whole.size)
+        self.reads = False
+
+    def judge(self, sizes: Sequence[int]) -> Verdict:
+        """Return what they say, and what the calls for so many samples say without data.
+
+        Args:
+            sizes: numbers of samples, the first of which is the whole batch.
+
+        Raises:
+            GatherError: it calls what is marked by `anybatch.coupled`, and there are no lanes yet.
+        """
+        if all(axis is None for axis in self._layout):
+            return Verdict("", ("the outputs hold no samples that a declared loss could be of",))
+        outside = sys.exception()
+        try:
+            return self._judge(sizes)
+        except GatherError:
+            if not self._lanes:
+                raise  # micro-batches will wait for each other
+            why = "it brings samples together by anybatch.coupled"
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            if out_of_memory(error, outside=outside):
+                raise
+            why = f"it fails on a few rows, {type(error).__name__}: {error}".split("\n")[0][:100]
+        return Verdict("", (f"the declared loss: {why}",))
+
+    def _judge(self, sizes: Sequence[int]) -> Verdict:
+        before = Dice.now()
+        whole, part = self._run(self._whole), self._run(self._part)
+        self.reads = bool(whole.forward.notes.values)
+        if whole.forward.notes.local:
+            return Verdict("", ("the declared loss: it normalises the batch",))
+        lengths = sized(whole.forward.notes.made, part.forward.notes.made)
+        if lengths:
+            whole = self._run(self._whole, lengths)
+        drawn = not Dice.now().same_as(before)
+        before.put_back()
+        meets = "" if drawn else self._adds(whole, part)
+        apart = _meets(whole) or _meets(part)
+        counts = "in nll_loss" in apart and not drawn  # of targets, which a factor may make good
+        if meets or (apart and not counts):
+            return Verdict(f"{apart or meets}. {INSTEAD}")
+        doubts = list(dict.fromkeys(_doubts(whole.forward, part.forward)))
+        if counts:
+            doubts.append("it takes a mean over the targets that count, and makes it a sum again")
+        if drawn:
+            doubts.append("it draws random numbers, and what it divides by cannot be compared")
+        if lengths is None:
+            doubts.append("it makes other numbers of its own for more rows than for fewer")
+        found = _doubted(*doubts)
+        notes = whole.forward.notes
+        if not notes.may_count:
+            return found
+        rows = self._rows(self._whole)
+        # a few rows have no factor that counts them, so what differs is refused
+        self.sizes = DeclaredSizes(
+            self._loss, rows, self._whole, notes.values, shown=not found.doubts
+        )
+        full = self.sizes(sizes) if len(sizes) > 1 else Verdict()
+        return full if full.meets else Verdict("", (*found.doubts, *full.doubts))
+
+    def _rows(self, given: Rows, count: int | None = None) -> list[Tensor]:
+        """Return the first of some output rows as leaves, all where no count is given."""
+        pairs = zip(tree.flat(given.outputs), self._layout, strict=True)
+        rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
+        return [leaf_of(row.clone()) for row in rows]
+
+    def _called(self, micro: MicroBatch, *, within: AbstractContextManager[None]) -> Any:
+        with within:
+            return self._loss(*micro.inputs)
+
+    def _run(self, given: Rows, lengths: Lengths | None = None) -> _Run:
+        """Call the loss on some rows, and take the gradient of these."""
+        self._masks.age()
+        samples = self._samples
+        if given is self._part:
+            samples = samples[::-1][: given.size]
+        rows = self._rows(given)
+        follow = Follow(self._loss, self._masks, lengths, samples, self._part.size)
+        follow.singles, follow.paths.outside = True, "the loss"
+        micro = MicroBatch((rows, given.targets), None, given.size)
+        found, _ = proof_rows.forward(
+            *(follow, micro, samples, self._called), graph=True, saved=True
+        )
+        origin, mask = self._masks.origin(found), self._masks.of(found)
+        losses = [Output("", mask, origin, found.requires_grad)] if found.dim() else []
+        leaves = [row for row in rows if row.requires_grad]
+        gradients: list[Tensor] = []
+        if found.requires_grad and leaves:
+            follow.backward = True
+            with follow:
+                each = torch.autograd.grad(
+                    *(found, leaves, torch.ones_like(found)), allow_unused=True
+                )
+            gradients = [g for g in each if g is not None]
+        outputs = [
+            Output("", self._masks.of(g), self._masks.origin(g), trains=True) for g in gradients
+        ]
+        forward = Forward(follow.notes, samples, [*losses, *outputs])
+        return _Run(forward, found.detach(), [g.detach() for g in gradients])
+
+    def _adds(self, whole: _Run, part: _Run) -> str:
+        """Say what losses of more rows have that those of fewer have not; "" where they add up."""
+        rest = self._whole.size - self._part.size
+        pairs = list(zip(whole.gradients, part.gradients, strict=True))
+        if whole.found.dim():
+            pairs.append((whole.found, part.found))
+        agree = all(alike(more[rest:].flip(0), fewer) for more, fewer in pairs)
+        if agree and not whole.found.dim():
+            with torch.no_grad():
+                others = self._loss(self._rows(self._whole, rest), self._targets(rest))
+            agree = alike(whole.found, part.found + others)
+        if agree:
+            return ""
+        return (
+            "a declared loss must give each sample the same loss whatever others come with it, and "
+            f"it gives other numbers for {self._whole.size} rows than for {self._part.size}: it "
+            "takes a mean over the rows, or divides by how many there are"
+        )
+
+    def _targets(self, count: int) -> Any:
+        return tree.rows(self._whole.targets, 0, count, self._whole.size)
+
+
+def _doubted(*doubts: str) -> Verdict:
+    return Verdict("", tuple(f"the declared loss: {doubt}" for doubt in doubts))
+
+
+def _meets(run: _Run) -> str:
+    for output in run.forward.outputs:
+        if output.mask is None:
+            continue
+        if bool((output.mask & PLACE).any()):
+            return (
+                "a declared loss must give each sample the same loss wherever it is in a batch, "
+                f"and {output.origin or 'the loss'} computes with the place of a row among the "
+                "samples (arange, eye, an order)"
+            )
+        strange = strange_row(output.mask, 0, run.forward.samples)
+        if strange is not None:
+            row, others = strange
+            pair = " and ".join(map(str, sorted({row, *others})[:2]))
+            return (
+                "samples must not meet in a loss that is declared to be of single ones, and "
+                f"samples {pair} meet in {output.origin or 'the loss'}"
+            )
+    return ""
+
+
+def _doubts(whole: Forward, part: Forward) -> Iterator[str]:
+    for place in whole.notes.fixed[:1]:
+        yield f"rows are read or written by their place in the batch in {place}"
+    for run in (whole, part):
+        yield from doubts_of(run)
+        yield from unfollowed([run], [0] * len(run.outputs))
+        for place in run.notes.backward[:1]:
+            yield f"samples may meet in {place}"
+    other = first_difference(whole.notes.numbers, part.notes.numbers)
+    if other is not None:
+        yield f"{other.where} {other.mine} for some rows and with {other.its} for fewer"
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Compare numbers up to rounding: a factor that counts rows is far more."""
+    if one.shape != other.shape:
+        return False
+    bound = float(torch.finfo(one.dtype).eps ** 0.5)
+    finite = torch.cat((one[one.isfinite()], other[other.isfinite()])).abs()
+    largest = float(finite.max()) if len(finite) else 0.0
+    return torch.allclose(one, other, rtol=0.0, atol=bound * largest, equal_nan=True)

@@ -1,0 +1,135 @@
+"""Familiar models: what was looked at of a kind of batch, so that a change is looked at again.
+
+A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
+replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
+person's own modules, in their hooks and functions, in what these name, and in what a batch holds
+beside its rows. Both are compared in every step; where Python reads numbers of tensors, so are the
+tensors of one number. What forward itself has put into a list or an object is no change of it. A
+declared loss is looked at with the model, and so is compared with it. What changes none of these is
+found in the steps that look at samples again anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch.core import graph
+from anybatch.execution.proof.outside import (
+    Named,
+    Outside,
+    beside_rows,
+    parts,
+    plain_numbers,
+    read_held,
+    single_numbers,
+)
+
+MOST = 16
+"""Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
+
+
+class Familiar:
+    """The graphs and the models that were looked at."""
+
+    def __init__(self) -> None:
+        self._now: Any = None
+        self._parts: Any = None
+        self._outside = Outside(())
+        self._held: list[tuple[Named, dict[str, Any]]] = []
+        self._told: dict[Named, Any] = {}
+        self._left: dict[Named, Any] = {}
+        self._reads = True
+        self._graphs: set[int] = set()
+        self._models: set[Any] = set()
+        self._varying: set[Named] = set()
+
+    @property
+    def full(self) -> bool:
+        """Whether no more graphs are looked at."""
+        return len(self._graphs) >= MOST
+
+    def has_model(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        functions: Sequence[Any] = (),
+        given: Any = None,
+    ) -> bool:
+        """Say whether a model need not be looked at.
+
+        Args:
+            modules: paths and modules, of a declared loss too.
+            functions: of a declared loss. Default: there is none.
+            given: trees that the model, and such a loss, are given. Default: nothing is known.
+        """
+        now = parts(modules)
+        if now != self._parts:  # to follow the code takes longer than to read what it names
+            self._parts, self._outside = now, _outside(modules, functions)
+        self._now = self._model(modules, given)
+        if self._now in self._models or len(self._models) >= MOST:
+            return True
+        if self._models:  # a function may have been replaced, and the new one names others
+            self._outside = _outside(modules, functions)
+            self._now = self._model(modules, given)
+        return self._now in self._models
+
+    def _model(self, modules: Sequence[tuple[str, nn.Module]], given: Any) -> Any:
+        """Return the parts and the numbers of a model, for comparison."""
+        numbers, self._held = plain_numbers(modules)
+        self._told = {
+            at: self._told[at] if at in self._left and self._left[at] == value else value
+            for at, value in read_held(self._held).items()
+        }
+        numbers |= self._told | self._outside.numbers()
+        numbers |= beside_rows(given, singles=self._reads)
+        if self._reads:
+            singles = single_numbers(modules) | self._outside.singles()
+            numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
+        some = tuple(item for item in numbers.items() if item[0] not in self._varying)
+        return self._parts, some
+
+    def keep(self, *, reads: bool) -> None:
+        """Make the model of this step familiar: the step was made, so it was not refused.
+
+        Args:
+            reads: Python reads numbers of tensors in forward.
+        """
+        if self._reads and not reads:
+            now, numbers = self._now
+            self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
+        self._reads = reads
+        self._left = read_held(self._held)
+        if len(self._models) < MOST:
+            self._models.add(self._now)
+            if len(self._models) == MOST:
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leave out numbers that are new in most steps: they use up the looks at all others."""
+        values: dict[Named, set[Any]] = {}
+        for _, numbers in self._models:
+            for at, value in numbers:
+                values.setdefault(at, set()).add(value)
+        self._varying |= {at for at, found in values.items() if len(found) > MOST // 2}
+        self._models = {
+            (now, tuple(item for item in numbers if item[0] not in self._varying))
+            for now, numbers in self._models
+        }
+
+    def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:
+        """Say whether the graph behind some tensors is familiar.
+
+        Args:
+            roots: the tensors.
+            looked: the model has just been looked at, so it is from now on.
+        """
+        outline = graph.outline(roots)
+        if looked or not self._graphs:
+            self._graphs.add(outline)
+        return outline in self._graphs
+
+
+def _outside(modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]) -> Outside:
+    return Outside((module for _, module in modules), functions)

@@ -1,0 +1,912 @@
+"""The mode that follows samples through every kernel of a forward, and of a backward if asked.
+
+Real values flow as they would; the masks flow beside them (`anybatch.execution.proof.rules`). What
+is noted on the way: the module and the kernel in which samples first meet, numbers that Python
+reads of several samples, kernels that could not be followed, and the rows that each call of batch
+normalisation holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from anybatch.core.graph import name_of
+from anybatch.core.meeting import samples_here
+from anybatch.core.norm.counters import counters
+from anybatch.core.rng import torch_state
+from anybatch.execution.proof.ask import ask
+from anybatch.execution.proof.few import CHOOSING, Few
+from anybatch.execution.proof.masks import (
+    CUT,
+    INTEGERS,
+    SAMPLES,
+    Masks,
+    beside,
+    elsewhere,
+    fold,
+    geometry,
+    several,
+    shrink,
+    union,
+)
+from anybatch.execution.proof.paths import Paths
+from anybatch.execution.proof.places import (
+    CONSTANT,
+    COPIES,
+    CUTS,
+    FILLS,
+    FreeCall,
+    Lengths,
+    Made,
+    Shapes,
+    bases,
+    firsts,
+    in_rows,
+    marks,
+    plain,
+    scalars,
+    shapes,
+)
+from anybatch.execution.proof.rules import (
+    CHOICES,
+    PUTS,
+    REDUCTIONS,
+    WRITES,
+    Call,
+    at_fixed_places,
+    by_position,
+    collides,
+    has_rule,
+    masks_after,
+    reduced,
+    sliced,
+    varies,
+)
+
+NORMS = {
+    "native_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "cudnn_batch_norm": 5,
+    "miopen_batch_norm": 5,
+}
+"""Kernels of batch normalisation, and where they take their training flag."""
+
+TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
+"""Kernels that read rows of a table."""
+
+REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unflatten"))
+"""Kernels that give a tensor other dimensions."""
+
+READS = frozenset(("_local_scalar_dense", "equal", "allclose"))
+"""Kernels that return what Python computes with."""
+
+LOSSES = frozenset(
+    (
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "_log_softmax",
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "_ctc_loss",
+    )
+)
+"""Kernels that a loss inside a model ends in: what they are given must be rows."""
+
+
+class NormCall(NamedTuple):
+    """A call of batch normalisation.
+
+    Attributes:
+        path: of the module.
+        rows: set of samples -> how many values of a channel have that set.
+        cut: the batch was cut by position before.
+        values: of a channel.
+    """
+
+    path: str
+    rows: dict[int, Fraction]
+    cut: bool
+    values: int
+
+
+@dataclass
+class Notes:
+    """What has been noted.
+
+    Attributes:
+        read: places where Python reads a number of a sample: (module, kind).
+        values: numbers that Python has read of any tensor, in order.
+        unfollowed: kernels that could not be followed: (module, kernel, error).
+        lost: where samples had met that came into a loss inside the model; "" where none did.
+        norms: calls of batch normalisation, in order.
+        frequencies: tables whose gradient is scaled by how often a batch has each entry.
+        shuffles: random orders that were drawn: (module, how long).
+        draws: random numbers that were drawn: (module, kernel, shapes).
+        seeded: where a generator was not as the last kernel, or what came before, has left it.
+        backward: where samples meet in backward.
+        operators: kernels that are no torch kernels, and higher-order ones.
+        numbers: what Python gives to kernels that compute with it: (module, kernel, numbers).
+        made: kernels in which no sample has a part (`anybatch.execution.proof.places`).
+        parts: where some samples are cut off from the others, and their numbers brought together.
+        collisions: where samples choose what they write to, and two may choose the same.
+        positions: where some rows are read or written by their place in the batch.
+        fixed: where rows are read or written at places that are the same for any number of rows.
+        counted: where numbers that are alike for all rows are others for more rows.
+        regroups: (module, shape, dimensions along which samples lie) of what was given other
+            dimensions, in order.
+        saving: where what autograd saves is changed.
+        longest: where rows are made as long as the longest of those that come along, and whether
+            they are of several lengths.
+        counters: where a person's code computes with the counter of a batch normalisation.
+        few: where rows were brought together that are chosen by their values, and too few were.
+        mixes_orders: a kernel computed with rows in an order and with rows in none.
+        cuts: rows are sliced along the samples.
+        given: Python makes numbers that are as many as the samples.
+        local: some rows were normalised by themselves, as was asked for.
+        sizes: Python may know how many samples there are.
+    """
+
+    read: list[tuple[str, str]] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    unfollowed: list[tuple[str, str, str]] = field(default_factory=list)
+    lost: str = ""
+    norms: list[NormCall] = field(default_factory=list)
+    frequencies: list[str] = field(default_factory=list)
+    backward: list[str] = field(default_factory=list)
+    shuffles: list[tuple[str, int]] = field(default_factory=list)
+    draws: list[tuple[str, str, Shapes]] = field(default_factory=list)
+    seeded: list[str] = field(default_factory=list)
+    operators: list[str] = field(default_factory=list)
+    numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
+    made: dict[int, Made] = field(default_factory=dict)
+    parts: list[str] = field(default_factory=list)
+    collisions: list[str] = field(default_factory=list)
+    positions: list[str] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+    counted: list[str] = field(default_factory=list)
+    regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
+    saving: list[str] = field(default_factory=list)
+    longest: list[tuple[str, bool]] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+    few: list[str] = field(default_factory=list)
+    mixes_orders: bool = False
+    cuts: bool = False
+    given: bool = False
+    local: bool = False
+    sizes: bool = False
+
+    @property
+    def may_count(self) -> bool:
+        """Whether what is computed may depend on how many samples there are."""
+        calls = self.operators or self.unfollowed or self.read or any(n.cut for n in self.norms)
+        return self.sizes or bool(calls)
+
+
+class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follow samples in the body.
+
+    Args:
+        model: whose modules are named.
+        masks: of all tensors that samples have had a part in.
+        lengths: calls whose results are as long as there are samples. Default: none are known.
+        samples: the sample that each row stands for.
+        fewer: rows of the forward that has shown the lengths.
+        guard: what kernels run in. Default: nothing.
+
+    Attributes:
+        masks: of all tensors that samples have had a part in.
+        notes: what has been noted.
+        backward: kernels belong to a backward pass.
+        samples: the sample that each row stands for.
+        paths: names the module that runs.
+        called: Python has called a function of torch, and kernels are its.
+        checks: a number that is read is only checked.
+        singles: numbers that are given to kernels of single numbers are noted, too. Default False:
+            these are a loss inside a model, which is traced.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masks: Masks,
+        lengths: Lengths | None = None,
+        samples: Sequence[int] = (),
+        fewer: int = 0,
+        guard: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.masks, self.notes, self.backward = masks, Notes(), False
+        self.called = self.singles = self.checks = self._packed = False
+        self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
+        self._calls, self._guard = 0, guard or nullcontext()
+        self.paths, self._few = Paths(model), Few()
+        self._alike: dict[int, StorageWeakRef] = {}
+        self._fresh: set[int] = set()
+        self._filled: dict[int, StorageWeakRef] = {}
+        trained = model.parameters() if lengths else ()
+        self._weights = [one for one in trained if one.requires_grad and in_rows(one)]
+        self._parameters: set[int] | None = None
+        self._dice = torch_state()
+        norms = [
+            (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
+        ]
+        self._counters = {id(one) for one in counters(norms)}
+        self._model = model
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield the parameters of the model: their sizes are no number of samples."""
+        yield from self._model.parameters()
+
+    @property
+    def path(self) -> str:
+        """The module that runs."""
+        return self.paths.now()
+
+    def seed(self, tensor: Tensor, samples: list[int]) -> None:
+        """Say that the rows of a tensor are these samples."""
+        bits = [1 << sample for sample in samples]
+        rows = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
+        self.masks.put(tensor, rows.reshape([-1] + [1] * (tensor.dim() - 1)))
+
+    def heard(self, x: Tensor) -> None:
+        """Take in a call of batch normalisation for training, of [n, C, ...]."""
+        with _disable_current_modes():  # or what is done with masks would be followed
+            self._heard(x)
+
+    def _heard(self, x: Tensor) -> None:
+        mask = self.masks.of(x)
+        channels = max(x.shape[1], 1)
+        if mask is None:
+            self.notes.norms.append(NormCall(self.path, {}, False, x.numel() // channels))
+            return
+        values, counts = torch.unique(mask & SAMPLES, return_counts=True)
+        each = x.numel() // mask.numel()
+        pairs = zip(values.tolist(), counts.tolist(), strict=True)
+        # As fractions: where samples are channels, 8 // 4 and 8 // 3 values are both 2
+        # (test_samples_that_are_channels_are_refused).
+        rows = {value: Fraction(count * each, channels) for value, count in pairs}
+        cut = bool((mask & CUT).any())
+        self.notes.norms.append(NormCall(self.path, rows, cut, x.numel() // channels))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a kernel, and note the masks of its results."""
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is None:  # control flow: its kernels come one by one, or not at all
+            self.notes.operators.append(f"{self.path} ({func})")
+            return self._run(func, args, kwargs)
+        self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
+        name = schema.name.split("::")[1]
+        self._calls += name != "detach"  # autograd calls it for what it saves
+        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if self.singles or not operands or any(one.dim() for one in operands):
+            self._note_numbers(name, func, args, kwargs)
+        self._note_counter(name, operands)
+        masks: dict[int, Tensor] = {}
+        for one in operands:
+            mask = self.masks.of(one)
+            if mask is not None:
+                masks[id(one)] = mask
+        masks = beside(masks) if len(masks) > 1 else masks
+        if name in NORMS and _trains(schema, args) and not self.backward:
+            return self._normalised(func, args, kwargs, masks)
+        self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
+        if name == "randperm":
+            self.notes.shuffles.append((self.path, int(args[0])))
+        filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
+        alike = {id(one) for one in operands if self._fresh and self._is_fresh(one)}
+        call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled, alike=alike)
+        written = _written(schema, args, kwargs)
+        if masks or name == "_local_scalar_dense":
+            result = self._followed(call, operands, written)
+        else:
+            result = self._without(name, func, args, kwargs, operands, written)
+        if (name in FILLS or (filled and name in COPIES)) and in_rows(result):
+            storage = result.untyped_storage()
+            self._filled[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        if self._few.sizes or name in CHOOSING:
+            self._chosen(call, operands, written, result)
+        return result
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Take the kernels in the body, a function of packed sequences, for one kernel.
+
+        How many there are, and what they cut off, tells how long samples are; each sample is
+        computed the same whatever is beside it, which the masks show.
+        """
+        notes, calls = self.notes, self._calls
+        self.notes, self._packed = Notes(), True
+        try:
+            yield
+        finally:
+            inner, self.notes, self._calls, self._packed = self.notes, notes, calls + 1, False
+            for name in ("values", "unfollowed", "draws", "seeded", "operators", "backward"):
+                getattr(notes, name).extend(getattr(inner, name))
+
+    def pads(self, sizes: Tensor) -> None:
+        """Note that rows are padded to the longest of them.
+
+        Args:
+            sizes: how many rows each step has.
+        """
+        with _disable_current_modes():  # or Python would read numbers of samples
+            several = bool((sizes != sizes[0]).any())
+        self.notes.longest.append((self.path, several))
+
+    def padded(self, rows: Tensor, lengths: Tensor, dim: int) -> None:
+        """Say that lengths, which no kernel has made, are those of padded rows.
+
+        Args:
+            rows: [n, T, ...] or [T, n, ...].
+            lengths: [n].
+            dim: where the rows hold the samples.
+        """
+        with _disable_current_modes():
+            mask = self.masks.of(rows)
+            if mask is not None:
+                others = [d for d in range(mask.dim()) if d != dim]
+                self.masks.put(lengths, fold(mask, others, keep=False).to(lengths.device))
+
+    def _followed(self, call: Call, operands: list[Tensor], written: list[Tensor]) -> Any:
+        """Run a kernel in which samples have a part."""
+        self._look_before(call, operands)
+        if call.name == "_local_scalar_dense":
+            return self._read(call.func, call.args)
+        returns = call.func._schema.returns
+        views = any(r.alias_info and not r.alias_info.is_write for r in returns)
+        before = self._before(call, written, views=views)
+        result = self._run(call.func, call.args, call.kwargs)
+        _take_in(call, result, written)
+        self.notes.sizes |= views and _cuts(call)
+        self.notes.cuts |= views and call.name == "slice" and _cuts(call)
+        if views and not written:
+            self._viewed(call)
+        elif call.name != "set_":  # the masks of a storage are known
+            self._made(call, operands, written, before)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a kernel of the model; what is done with masks is none of it."""
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not self.backward
+        if draws and not all(map(torch.equal, self._dice, torch_state())):
+            self.notes.seeded.append(self.path)
+        with self._guard:
+            result = func(*args, **kwargs)
+        if draws:
+            self._dice = torch_state()
+            made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+            self.notes.draws.append((self.path, func._schema.name.split("::")[1], shapes(made)))
+        return result
+
+    def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """Read a number, and note it for a forward on tensors without data."""
+        number = self._run(func, args, {})
+        if not self.backward:
+            self.notes.values.append(number)
+        return number
+
+    def _chosen(
+        self, call: Call, operands: list[Tensor], written: list[Tensor], result: Any
+    ) -> None:
+        """Note rows that are chosen by their values, and what is made of them."""
+        _take_in(call, result, written)
+        every = (*operands, *call.results)
+        if self.backward or any(one.layout != torch.strided for one in every):
+            return
+        if call.name in CHOOSING and call.masks:
+            self._few.chose(call, self.masks.of(call.results[0]))
+        elif self._few.sizes:
+            self._few.ran(call, operands, self.path)
+            self.notes.few = self._few.places
+            none = 0 in self._few.sizes and not all(one.numel() for one in operands)
+            if none and call.name in PUTS | WRITES:
+                self._wrote_none(call)
+
+    def _wrote_none(self, call: Call) -> None:
+        """Take in that no row has chosen where to write: each might have written to its own."""
+        target, n = [*call.results, *call.written][0], len(self.samples)
+        if call.mask(target) is not None or not target.dim() or self.masks.of(target) is not None:
+            return
+        if not target.shape[0] or target.shape[0] % n:
+            self._few.places.append(f"{self.path}, in {call.name}")
+            return
+        with _disable_current_modes():
+            self.seed(target, [one for one in self.samples for _ in range(target.shape[0] // n)])
+
+    def _note_counter(self, name: str, operands: list[Tensor]) -> None:
+        """Note who computes with the counter of a batch normalisation, which one lane moves first.
+
+        Batch normalisation itself adds to it, and takes its momentum from it.
+        """
+        found = [id(one) in self._counters for one in operands] if self._counters else []
+        if not any(found):
+            return
+        others = any(found[1:])
+        if (name != "add_" or others) and not ours(COUNTING):
+            self.notes.counters.append(f"{self.path}, in {name}")
+
+    def _note_numbers(
+        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note what Python gives to a kernel that computes with it."""
+        if self.backward:
+            return
+        given = scalars(func, args, kwargs)
+        if given:
+            self.notes.numbers.append((self.path, name, given))
+
+    def _without(
+        self,
+        name: str,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: list[Tensor],
+        written: list[Tensor],
+    ) -> Any:
+        """Run a kernel in which no sample has a part: what it writes to has none any more."""
+        result = self._run(func, args, kwargs)
+        given = [one.numel() for one in operands if all(one is not w for w in written)]
+        for one in written if name != "set_" else ():
+            self.masks.write(one, None)
+            if any(given) or not given:  # an expert without rows writes none
+                self._filled.pop(one.untyped_storage()._cdata, None)
+        if self.backward:
+            return result
+        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self._note_single(name, func, made)
+        if name == "select":  # an entry of a table
+            self.notes.numbers.append((self.path, name, args[1:]))
+        views = [one for one in written if plain(one)]
+        if name in CONSTANT and not views:
+            return result
+        took = shapes([*operands, *bases(views)])
+        now = Made(name, shapes(made), took)
+        if name not in CONSTANT and operands:
+            with _disable_current_modes():
+                now = now._replace(made=_reduced(made, operands), first=firsts(func, made))
+        self.notes.made[self._calls] = now
+        fewer = self._lengths.get(self._calls)
+        if fewer is not None and (fewer.name != name or len(fewer.took) != len(took)):
+            self.notes.counted.append(f"{self.path}, in {name}")  # nobody knows which it was
+        elif fewer is not None:
+            call = FreeCall(func, (args, kwargs), operands, views, fewer, self._trained)
+            call.gave(made)
+            with _disable_current_modes():
+                self._note_places_of_free(call, Call(name, func, args, kwargs, made, call.rows()))
+                if name not in CONSTANT:
+                    self._mark(call, func, made, fewer, written)
+        return result
+
+    def _mark(
+        self, call: FreeCall, func: Any, made: list[Tensor], fewer: Made, written: list[Tensor]
+    ) -> None:
+        """Note the masks of results as long as the rows."""
+        name, n = func._schema.name.split("::")[1], len(self.samples)
+        note = self.masks.write if written else self.masks.put
+        self.notes.given |= name == "lift_fresh" and made[0].shape != torch.Size(fewer.gave[0])
+        outside, asked = call.outside(), call.asked(n)
+        for at, (one, shape) in enumerate(zip(made, fewer.gave, strict=False)):
+            tells = partial(asked, at)
+            found = marks(func, one, shape, self.samples, self._fewer, outside=outside, tells=tells)
+            if found is not None:
+                note(one, found, lambda: f"{self.path}, in {name}")
+            elif call.counts(one, at, fewer) and not ours():
+                self.notes.counted.append(f"{self.path}, in {name}")
+            elif plain(one) and not outside:
+                storage = one.untyped_storage()
+                self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if not any(each.alias_info for each in func._schema.returns):
+                    self._fresh.add(storage._cdata)  # no table, which may be another one later
+
+    def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
+        """Note a kernel without samples that treats rows by their place."""
+        self.notes.sizes |= call.cuts
+        none = rows.name in CHOICES | WRITES | PUTS and not _places(rows)
+        if (not none and at_fixed_places(rows, square=True)) or call.writes_some():
+            self.notes.fixed.append(f"{self.path}, in {rows.name}")
+
+    def alike(self, tensor: Tensor) -> bool:
+        """Say whether a tensor was made without samples, and tells no row from another."""
+        known = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
+        if known is None or known.expired():  # type: ignore[no-untyped-call]
+            return False
+        return self.masks.of(tensor) is None
+
+    def _is_fresh(self, tensor: Tensor) -> bool:
+        """Say whether forward itself has made a tensor that is alike."""
+        return self.alike(tensor) and tensor.untyped_storage()._cdata in self._fresh
+
+    def _is_filled(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is of one number that forward gave, wherever it is read."""
+        known = self._filled.get(tensor.untyped_storage()._cdata) if in_rows(tensor) else None
+        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+
+    def _trained(self, tensor: Tensor) -> bool:
+        """Say whether the numbers of a tensor may be others later, whatever they are now."""
+        if self._parameters is None:  # not before: in a kernel nobody hears that it is asked for
+            self._parameters = {one.untyped_storage()._cdata for one in self._weights}
+        return tensor.requires_grad or tensor.untyped_storage()._cdata in self._parameters
+
+    def _note_single(self, name: str, func: Any, made: list[Tensor]) -> None:
+        """Note the value of a single number that was made of no sample: it may be their count."""
+        drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name
+        for one in made:
+            single = one.dim() == 0 and plain(one) and not (drawn or one.requires_grad)
+            if single and not ours():
+                with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
+                    self.notes.numbers.append((self.path, name, (one.item(),)))
+
+    def _look_before(self, call: Call, operands: list[Tensor]) -> None:
+        """Note what shows in the operands alone."""
+        if call.name in READS:
+            # of all numbers, where it compares tensors
+            if call.masks and not (self.checks or ours()):
+                real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
+                self.notes.read.append((self.path, "number" if real else "count"))
+        elif call.name in TABLES and call.argument("scale_grad_by_freq"):
+            self.notes.frequencies.append(self.path)
+        elif call.name in LOSSES and not self.notes.lost and not self.backward:
+            first = call.args[0]
+            if several(call.mask(first)):
+                self.notes.lost = self.masks.origin(first) or self.path
+        if call.name in REDUCTIONS:
+            self._note_part(call)
+        if self.backward and call.name not in READS:
+            self._check_linear(call, operands)
+        elif not self.backward:
+            self._note_places(call)
+
+    def _note_places(self, call: Call) -> None:
+        """Note rows that are read or written by their place, or where samples choose it."""
+        if collides(call):
+            self.notes.collisions.append(f"{self.path}, in {call.name}")
+        if self._lengths and by_position(call, len(self.samples)):
+            self.notes.positions.append(f"{self.path}, in {call.name}")
+        none = 0 in self._few.sizes and call.name in CHOICES | WRITES | PUTS and not _places(call)
+        if at_fixed_places(call) and not none:
+            self.notes.fixed.append(f"{self.path}, in {call.name}")
+
+    def fills_diagonal(self, tensor: Tensor) -> None:
+        """Take in a call that writes to a diagonal, which kernels see as a stride."""
+        with _disable_current_modes():
+            mask = self.masks.of(tensor)
+            if mask is not None and tensor.dim() > 1 and any(varies(mask, d) for d in (0, 1)):
+                self.notes.fixed.append(f"{self.path}, in fill_diagonal_")
+
+    def _before(self, call: Call, written: list[Tensor], *, views: bool) -> Any:
+        """Return the arguments as they are now, for a kernel that will be asked itself."""
+        if views or has_rule(call.name, call.func):
+            return call.args, call.kwargs
+        ids = {id(one) for one in written}
+        return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
+
+    def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
+        """Note the masks of what a kernel has made or written to."""
+        if any(one.layout != torch.strided for one in (*call.results, *operands)):
+            self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
+            return
+        found = masks_after(call)
+        self.notes.mixes_orders |= call.mixes_orders
+        if found is None:
+
+            def unfollowed(error: str) -> None:
+                self.notes.unfollowed.append((self.path, call.name, error))
+
+            found = list(ask(call, before, unfollowed))
+            if call.written:
+                unfollowed("it writes to what it does not return")
+        if not self.backward and call.name in CONSTANT:
+            self._note_single(call.name, call.func, call.results)
+        place = partial(self._origin, call, operands)
+        results = [*call.results, *call.written]
+        note = self.masks.write if written else self.masks.put
+        every = call.all() if len(found) < len(results) else None
+        for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
+            assert one is not None
+            note(one, self._kept_cut(call, one, _fitting(mask, one)), place)
+            self._note_regroup(call, one, mask)
+
+    def _kept_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Return the mask of what was written to; rows that a position has chosen stay cut."""
+        old = call.mask(tensor)
+        if self.backward or old is None or not bool((old & CUT).any()):
+            return mask
+        others = (one for at, one in call.masks.items() if at != id(tensor))
+        if any(bool((one & SAMPLES).any()) for one in others):
+            return mask
+        self.notes.cuts = True
+        cut = torch.full([1] * tensor.dim(), CUT, dtype=torch.uint8, device=tensor.device)
+        return cut if mask is None else mask | cut
+
+    def _note_regroup(self, call: Call, view: Tensor, mask: Tensor | None) -> None:
+        """Note along which dimensions samples lie in what was given other dimensions."""
+        if self.backward or mask is None or call.name not in REGROUPS:
+            return
+        mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
+        lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and varies(mask, d)}
+        self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
+
+    def _origin(self, call: Call, operands: list[Tensor]) -> str:
+        """Return where samples have met before this call, or that they meet in it."""
+        for one in operands:
+            if several(call.mask(one)) and (place := self.masks.origin(one)):
+                return place
+        return f"{self.path}, in {call.name}"
+
+    def _viewed(self, call: Call) -> None:
+        """Note the masks of views."""
+        x = next((a for a in tree_leaves(call.args) if isinstance(a, Tensor)), None)
+        mask = call.mask(x)
+        if x is None or mask is None:
+            return
+        found = _view(call, mask, x)
+        if found is None:
+            return
+        masks, chosen = (found, "") if self._packed else sliced(call, found)
+        for one, view in zip(call.results, masks, strict=False):
+            self.masks.join(one, view)
+            self._note_regroup(call, one, view)
+            if chosen:
+                self.masks.taint(one, f"{self.path}, in {chosen}")
+
+    def _normalised(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[int, Tensor]
+    ) -> Any:
+        """Run batch normalisation by rows of its own, which was asked for or is no batch.
+
+        With batchnorm="local" each micro-batch is normalised by itself. One row of n x C channels
+        is each sample by itself (instance_norm).
+        """
+        result = self._run(func, args, kwargs)
+        x, mask = args[0], masks.get(id(args[0]))
+        self.notes.local |= x.shape[0] != 1
+        if mask is not None:
+            folded = fold(mask, range(2, mask.dim())) if x.shape[0] == 1 else mask
+            place = partial(self.masks.origin, x)
+            weights = [
+                masks[id(one)].reshape([1, -1] + [1] * (x.dim() - 2))
+                for one in args[1:3]
+                if id(one) in masks
+            ]
+            self.masks.put(result[0], union([mask, folded, *weights]), place)
+            if x.shape[0] == 1:
+                for one in result[1:3]:
+                    rows = fold(mask, range(2, mask.dim()), keep=False)
+                    self.masks.put(one, rows.reshape(-1) if one.numel() else None)
+        return result
+
+    def _note_part(self, call: Call) -> None:
+        """Note a reduction over what is one sample here: in a larger batch it may be several.
+
+        A batch that is cut in two halves has halves of one sample where it has two.
+        """
+        x = call.args[0]
+        mask = call.mask(x)
+        if self.backward or mask is None or not bool((mask & CUT).any()):
+            return
+        dims = reduced(call)
+        if any(x.shape[d] == 1 for d in dims):
+            self.notes.parts.append(f"{self.path}, in {call.name}")
+
+    def _check_linear(self, call: Call, operands: list[Tensor]) -> None:
+        """Note where a sum over samples is used in a way that is not linear in it.
+
+        In backward the gradients of parameters are sums over samples. A kernel that is not linear
+        in such a sum, or that brings it together with one sample's numbers, gives to the whole
+        batch another gradient than to its parts.
+        """
+        mixed = [
+            one
+            for one in operands
+            if (one.is_floating_point() or one.is_complex()) and several(call.mask(one))
+        ]
+        if not mixed:
+            return
+        if call.name in TABLED and any(several(call.mask(one)) for one in _for_places(call)):
+            self.notes.backward.append(f"what comes back to rows, in {call.name}")
+        ids = {id(one) for one in mixed}
+        others = [one for one in operands if id(one) in call.masks and id(one) not in ids]
+        others = [one for one in others if one.is_floating_point()]
+        if call.name in ADDITIVE or (call.name in COUNTS and call.argument("reduction") != MEAN):
+            return
+        twice = len(mixed) > 1
+        divides = call.name.startswith("div") and any(call.args[1] is one for one in mixed)
+        # torch's own are linear in the gradient, which comes first, whatever they are of.
+        own = call.name.endswith(("_backward", "_backward_data")) and mixed[0] is call.args[0]
+        if (call.name in LINEAR or own) and not (others or twice or divides):
+            return
+        node = torch._C._current_autograd_node()
+        where = "a hook of a parameter" if node is None else name_of(node)
+        self.notes.backward.append(f"the backward of {where}, in {call.name}")
+
+
+TABLED = frozenset("embedding_dense_backward index_put index_put_ index_add index_add_".split())
+"""Kernels that add the gradients of rows to those of the entries that they had chosen."""
+
+
+def _for_places(call: Call) -> list[Tensor]:
+    """Return the gradients that places of samples are given; none where places are no samples'."""
+    if call.name.startswith("embedding"):
+        grad, places = call.args[0], [call.args[1]]
+    elif call.name.startswith("index_add"):
+        grad, places = call.args[3], [call.args[2]]
+    else:
+        grad, places = call.args[2], [one for one in call.args[1] if one is not None]
+    return [grad] if any(call.mask(one) is not None for one in places) else []
+
+
+COUNTS, MEAN = frozenset(("nll_loss_backward", "nll_loss2d_backward")), 1
+"""Kernels that are given the weight of all samples, and divide by it in a mean alone."""
+
+ADDITIVE = frozenset(
+    "add add_ sub sub_ neg sum cat stack copy_ clone detach _to_copy _unsafe_view mean "
+    "select_backward slice_backward expand view t transpose permute unsqueeze squeeze reshape "
+    "index index_select as_strided slice select split unbind alias split_with_sizes "
+    "_foreach_add_ new_zeros zeros_like empty_like ones_like new_empty_strided new_zeros_strided "
+    "is_same_size accumulate_grad_ zero_ constant_pad_nd view_as_real real imag "
+    "index_put_ index_put index_add index_add_ embedding_dense_backward slice_scatter narrow "
+    "_reshape_alias _foreach_add fill_".split()
+)
+"""Kernels that only add up and move numbers."""
+
+LINEAR = ADDITIVE | frozenset(
+    "mul mul_ div div_ mm addmm bmm mv dot linear where masked_fill masked_fill_ "
+    "threshold_backward fft_irfft _fft_c2r _fft_c2c _fft_r2c tril triu convolution_backward "
+    "_weight_norm_interface_backward addmv addr outer ger native_dropout_backward "
+    "cumsum flip".split()
+)
+"""Kernels that are linear in one operand when the others are constants."""
+
+
+def ours(known: tuple[str, ...] = ()) -> bool:
+    """Say whether it is this library that reads, or code that is known: not what a person wrote.
+
+    A mode of ours that only passes a call on does not read.
+
+    Args:
+        known: names that modules of known code begin with. Default: `READERS`.
+    """
+    frame, measures = sys._getframe(1), False
+    while frame.f_back is not None:
+        name = frame.f_globals.get("__name__", "")
+        passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
+        if name.startswith(known or READERS):
+            return True
+        measures |= name.startswith(METRICS)
+        if not passes and not name.startswith(("torch.", "anybatch.execution.proof.", METRICS)):
+            return bool(name.startswith("anybatch.integrations." if measures else "anybatch."))
+        frame = frame.f_back
+    return False
+
+
+METRICS = "torchmetrics."
+"""Modules that read numbers; their values have all samples where an integration calls them."""
+
+PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
+"""Methods of modes, which call what was called."""
+
+COUNTING = ("torch.nn.modules.batchnorm",)
+"""Modules of batch normalisation, which count their calls."""
+
+READERS = (
+    *("torch.nn.modules.rnn", "torch.nn.utils.rnn", "torch.distributions."),
+    "transformers.masking_utils",
+)
+"""Modules that read numbers of samples, and compute the same for each row whatever these are.
+
+Packed sequences: how many samples a step of time has. Distributions: whether their arguments are
+valid. transformers: whether a mask masks anything, which is left out where it does not.
+"""
+
+
+def _trains(schema: Any, args: tuple[Any, ...]) -> bool:
+    at = 3 if schema.overload_name == "no_stats" else NORMS[schema.name.split("::")[1]]
+    return bool(args[at])
+
+
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a kernel writes to."""
+    if not schema.is_mutable:
+        return []
+    found = []
+    for at, one in enumerate(schema.arguments):
+        if one.alias_info is not None and one.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(one.name)
+            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+    return found
+
+
+def _places(call: Call) -> int:
+    """Return how many places a kernel is given."""
+    places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
+    return sum(one.numel() for one in places if one.dtype in INTEGERS)
+
+
+def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return copies of results with fewer numbers than an operand.
+
+    Functions that have the rows of the whole batch may count them; a metric may count what it has.
+    """
+    largest = max(one.numel() for one in operands)
+    if any(one.numel() >= largest for one in made) or samples_here() == -1 or ours():
+        return ()
+    with _disable_current_modes():
+        return tuple(one.detach().clone() for one in made if plain(one))
+
+
+def _take_in(call: Call, result: Any, written: list[Tensor]) -> None:
+    call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    returned = {id(one) for one in call.results}
+    call.written = [one for one in written if id(one) not in returned]
+
+
+def _fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """Return the mask in a form that broadcasts to a tensor: else all of it for each number."""
+    if mask is None:
+        return None
+    try:
+        torch.broadcast_to(mask, tensor.shape)
+    except RuntimeError:
+        return fold(mask, range(mask.dim())).reshape([1] * tensor.dim())
+    return mask
+
+
+def _cuts(call: Call) -> bool:
+    """Say whether a view may be another where there are more samples."""
+    x = call.args[0]
+    if call.name == "as_strided" or not isinstance(x, Tensor):
+        return True
+    mask, dim = call.mask(x), call.argument("dim") or 0
+    return call.name in CUTS and mask is not None and mask.shape[dim] > 1
+
+
+def _view(call: Call, mask: Tensor, x: Tensor) -> list[Tensor] | None:
+    """Return the same views of the mask of `x`; None where the storage tells."""
+    if call.name == "as_strided":
+        return None
+    full = mask.expand(x.shape)
+    if call.name == "view_as_real":
+        return [full.unsqueeze(-1).expand(*full.shape, 2)]
+    if call.name == "view_as_complex":
+        return [fold(full, [full.dim() - 1], keep=False)]
+    same = _same(call, full)
+    if same is not None:
+        return same
+    found = [elsewhere(mask, geometry(x), geometry(one)) for one in call.results]
+    known = [one for one in found if one is not None]
+    return known if len(known) == len(found) else _same(call, full.contiguous())
+
+
+def _same(call: Call, full: Tensor) -> list[Tensor] | None:
+    """Return the same views of a mask, where they are views of it."""
+    try:
+        found = call.func(full, *call.args[1:], **call.kwargs)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    return [view for view in tree_leaves(found) if isinstance(view, Tensor)]

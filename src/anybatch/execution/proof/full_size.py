@@ -1,0 +1,161 @@
+"""The forward of the whole batch beside those of its micro-batches, for the sizes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+
+from anybatch.core.batch import MicroBatch
+from anybatch.core.meeting import ForwardOf
+from anybatch.core.modules import call_model, walk
+from anybatch.core.rng import Dice
+from anybatch.execution.proof import congruent
+from anybatch.execution.proof.verdict import Verdict
+from anybatch.execution.step import Step
+
+KEEPS = "forward builds anew what it keeps where the number of samples is another"
+BEYOND = "a batch or a micro-batch is larger than those that were compared"
+CHANGES = "the declared loss changes state of its own"
+
+
+def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
+    """Compare the forward of the whole batch with those of its micro-batches, without data.
+
+    What differs for a micro-batch of one sample leaves a doubt: its kernels may be others.
+
+    Args:
+        step: a step whose `sizes` are set.
+        some: rows of it.
+    """
+    samples, known = step.everyone.size, step.sizes
+    if known is None or not known.counts or step.micro_batch >= samples:
+        return Verdict()
+    sizes = congruent.sizes_of(samples, step.micro_batch)
+
+    def run(model: nn.Module, inputs: Any, size: int) -> Any:
+        with ForwardOf(size, alone=False):
+            return call_model(model, inputs)
+
+    compare = partial(
+        congruent.compare,
+        *(step.model, walk(step.model), (some.inputs, some.size)),
+        run=run,
+        trains=step.gradients is not None,
+        values=known.values,
+        backward=known.backward,
+    )
+    found = _with_followed(compare, sizes, known.followed)
+    if found.meets or 1 not in _parts(step):
+        return found
+    single = _compared(compare, [samples, 1])
+    _, _, why = single.meets.partition(" split, and ")
+    others = (f"one sample may be computed otherwise: {why.split('. ')[0]}",) if why else ()
+    return Verdict("", tuple(dict.fromkeys((*found.doubts, *single.doubts, *others))))
+
+
+Compare = Callable[..., Verdict]
+
+
+def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict:
+    """Compare the sizes of a step, and the number of rows in which samples were followed.
+
+    What was seen of these rows holds for more where those are computed in the same way. The look
+    may have left what is built for each number of rows, so the last comparison is that of calls
+    that all find it.
+    """
+    every = sizes if followed in (0, 1, *sizes) or followed > sizes[0] else [*sizes, followed]
+    found = compare(sizes=every) if len(every) > 1 else Verdict()
+    if every is sizes:
+        return _compared(compare, sizes, found)
+    if not (found.meets or found.doubts):
+        return found
+    found = _compared(compare, sizes) if len(sizes) > 1 else Verdict()
+    if found.meets:
+        return found
+    few = compare(sizes=[sizes[0], followed])
+    if few.meets or few.doubts:
+        few = compare(sizes=[sizes[0], followed], earlier=0)
+    return Verdict(few.meets, tuple(dict.fromkeys((*found.doubts, *few.doubts))))
+
+
+def _compared(compare: Compare, sizes: list[int], found: Verdict | None = None) -> Verdict:
+    """Compare forwards; where they differ, compare calls that find what an earlier one has kept.
+
+    A grid that is kept for the last number of rows is built for some sizes and found for others.
+    """
+    found = compare(sizes=sizes) if found is None else found
+    if not found.meets:
+        return found
+    anew = compare(sizes=sizes, earlier=sizes[0] + 1)
+    if not (anew.meets or anew.doubts):  # each size has built its own
+        return anew
+    later = compare(sizes=sizes, earlier=0)
+    return found if later.meets else Verdict("", (KEEPS, *later.doubts))
+
+
+def compare_new_sizes(step: Step) -> None:
+    """Compare sizes that no earlier step of the signature has had, before anything is computed.
+
+    Args:
+        step: a step that has not begun; its `doubts` and `sizes` take what is found.
+
+    Raises:
+        NotExactError: forward or a declared loss depends on how many samples there are.
+    """
+    before = Dice.now()
+    found = compare_sizes(step, next(iter(step.feed())))
+    before.put_back()
+    step.buffers.restart()
+    found.refuse()
+    declared = _compare_declared(step)
+    before.put_back()
+    declared.refuse()
+    new = (*found.doubts, *declared.doubts)
+    step.doubts += tuple(why for why in new if why not in step.doubts)
+    assert step.sizes is not None
+    step.sizes.add(step.everyone.size, step.micro_batch, step.steps)
+
+
+def sizes_of_step(step: Step) -> list[int]:
+    """Return the sizes at which a declared loss is called: of the whole batch, and of its parts."""
+    samples, followed = step.everyone.size, 0 if step.sizes is None else step.sizes.followed
+    sizes = congruent.sizes_of(samples, step.micro_batch, followed)
+    return [*sizes, *({1} & _parts(step) - {samples})]
+
+
+def _compare_declared(step: Step) -> Verdict:
+    """Compare the calls of a declared loss for the sizes of a step."""
+    compare = None if step.sizes is None else step.sizes.declared
+    if compare is None or step.micro_batch >= step.everyone.size:
+        return Verdict()
+    judge = partial(compare, sizes_of_step(step))
+    with unheard():
+        found = judge() if step.calls is None else step.calls.watched(judge)
+    return Verdict("", (CHANGES,)) if found is None else found
+
+
+def doubt_larger(step: Step) -> None:
+    """Doubt a step that is larger than all that were compared, where it is not compared."""
+    known = step.sizes
+    if known is not None and known.beyond(step.everyone.size, step.micro_batch):
+        step.doubts += (BEYOND,) if BEYOND not in step.doubts else ()
+
+
+def _parts(step: Step) -> set[int]:
+    """Return the sizes of the micro-batches of a step."""
+    size = step.micro_batch
+    return {size, step.batch.size % size, step.everyone.size % size}
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Nothing hears what the body calls: it is not a part of forward."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield

@@ -1,0 +1,389 @@
+"""Masks: the set of samples that have had a part in each number of a tensor.
+
+A mask is a uint8 tensor that broadcasts to the shape of its tensor. Bit i stands for sample i;
+three more bits follow integers that speak of places among samples:
+
+    bits 0-3   sample 0-3 has had a part in the number
+    EARLIER    a sample of an earlier call has
+    PLACE      the number is a place among samples (an index that ``nonzero`` or ``sort`` has made)
+    LOOSE      the dimension of samples is in an order, or in a choice, that the samples have made
+    CUT        the dimension of samples was cut by position
+
+A tensor of rows [4, C] has the mask [[1], [2], [4], [8]]: it stays that small for as long as
+samples stay apart. Masks are kept by storage, so that views and writes in place share them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from anybatch.core.accelerator import of
+
+SAMPLES, EARLIER, PLACE, LOOSE, CUT = 0x1F, 0x10, 0x20, 0x40, 0x80
+ALL = 0x0F
+"""What a number gets that no sample has a part in by its value, and all have by their places."""
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Types of numbers that may be places."""
+
+ROWS = 4
+"""The most samples that can be told apart."""
+
+Origin = Callable[[], str]
+"""Returns the operation in which samples first met."""
+
+Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def shrink(mask: Tensor) -> Tensor:
+    """Return the mask with a size of 1 in every dimension along which it does not change."""
+    for d in range(mask.dim()):  # first those of which there is one, or comparing takes memory
+        if mask.shape[d] > 1 and mask.stride(d) == 0:
+            mask = mask.narrow(d, 0, 1)
+    for d in range(mask.dim()):
+        if mask.shape[d] > 1:
+            first = mask.narrow(d, 0, 1)
+            if bool((mask == first).all()):
+                mask = first
+    whole = mask.untyped_storage().nbytes()
+    return mask.clone() if whole > mask.numel() else mask  # a part would keep all of it alive
+
+
+def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
+    """Return the union of a mask along `dims`, which are not negative."""
+    for d in sorted(dims, reverse=True):
+        if mask.shape[d] > 1:
+            bits = [((mask >> bit) & 1).amax(d, keepdim=True) << bit for bit in range(8)]
+            mask = torch.stack(bits).sum(0).to(torch.uint8)
+        elif mask.shape[d] == 0:
+            shape = list(mask.shape)
+            shape[d] = 1
+            mask = mask.new_zeros(shape)
+        if not keep:
+            mask = mask.squeeze(d)
+    return mask
+
+
+def beside(masks: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the masks of a kernel's operands on one device, which is not the host's if any is."""
+    devices = {mask.device for mask in masks.values()}
+    if len(devices) < 2:
+        return masks
+    device = next(one for one in devices if not of(one).host)
+    return {key: mask.to(device) for key, mask in masks.items()}
+
+
+def union(masks: Iterable[Tensor | None]) -> Tensor | None:
+    """Return the union of masks that broadcast to each other; None where there is none."""
+    found: Tensor | None = None
+    for mask in masks:
+        if mask is not None:
+            found = mask if found is None else found | mask
+    return found
+
+
+def total(mask: Tensor) -> int:
+    """Return the union of all of a mask as a number."""
+    return int(fold(mask, range(mask.dim())).reshape(()))
+
+
+def several(mask: Tensor | None) -> bool:
+    """Say whether some number has had a part of more than one sample."""
+    if mask is None:
+        return False
+    samples = mask & SAMPLES
+    return bool(((samples & (samples - 1)) != 0).any())
+
+
+def samples_of(bits: int) -> list[int]:
+    """Return the samples that a set holds."""
+    return [i for i in range(ROWS + 1) if bits >> i & 1]
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """Return which part of its storage a tensor is."""
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+def elsewhere(mask: Tensor, here: Geometry, there: Geometry) -> Tensor | None:
+    """Return the mask of another view of the same elements; None where geometry does not tell.
+
+    A mask varies along few dimensions, and it is looked up along these alone: spread over all
+    elements it would take a quarter of the memory of its tensor.
+
+    Args:
+        mask: of one view, as small as it gets.
+        here: of which part of a storage; it lies there without overlaps.
+        there: the other view, whose elements are all among them.
+    """
+    offset, shape, stride, dtype = here
+    if dtype.itemsize != there[3].itemsize or not all(there[1]):
+        return None
+    laid = sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1)
+    least = 1
+    for step, n in laid:
+        if step < least:
+            return None
+        least = step * n
+    start = there[0] - offset
+    last = start + sum((n - 1) * s for n, s in zip(there[1], there[2], strict=True))
+    if not 0 <= start <= last < least:
+        return None
+    steps = [s for s, _ in laid]
+    index = []
+    for d, n in enumerate(mask.shape):
+        if n == 1:
+            index.append(np.zeros([1] * len(there[1]), dtype=np.int64))
+            continue
+        wider = [s for s in steps if s > stride[d]]
+        index.append(_places(start, there, stride[d], min(wider, default=0)))
+    if any((at >= n).any() for at, n in zip(index, mask.shape, strict=True)):
+        return None  # a gap between its elements
+    if not index:
+        return mask.reshape([1] * len(there[1]))
+    flat = np.ravel_multi_index(np.broadcast_arrays(*index), tuple(mask.shape))
+    where = torch.as_tensor(flat.reshape(-1), dtype=torch.int32, device=mask.device)
+    return mask.reshape(-1).index_select(0, where).reshape(flat.shape)
+
+
+def _places(start: int, there: Geometry, step: int, wider: int) -> np.ndarray[Any, Any]:
+    """Return the places of a view's elements along the dimension of this step, where they differ.
+
+    Args:
+        start: of the view, from the first element.
+        there: the view.
+        step: between two elements of the dimension.
+        wider: the step of the dimension around it; 0 for none.
+    """
+    _, shape, stride, _ = there
+    order = sorted((s, d) for d, s in enumerate(stride) if shape[d] > 1)
+    for few in range(len(order), -1, -1):  # the finer steps do not carry
+        unit = gcd(step, wider, *(s for s, _ in order[few:]))
+        if start % unit + sum((shape[d] - 1) * s for s, d in order[:few]) < unit:
+            break
+    found = np.full([1] * len(shape), start, dtype=np.int64)
+    for s, d in order[few:]:
+        line = np.arange(shape[d], dtype=np.int64) * s
+        found = found + line.reshape([-1 if k == d else 1 for k in range(len(shape))])
+    found = found % wider if wider else found
+    return found // step
+
+
+@dataclass
+class _Record:
+    """The masks of a storage.
+
+    Attributes:
+        alive: keeps the storage's address from being given to another one.
+        nbytes: of the storage.
+        owner: the tensor that was made with it.
+        views: masks of the tensors that lie in it.
+        flat: the mask of every element; None where the views are all alike.
+        origin: the operation in which samples first met; "" where they have not.
+    """
+
+    alive: StorageWeakRef
+    nbytes: int
+    owner: Geometry | None = None
+    views: dict[Geometry, Tensor] = field(default_factory=dict)
+    flat: Tensor | None = None
+    origin: str = ""
+
+    def gone(self) -> bool:
+        """Say whether the storage is no more."""
+        return bool(self.alive.expired())  # type: ignore[no-untyped-call]
+
+
+def _aged(mask: Tensor) -> Tensor:
+    return ((mask & SAMPLES) != 0).to(torch.uint8) * EARLIER
+
+
+def _nowhere() -> str:
+    return ""
+
+
+class Masks:
+    """The masks of all tensors that samples have had a part in."""
+
+    EVERY = 4
+    """New records after which those of storages that are gone are given up, or as many as live."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+        self._enough = self.EVERY
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the mask of a tensor; None where no sample has had a part in it."""
+        record = self._record(tensor)
+        if record is None or not tensor.numel():
+            return None
+        place = geometry(tensor)
+        mask = record.views.get(place)
+        if mask is None:
+            mask = record.views[place] = self._found(record, tensor, place)
+        return mask if bool(mask.any()) else None
+
+    def origin(self, tensor: Tensor) -> str:
+        """Return where samples met that have had a part in `tensor`; "" where they have not."""
+        record = self._record(tensor)
+        return "" if record is None else record.origin
+
+    def put(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
+        """Note the mask of a tensor that has just been made, and where its samples met if so."""
+        self._note(tensor, mask, origin, written=False)
+
+    def write(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
+        """Note the mask of a tensor that has just been written to."""
+        self._note(tensor, mask, origin, written=True)
+
+    def join(self, tensor: Tensor, mask: Tensor) -> None:
+        """Note a view, and what it adds to the mask of the tensor that it is a view of."""
+        record = self._record(tensor)
+        if record is None or tensor.layout != torch.strided:
+            return
+        place, mask = geometry(tensor), shrink(mask.expand(tensor.shape))
+        old = record.views.get(place)
+        record.views[place] = mask if old is None else old | mask
+        if old is not None and record.flat is not None and bool((mask & ~old).any()):
+            part = self._part(record, tensor)
+            if part is not None:
+                part.copy_(mask.expand(tensor.shape))
+
+    def taint(self, tensor: Tensor, origin: str) -> None:
+        """Say where the samples met that have had a part in a view."""
+        record = self._record(tensor)
+        if record is not None:
+            record.origin = record.origin or origin
+
+    def age(self) -> None:
+        """Make all samples so far those of an earlier call."""
+        self._give_up()
+        for record in self._records.values():
+            record.views = {place: _aged(mask) for place, mask in record.views.items()}
+            record.flat = None if record.flat is None else _aged(record.flat)
+            record.origin = ""
+
+    def kept(self, ours: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+        """Return how many storages of samples are held by something else than some tensors.
+
+        Args:
+            ours: tensors that may hold a storage: one that has more holders than these is kept.
+            besides: tensors whose storages do not count. Default: there are none.
+        """
+        self._give_up()
+        known = {id(tensor): id(self._record(tensor)) for tensor in ours}
+        holders = Counter(known.values())
+        aside = {id(self._record(tensor)) for tensor in besides}
+        one = torch.zeros(())  # whose storage Python has seen, as those of the records
+        extra = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1
+        return sum(
+            torch._C._storage_Use_Count(at) - extra > holders[id(record)]
+            for at, record in self._records.items()
+            if id(record) not in aside and any(bool(mask.any()) for mask in record.views.values())
+        )
+
+    def _record(self, tensor: Tensor) -> _Record | None:
+        if tensor.layout != torch.strided:
+            return None
+        try:
+            return self._records.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
+            return None
+
+    def _note(self, tensor: Tensor, mask: Tensor | None, origin: Origin, *, written: bool) -> None:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return
+        record = self._record(tensor)
+        if record is None:
+            if mask is None or not bool(mask.any()):
+                return
+            record = self._new(tensor)
+            if record is None:
+                return
+        zeros = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
+        mask = zeros if mask is None else shrink(mask.expand(tensor.shape))
+        if mask.device != tensor.device:  # numbers that were copied from a device to another
+            mask = mask.to(tensor.device)
+        met = origin() if several(mask) else ""
+        place = geometry(tensor)
+        every = tensor.numel() * tensor.itemsize >= record.nbytes and (
+            tensor.is_contiguous() if written else not tensor._is_view()
+        )
+        alone = written and place == record.owner and record.flat is None  # no other part has one
+        if record.owner is None or every or alone:
+            record.views, record.flat, record.owner, record.origin = {place: mask}, None, place, met
+            return
+        if written:
+            part = self._part(record, tensor)
+            if part is not None:
+                part.copy_(mask.expand(tensor.shape))
+            else:
+                self._flat(record).bitwise_or_(fold(mask, range(mask.dim())).reshape(()))
+            record.views = {}
+            record.origin = record.origin or met
+        record.views[place] = mask
+
+    def _new(self, tensor: Tensor) -> _Record | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            return None
+        if len(self._records) >= self._enough:
+            self._give_up()
+            self._enough = max(self.EVERY, 2 * len(self._records))
+        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        record = _Record(weak, storage.nbytes())
+        self._records[storage._cdata] = record
+        return record
+
+    def _give_up(self) -> None:
+        """Forget storages that are gone."""
+        self._records = {k: r for k, r in self._records.items() if not r.gone()}
+
+    def _found(self, record: _Record, tensor: Tensor, place: Geometry) -> Tensor:
+        """Return the mask of a view that none has been noted for."""
+        if record.flat is None and record.owner is not None:
+            mask = elsewhere(record.views[record.owner], record.owner, place)
+            if mask is not None:
+                return shrink(mask)
+        spread = record.flat is not None
+        part = self._part(record, tensor)
+        if part is not None:
+            mask = shrink(part)
+        else:  # the same bytes as another dtype
+            mask = fold(self._flat(record), [0]).reshape([1] * tensor.dim())
+        if not spread:
+            record.flat = None  # it can be made again
+        return mask
+
+    def _part(self, record: _Record, tensor: Tensor) -> Tensor | None:
+        """Return the mask of every element of a tensor; None where these are no elements of it."""
+        offset, shape, stride, dtype = geometry(tensor)
+        flat = self._flat(record)
+        assert record.owner is not None
+        if record.owner[3].itemsize != dtype.itemsize:
+            return None
+        last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1
+        if last > len(flat):  # the storage has grown
+            flat = record.flat = torch.cat([flat, flat.new_zeros(last - len(flat))])
+        return flat.as_strided(shape, stride, offset)
+
+    @staticmethod
+    def _flat(record: _Record) -> Tensor:
+        if record.flat is None:
+            assert record.owner is not None
+            offset, shape, stride, dtype = record.owner
+            mask = record.views[record.owner]
+            count = max(record.nbytes // dtype.itemsize, 1)
+            record.flat = torch.zeros(count, dtype=torch.uint8, device=mask.device)
+            record.flat.as_strided(shape, stride, offset).copy_(mask.expand(shape))
+        return record.flat

@@ -1,0 +1,427 @@
+"""Numbers and functions that a forward may compute with: in a model, in closures and in globals.
+
+A counter or a switch may be in a plain attribute of a module, or in a list, a dict or an object
+there. One that forward or a hook keeps in a cell of a closure, in a global, in an attribute of a
+function, of a class or of a file is as much a part of the model. So the functions of a person's
+modules are followed, by the names that their code uses. Of a function its code is told.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
+from itertools import count
+from types import CellType, FunctionType, MethodType, ModuleType, NoneType
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all
+
+from anybatch.core import tree
+from anybatch.core.kept import HOOKS, LIBRARIES, Attributes, names_of
+from anybatch.execution.proof.places import in_rows
+
+NUMBERS = (int, float, bool, str)
+ITSELF: frozenset[type] = frozenset(
+    (*NUMBERS, NoneType, torch.dtype, torch.device, torch.memory_format, torch.layout)
+)
+"""Classes of values that can be compared as they are."""
+
+CODE = frozenset((FunctionType, MethodType, partial))
+
+TORCH, INSTALLED, OWN = range(3)
+"""Who has written a class of modules. torch's own keep nothing in plain attributes."""
+
+FEW = 64
+"""Entries of a list or a dict above which it holds data."""
+
+MOST = 500
+"""Functions that are followed."""
+
+DEPTH = 3
+"""Lists, dicts and objects in each other that are looked into."""
+
+EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
+"""Hooks that torch calls for every module."""
+
+Named = tuple[str, ...]
+
+HELD = "held"
+"""Last word of the name of a list, a dict or an object."""
+
+
+def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
+    """Return the forwards and hooks of modules, for comparison.
+
+    Args:
+        modules: paths and modules.
+    """
+    # classes, not ids: a module that is gone leaves its id to the next one
+    found: list[Any] = []
+    for path, module in modules:
+        cls, held = type(module), module.__dict__
+        found += path, cls, getattr(cls, "forward", None), len(held)
+        if "forward" in held:
+            found.append(plain(held["forward"]))
+        if any(map(held.get, HOOKS)):
+            for kind in HOOKS:
+                found += kind, *map(_of_hook, held.get(kind, {}).values())
+    found += [_of_hook(one) for kind in EVERYWHERE for one in getattr(of_all, kind).values()]
+    return tuple(found)
+
+
+def plain_numbers(
+    modules: Iterable[tuple[str, nn.Module]],
+) -> tuple[dict[Named, Any], list[tuple[Named, dict[str, Any]]]]:
+    """Return the numbers, strings and functions in the plain attributes of a person's modules.
+
+    Args:
+        modules: paths and modules.
+
+    Returns:
+        (path, name of the attribute) -> the number, or the code of the function. And the places
+        (path, name, HELD) of lists, dicts and objects that may hold some, each with the attributes
+        of its module: not those of the modules of a package that is installed.
+    """
+    found: dict[Named, Any] = {}
+    held: list[tuple[Named, dict[str, Any]]] = []
+    of_all_modules, itself = Attributes.OWN, ITSELF  # read often
+    for path, module in modules:
+        origin = _origin(type(module))  # type: ignore[arg-type]
+        if origin is TORCH:
+            continue
+        for name, value in module.__dict__.items():
+            if name in of_all_modules:
+                continue
+            kind: type = type(value)
+            if kind in itself:
+                found[path, name] = value
+            elif kind is FunctionType:
+                found[path, name] = value.__code__
+            elif origin is OWN:
+                held.append(((path, name, HELD), module.__dict__))
+    return found, held
+
+
+def read_held(places: Iterable[tuple[Named, dict[str, Any]]]) -> dict[Named, Any]:
+    """Return the contents of lists, dicts and objects in module attributes, for comparison."""
+    return {at: plain(attributes.get(at[1])) for at, attributes in places}
+
+
+def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, float]:
+    """Return the tensors of one number that modules hold, but for counters of BatchNorm.
+
+    Args:
+        modules: paths and modules.
+
+    Returns:
+        (path, name) -> the number, which a device is waited for.
+    """
+    every = (
+        ((path, name), tensor)
+        for path, module in modules
+        for held in (module._parameters, module._buffers, module.__dict__)
+        for name, tensor in held.items()
+        if name != "num_batches_tracked"
+    )
+    return {named: float(tensor.item()) for named, tensor in every if _single(tensor)}
+
+
+def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
+    """Return the plain numbers in a person's modules, and those beside them.
+
+    Args:
+        modules: paths and modules.
+
+    Returns:
+        (path, name) -> value.
+    """
+    every = list(modules)
+    numbers, held = plain_numbers(every)
+    return numbers | read_held(held) | Outside(module for _, module in every).numbers()
+
+
+def first_moved(before: dict[Named, Any], after: dict[Named, Any]) -> str:
+    """Return the path of a number that calls have moved; "" where none has.
+
+    What a list, a dict or an object of a module holds may grow: a log, or what is kept for later.
+    """
+    for at, value in after.items():
+        was = before.get(at, value)
+        if was != value and not (at[-1] == HELD and _grew(was, value)):
+            return ".".join(one for one in at[:2] if one)
+    return ""
+
+
+def _grew(before: Any, after: Any) -> bool:
+    """Say whether a container only grew at its end."""
+    if not (isinstance(before, tuple) and isinstance(after, tuple)):
+        return bool(before == after)
+    return len(after) >= len(before) and all(map(_grew, before, after))
+
+
+def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:
+    """Return the numbers and texts that a batch holds beside its rows.
+
+    Args:
+        given: trees.
+        singles: the numbers in tensors without dimensions, too, which a device is waited for.
+    """
+    found: dict[Named, Any] = {}
+    for path, leaf in tree.leaves(given):
+        if isinstance(leaf, Tensor):
+            if singles and not leaf.dim() and _single(leaf):
+                found["a tensor", path] = leaf.item()
+        elif type(leaf) is str and len(leaf) > FEW:
+            found[path, "text"] = hash(leaf)  # not the text: it would be kept
+        elif type(leaf) in ITSELF:
+            found[path, ""] = leaf
+    return found
+
+
+class Outside:
+    """The places beside some modules that hold numbers.
+
+    Args:
+        modules: of a model.
+        functions: more that are followed. Default: there are none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
+        self._read: dict[Named, Callable[[], Any]] = {}
+        self._tensors: dict[Named, Callable[[], Any]] = {}
+        self._seen: set[int] = set()
+        self._places: set[tuple[int, str, str]] = set()
+        self._ahead: list[Any] = [one for one in functions if not isinstance(one, nn.Module)]
+        for module in modules:
+            for kind in HOOKS:
+                self._ahead += getattr(module, kind, {}).values()
+            if _origin(type(module)) is TORCH:  # type: ignore[arg-type]
+                self._foreign(module)
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.__dict__:
+                    held = parameter.__dict__
+                    self._place(held, "a parameter", "attributes", partial(_same, held))
+            if not _of_library(type(module)):
+                self._ahead += [one for one in vars(module).values() if _function(one)]
+                self._class(type(module))
+        while self._ahead and len(self._seen) < MOST:
+            self._follow(self._ahead.pop())
+
+    def numbers(self) -> dict[Named, Any]:
+        """Return what the places hold now; of a list of other things nothing."""
+        found = {named: read() for named, read in self._read.items()}
+        return {named: value for named, value in found.items() if value is not None}
+
+    def singles(self) -> dict[Named, float]:
+        """Return the tensors of one number that the places hold, which a device is waited for."""
+        held = {named: read() for named, read in self._tensors.items()}
+        return {named: float(one.item()) for named, one in held.items() if _single(one)}
+
+    def _foreign(self, module: nn.Module) -> None:
+        """Note attributes that a person has given to a module of torch's own."""
+        held, cls = vars(module), type(module)
+        for name in held.keys() - Attributes.OWN - _named_in(cls):  # type: ignore[arg-type]
+            self._place(held, cls.__name__, name, partial(held.get, name))
+
+    def _class(self, cls: type) -> None:
+        if id(cls) in self._seen:
+            return
+        self._seen.add(id(cls))
+        for base in cls.__mro__:
+            if not _of_library(base):
+                held = vars(base)
+                for name in [name for name in held if not name.startswith("__")]:
+                    self._place(held, base.__name__, name, partial(held.get, name))
+
+    def _follow(self, given: Any) -> None:
+        if isinstance(given, MethodType):
+            held = given.__self__
+            self._place(held, given.__module__, "its object", partial(_same, held))
+            self._ahead.append(given.__func__)
+        elif id(given) in self._seen:
+            return
+        elif isinstance(given, partial):
+            self._seen.add(id(given))
+            self._place(given, "a partial", "its arguments", partial(_same, given))
+            self._ahead += filter(_function, (given.func, *given.args, *given.keywords.values()))
+        elif isinstance(given, FunctionType):
+            if not _of_library(given):
+                self._seen.add(id(given))
+                self._code(given)
+        elif isinstance(call := getattr(type(given), "__call__", None), FunctionType):  # noqa: B004
+            self._seen.add(id(given))
+            self._place(given, given.__module__, type(given).__name__, partial(_same, given))
+            self._class(type(given))
+            self._ahead.append(call)
+
+    def _code(self, given: FunctionType) -> None:
+        """Note what a function, and those inside it, name."""
+        path, of_file = given.__name__, given.__globals__
+        for name, cell in zip(given.__code__.co_freevars, given.__closure__ or (), strict=True):
+            self._place(cell, path, name, partial(_content, cell))
+        names = names_of(given.__code__)
+        for name in names & of_file.keys():
+            value = of_file[name]
+            self._place(of_file, given.__module__, name, partial(of_file.get, name))
+            if isinstance(value, type | ModuleType) and not _of_library(value):
+                self._attributes(value, names)
+        defaults = (*(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values())
+        if any(type(one) not in ITSELF for one in defaults):
+            self._place(given, path, "defaults", partial(_same, defaults))
+        if vars(given):
+            self._place(vars(given), given.__module__, path, partial(_same, vars(given)))
+
+    def _attributes(self, value: type | ModuleType, names: Iterable[str]) -> None:
+        """Note attributes of a class or a file that a function may read."""
+        held = vars(value)
+        for name in held.keys() & names:
+            self._place(value, value.__name__, name, partial(held.get, name))
+
+    def _place(self, holder: Any, path: str, name: str, read: Callable[[], Any]) -> None:
+        """Note a place that holds a number, once, or follow the functions in it."""
+        at = id(holder), path, name
+        if at in self._places:
+            return
+        self._places.add(at)
+        value = read()
+        several = isinstance(value, list | tuple | dict) and len(value) <= FEW
+        inside = [value] if not several else value.values() if type(value) is dict else [*value]
+        self._ahead += [one for one in inside if _function(one) or _called(one)]
+        if plain(value) is not None:
+            names = (name if k == 1 else f"{name} {k}" for k in count(1))
+            free = next(one for one in names if (path, one) not in self._read)
+            self._read[path, free] = partial(_plain_of, read)
+            if isinstance(value, Tensor):
+                self._tensors[path, free] = read
+
+
+DICE: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda dice: dice.getstate(),
+    np.random.Generator: lambda dice: dice.bit_generator.state,
+    np.random.RandomState: lambda dice: dice.get_state(),
+}
+"""Generators of random numbers that are no global ones -> their state."""
+
+
+def plain(value: Any, depth: int = DEPTH) -> Any:
+    """Return the numbers and functions that a value is or holds, for comparison.
+
+    Args:
+        value: any.
+        depth: lists, dicts and objects in each other that are looked into.
+
+    Returns:
+        Of tensors, modules and whatever else there is, the class alone; None of classes and files.
+    """
+    kind: type = type(value)
+    if kind in ITSELF:
+        return value
+    if not depth or isinstance(value, Tensor | nn.Module):
+        return kind
+    if isinstance(value, list | tuple | deque):
+        return _few(value, depth)
+    if isinstance(value, dict):
+        return _few(value.values(), depth)
+    if kind in CODE:
+        return _of_code(value, depth)
+    if isinstance(value, type | ModuleType):
+        return None
+    if isinstance(value, set | frozenset):
+        return frozenset(one for one in value if type(one) in NUMBERS)
+    if (dice := DICE.get(kind)) is not None:
+        return repr(dice(value))
+    if kind.__module__ not in ("types", "argparse") and _of_library(kind):
+        return repr(value) if kind is count else kind
+    held = getattr(value, "__dict__", {})
+    slots = [getattr(value, name, None) for name in getattr(kind, "__slots__", ())]
+    return (kind, *_few([*held.values(), *slots], depth))
+
+
+def _of_code(value: Any, depth: int) -> Any:
+    """Return the code of a function or method, or the parts of a partial, for comparison."""
+    if isinstance(value, partial):
+        return _few((value.func, *value.args, *value.keywords.values()), depth)
+    if isinstance(value, MethodType):
+        return plain(value.__func__, depth)
+    return value.__code__
+
+
+def _few(values: Any, depth: int) -> tuple[Any, ...]:
+    """Return the contents of a container with few entries; others are data."""
+    if len(values) > FEW:
+        return ()
+    return tuple([one if type(one) in ITSELF else plain(one, depth - 1) for one in values])
+
+
+def _of_hook(hook: Any) -> Any:
+    """Return the code of a hook that is not this library's, for comparison."""
+    own = (getattr(hook, "__module__", None) or "").startswith("anybatch.")
+    return None if own else plain(hook)
+
+
+def _single(value: Any) -> TypeGuard[Tensor]:
+    """Say whether a value is a tensor of one number that can be read."""
+    return isinstance(value, Tensor) and in_rows(value) and value.numel() == 1
+
+
+def _plain_of(read: Callable[[], Any]) -> Any:
+    return plain(read())
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _function(value: Any) -> bool:
+    return isinstance(value, FunctionType | MethodType | partial)
+
+
+def _called(value: Any) -> bool:
+    """Say whether a value is an object of a person's class that can be called."""
+    kind = type(value)
+    call = getattr(kind, "__call__", None)  # noqa: B004
+    own = isinstance(call, FunctionType) and not _of_library(kind)
+    return own and not isinstance(value, nn.Module)
+
+
+def _of_library(code: type | FunctionType | ModuleType) -> bool:
+    """Say whether a class, a function or a file is torch's, Python's or an installed package's."""
+    if isinstance(code, FunctionType):
+        return _installed(code.__module__ or "") or "site-packages" in code.__code__.co_filename
+    return _installed(code.__name__ if isinstance(code, ModuleType) else code.__module__)
+
+
+@lru_cache(maxsize=1000)
+def _origin(cls: type) -> int:
+    if cls.__module__.startswith("torch.nn."):
+        return TORCH
+    return INSTALLED if _of_library(cls) else OWN
+
+
+@lru_cache(maxsize=1000)
+def _named_in(cls: type) -> frozenset[str]:
+    """Return the names that a class of modules uses for itself."""
+    functions = [one for base in cls.__mro__ for one in vars(base).values()]
+    return frozenset().union(
+        *(names_of(f.__code__) for f in functions if isinstance(f, FunctionType))
+    )
+
+
+@lru_cache(maxsize=1000)
+def _installed(name: str) -> bool:
+    if name.split(".", maxsplit=1)[0] in LIBRARIES:
+        return True
+    return "site-packages" in (getattr(sys.modules.get(name), "__file__", None) or "")

@@ -1,0 +1,372 @@
+"""Tensors that are as long as there are samples, and in which no sample has a part.
+
+An `arange(len(x))` numbers the samples, an `eye` tells them apart, and noise of `x.shape` has a row
+for each: what adds such a number to a row computes other things for the same row elsewhere, and
+what takes the mean of such noise brings samples together. Their sizes give them away: the same call
+is so many times longer where there are so many times more rows.
+
+    4 rows    arange [4]    randn [4, 8]    zeros [3]
+    2 rows    arange [2]    randn [2, 8]    zeros [3]       the first two belong to samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map
+
+from anybatch.core.accelerator import home
+from anybatch.execution.proof.masks import ALL, INTEGERS, PLACE
+
+CONSTANT = frozenset(
+    "empty zeros ones full new_empty new_zeros new_ones new_full empty_like zeros_like ones_like "
+    "full_like empty_strided new_empty_strided zero_ fill_ scalar_tensor detach copy_".split()
+)
+"""Kernels whose numbers are all alike, or that have none yet."""
+
+FILLS = frozenset(
+    "zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like".split()
+)
+"""Functions and kernels that make a tensor of one number, which every part of it is of, too."""
+
+COPIES = frozenset(("_to_copy", "clone"))
+"""Kernels that give the numbers they are given."""
+
+CUTS = frozenset(
+    "slice select narrow split split_with_sizes chunk tensor_split unbind unfold as_strided".split()
+)
+"""Views of a part, or of parts, of a dimension."""
+
+MOST = 1 << 22
+"""Numbers of an operand up to which a kernel is asked with others in its place."""
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Made(NamedTuple):
+    """A kernel in which no sample has a part.
+
+    Attributes:
+        name: of it.
+        gave: shapes of its results.
+        took: shapes of its operands, and of what those it writes to are a part of.
+        made: the results of a reduction, which may be counts. Default: of other kernels none.
+        first: the first number of each result that is no view, and computes with several.
+    """
+
+    name: str
+    gave: Shapes
+    took: Shapes
+    made: tuple[Tensor, ...] = ()
+    first: tuple[Tensor, ...] = ()
+
+
+Lengths = Mapping[int, Made]
+"""By the number of the call: kernels with longer tensors for more rows, as for fewer rows."""
+
+
+def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
+    """Return the calls with tensors that are longer for more rows; None where other kernels come.
+
+    Args:
+        whole: calls of a forward, by number.
+        part: those of the same forward on fewer rows, in the same order.
+    """
+    if [made.name for made in whole.values()] != [made.name for made in part.values()]:
+        return None
+    pairs = zip(whole.items(), part.values(), strict=True)
+    return {at: few for (at, made), few in pairs if (made.gave, made.took) != (few.gave, few.took)}
+
+
+def counted_in(whole: Mapping[int, Made], part: Mapping[int, Made]) -> str:
+    """Return a kernel that makes other numbers, as many, of more rows than of fewer; "" if none.
+
+    Args:
+        whole: calls of a forward, by number.
+        part: those of the same forward on fewer rows, in the same order.
+    """
+    pairs = zip(whole.values(), part.values(), strict=False)
+    every = ((a.name, *one) for a, b in pairs for one in zip(a.made, b.made, strict=False))
+    return next((name for name, x, y in every if x.shape == y.shape and not _rounded(x, y)), "")
+
+
+def shapes(tensors: Iterable[Tensor]) -> Shapes:
+    """Return the shapes of tensors; of what has none, such as nested rows, nothing."""
+    return tuple(tuple(t.shape) if plain(t) else () for t in tensors)
+
+
+def scalars(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the numbers that Python gives to a kernel which computes with them.
+
+    Whole numbers are sizes and dimensions too: of these only what a pointwise kernel is given.
+    """
+    if "batch_norm" in func._schema.name:  # its momentum counts the batches
+        return ()
+    kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
+    every = (*args, *(value for _, value in sorted(kwargs.items())))
+    return tuple(value for value in every if type(value) in kinds)
+
+
+def plain(tensor: Tensor) -> bool:
+    """Say whether a tensor has numbers that can be compared, in rows."""
+    return in_rows(tensor) and (not tensor.numel() or tensor.data_ptr() != 0)
+
+
+def in_rows(tensor: Tensor) -> bool:
+    """Say whether a tensor is one in rows, and no stand-in; its memory may be elsewhere.
+
+    Its address is not asked for: a weight that is away would be brought back, and stay.
+    """
+    return (
+        type(tensor) in (Tensor, Parameter)  # none that waits for its first input
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_quantized or tensor.is_nested)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor._is_zerotensor()  # which has no memory: to read it kills the process
+    )
+
+
+def marks(
+    func: Any,
+    tensor: Tensor,
+    fewer: Sequence[int],
+    samples: Sequence[int],
+    rows: int,
+    *,
+    outside: bool,
+    tells: Callable[[int], bool],
+) -> Tensor | None:
+    """Return the mask of such a tensor: the samples that its rows stand for.
+
+    Args:
+        func: the kernel that has made it.
+        tensor: of a forward of all rows.
+        fewer: its shape for fewer rows.
+        samples: the sample that each row of the forward stands for.
+        rows: how many fewer rows were.
+        outside: it was made of numbers, one for each row, that no kernel has made. What a kernel
+            makes of others are places.
+        tells: says whether other values of what it was made of would differ along a dimension.
+    """
+    n, found = len(samples), None
+    if not plain(tensor) or tensor.dim() != len(fewer):
+        return None
+    random = torch.Tag.nondeterministic_seeded in func.tags  # a look may have it draw all alike
+    places = not (random or outside)
+    for d, (size, less) in enumerate(zip(tensor.shape, fewer, strict=True)):
+        if size == less or not (random or _tells(tensor, d, n) or tells(d)):
+            continue
+        if (size, less) == (n, rows):
+            bits = [1 << sample for sample in samples]
+        elif size * rows == less * n:  # several rows a sample, in an order that nobody knows
+            bits = [PLACE if places else 0] * size
+        else:
+            bits = [0 if random else ALL] * size
+        line = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
+        line = line.reshape([-1 if d == k else 1 for k in range(tensor.dim())])
+        found = line if found is None else found | line
+    if found is None or not places:
+        return found
+    if tensor.dtype in INTEGERS:  # they may yet lead to a row of their own
+        return torch.full_like(found, PLACE)
+    return found | PLACE
+
+
+def _tells(tensor: Tensor, dim: int, n: int) -> bool:
+    """Say whether numbers differ between samples: heads that are repeated for each do not."""
+    size = tensor.shape[dim]
+    if size % n:
+        return _differs(tensor, dim)
+    before = tensor.unflatten(dim, (n, size // n))  # type: ignore[no-untyped-call]
+    after = tensor.unflatten(dim, (size // n, n))  # type: ignore[no-untyped-call]
+    return _differs(before, dim) and _differs(after, dim + 1)
+
+
+def _differs(tensor: Tensor, dim: int) -> bool:
+    return tensor.shape[dim] > 0 and bool((tensor != tensor.narrow(dim, 0, 1)).any())
+
+
+def _longer(tensor: Tensor, fewer: Sequence[int]) -> list[int]:
+    """Return the dimensions that are longer for more rows."""
+    if tensor.dim() != len(fewer):
+        return []
+    return [d for d, size in enumerate(fewer) if tensor.shape[d] != size]
+
+
+class FreeCall:
+    """A kernel in which no sample has a part, and which has longer tensors for more rows.
+
+    Args:
+        func: the kernel.
+        args: its arguments, and those with a name.
+        operands: the tensors among these.
+        written: those that it writes to.
+        fewer: the same call for fewer rows.
+        trained: says whether a tensor may have other numbers later.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[tuple[Any, ...], Mapping[str, Any]],
+        operands: Sequence[Tensor],
+        written: Sequence[Tensor],
+        fewer: Made,
+        trained: Callable[[Tensor], bool],
+    ) -> None:
+        self._func, self._args, self._operands, self._trained = func, args, operands, trained
+        self._written, self._random = written, torch.Tag.nondeterministic_seeded in func.tags
+        shapes = zip((*operands, *bases(written)), fewer.took, strict=False)
+        self._longer = {id(one): _longer(one, shape) for one, shape in shapes}
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it may take a part of tensors that are longer for more rows."""
+        return self._func._schema.name.split("::")[1] in CUTS and any(self._longer.values())
+
+    def outside(self) -> bool:
+        """Say whether it is given numbers, one for each row, that no kernel has made."""
+        given = [one for one in self._operands if not any(one is other for other in self._written)]
+        if not all(map(plain, given)):  # sparse rows: nobody knows how many they are
+            return True
+        return any(_differs(one, d) for one in given for d in self._longer[id(one)])
+
+    def rows(self) -> dict[int, Tensor]:
+        """Return a mask for each tensor that is longer for more rows: it varies along these."""
+        found = {}
+        for one in self._operands:
+            dims = self._longer[id(one)]
+            if not dims:
+                continue
+            each = torch.zeros([1] * one.dim(), dtype=torch.uint8, device=one.device)
+            for d in dims:
+                line = torch.arange(one.shape[d], dtype=torch.uint8, device=one.device)
+                each = each + line.reshape([-1 if d == k else 1 for k in range(one.dim())])
+            found[id(one)] = torch.bitwise_left_shift(torch.ones_like(each), each % 4)
+        return found
+
+    def writes_some(self) -> bool:
+        """Say whether it writes to some rows and not to others: to a view of some."""
+        return any(
+            base is not None and self._longer.get(id(base)) and self._some_of(one, base)
+            for one in self._written
+            for base in [one._base]
+        )
+
+    def _some_of(self, part: Tensor, base: Tensor) -> bool:
+        """Say whether a view leaves out entries of its base along those dimensions."""
+        if not part.numel() or part.dtype != base.dtype or not (plain(part) and plain(base)):
+            return bool(base.numel())
+        size = base.untyped_storage().nbytes() // base.element_size()
+        flags = torch.zeros(size, dtype=torch.bool, device=base.device)
+        flags.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
+        found = flags.as_strided(base.shape, base.stride(), base.storage_offset())
+        return any(_differs(found, d) for d in self._longer[id(base)])
+
+    def asked(self, n: int) -> Callable[[int, int], bool]:
+        """Return what says whether other values would differ: in result `at`, along `dim`.
+
+        A table of zeros is one like any other. Numbers that are never trained, and are the same
+        along a dimension, stay so.
+
+        Args:
+            n: how many rows there are.
+        """
+        schema = self._func._schema
+        never = self._random or schema.is_mutable or torch.Tag.pointwise in self._func.tags
+        if never or not self._operands or not all(map(plain, self._operands)):
+            return lambda _, __: False
+        if any(one.alias_info is not None for one in schema.returns):
+            x = self._operands[0]
+            if not self._longer[id(x)]:
+                return lambda at, dim: self._lies(x, self._made[at], dim)
+        other = self._of_others()
+        return lambda at, dim: at < len(other) and _tells(other[at], dim, n)
+
+    def counts(self, made: Tensor, at: int, fewer: Made) -> bool:
+        """Say whether result `at`, which is alike for all rows, is another where there are more."""
+        if self._random or at >= len(fewer.first) or not any(self._longer.values()):
+            return False
+        first = firsts(self._func, [made])
+        return bool(first) and not self.outside() and not _rounded(first[0], fewer.first[at])
+
+    _made: Sequence[Tensor] = ()
+
+    def gave(self, made: Sequence[Tensor]) -> None:
+        """Take in the results."""
+        self._made = made
+
+    def _lies(self, x: Tensor, view: Tensor, dim: int) -> bool:
+        """Say whether a view has other entries of a tensor from place to place."""
+        step = view.stride(dim)
+        if not step or view.shape[dim] < 2:
+            return False
+        along = [d for d in range(x.dim()) if x.stride(d) == step]
+        return self._trained(x) or not along or any(_differs(x, d) for d in along)
+
+    def _of_others(self) -> list[Tensor]:
+        """Return what the kernel makes of other values, which no generator draws."""
+        if any(one.numel() > MOST for one in self._operands):
+            return []
+        others: dict[int, Tensor] = {}
+        for at, one in enumerate(self._operands):
+            if one.is_floating_point() and id(one) not in others:
+                alike = set(self._longer[id(one)])
+                if not self._trained(one):
+                    alike |= {d for d in range(one.dim()) if not _differs(one, d)}
+                others[id(one)] = _others(one, alike, at)
+
+        def instead(value: Any) -> Any:
+            return others.get(id(value), value)
+
+        args, kwargs = tree_map(instead, self._args)
+        try:
+            made = tree_leaves(self._func(*args, **kwargs))
+        except (RuntimeError, ValueError, NotImplementedError):
+            return []
+        found = [one for one in made if isinstance(one, Tensor)]
+        finite = all(bool(one.isfinite().all()) for one in found if one.is_floating_point())
+        return found if finite else []
+
+
+def _rounded(one: Tensor, other: Tensor) -> bool:
+    """Say whether two numbers are one but for rounding: a product is added up by blocks of rows."""
+    if not one.is_floating_point() or one.shape != other.shape or one.dtype != other.dtype:
+        return torch.equal(one, other)
+    eps = torch.finfo(one.dtype).eps
+    bound = eps * (DIGITS if eps < HALF else 2)
+    return torch.allclose(one, other, rtol=bound, atol=bound, equal_nan=True)
+
+
+DIGITS = 32
+"""Roundings by which sums of a few hundred numbers differ; what counts 3 and 4 rows is far off."""
+
+HALF = 1e-4
+"""Between the rounding of half precision, which adds up in float32, and that of all else."""
+
+
+def firsts(func: Any, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the first number of each result of a kernel that brings numbers together."""
+    views = any(one.alias_info is not None for one in func._schema.returns)
+    if views or torch.Tag.pointwise in func.tags or not all(map(plain, made)):
+        return ()
+    return tuple(one.detach().reshape(-1)[:1].clone() for one in made)
+
+
+def bases(written: Iterable[Tensor]) -> list[Tensor]:
+    """Return what tensors are a part of, where they are views."""
+    return [base for one in written if (base := one._base) is not None]
+
+
+def _others(tensor: Tensor, alike: set[int], seed: int) -> Tensor:
+    """Return numbers between 0.1 and 0.9 that differ along all dimensions but those."""
+    shape = [1 if d in alike else size for d, size in enumerate(tensor.shape)]
+    count = torch.Size(shape).numel()
+    steps = torch.arange(count, dtype=torch.float64, device=home(tensor.device))
+    numbers = ((steps + 1) * 0.7548776662 + seed * 0.5698402909) % 1 * 0.8 + 0.1
+    return numbers.to(tensor.device, tensor.dtype).reshape(shape).expand(tensor.shape)

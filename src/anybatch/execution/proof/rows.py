@@ -1,0 +1,362 @@
+"""A few rows of a batch run under masks: forward, and backward where that is not torch's own.
+
+Where forward keeps samples apart, so do the derivatives that torch computes of it. Another backward
+comes with an `autograd.Function`, a hook, or a kernel that torch does not know: only then is one
+run. Else a graph is all that is needed of autograd, and nothing is saved for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from anybatch.core import graph, tree
+from anybatch.core.batch import MicroBatch
+from anybatch.core.functions import keywords
+from anybatch.execution.proof.follow import Follow, ours
+from anybatch.execution.proof.longest import PADS, as_long_as_the_longest
+from anybatch.execution.proof.masks import ROWS, several
+from anybatch.execution.proof.places import plain
+from anybatch.execution.proof.verdict import strange_row
+
+PAST = frozenset(
+    (
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.apply_,
+        Tensor.data_ptr,
+        Tensor.map2_,
+        Tensor.map_,
+        Tensor.numpy,
+        Tensor.tolist,
+        Tensor.untyped_storage,
+        Tensor.__reduce_ex__,
+    )
+)
+"""Calls that read the memory of a tensor without a kernel, or give Python number after number."""
+
+SIZES = frozenset(
+    (
+        Tensor.__len__,
+        Tensor.equal,
+        Tensor.is_contiguous,
+        Tensor.is_same_size,
+        Tensor.nbytes.__get__,  # type: ignore[attr-defined]
+        Tensor.nelement,
+        Tensor.numel,
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.size,
+        Tensor.storage,
+        Tensor.storage_offset,
+        Tensor.stride,
+        Tensor.unbind,
+        Tensor.untyped_storage,
+        torch.equal,
+        torch.is_same_size,
+        torch.numel,
+        torch.unbind,
+    )
+)
+"""Calls that may tell how many samples there are."""
+
+CHECKS = frozenset((torch.nn.functional.one_hot,))
+"""Calls that read numbers only to refuse some, where they are told how many classes there are."""
+
+TRUSTED = (
+    *("anybatch.", "torch.nn.modules.", "torch.nn.functional", "torch.nn.utils.parametr"),
+    "torch.nn.utils.rnn",
+)
+"""Modules that read sizes and compute the same for any number of samples."""
+
+
+class NeededError(Exception):
+    """Forward runs a backward of its own, which needs what autograd saves."""
+
+
+class Reads(TorchFunctionMode):
+    """Take note of sizes that are read, and of reads past all kernels.
+
+    Args:
+        follow: follows the forward; what is read is noted there.
+    """
+
+    def __init__(self, follow: Follow) -> None:
+        super().__init__()
+        self._follow = follow
+        self._weights = {id(one) for one in follow.weights()}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at one call, and let it."""
+        kwargs = keywords(func, kwargs)
+        if func in SIZES and not (args and id(args[0]) in self._weights):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            self._follow.notes.sizes |= not caller.startswith(TRUSTED)
+        self._follow.notes.sizes |= _calls_back(func, args, kwargs)
+        if func is Tensor.fill_diagonal_:
+            self._follow.fills_diagonal(args[0])
+        read = func in PAST and not _by_proof()
+        if read and self._follow.masks.of(args[0]) is not None and not ours():
+            self._follow.notes.read.append((self._follow.path, "tensor"))
+        pads = getattr(func, "__name__", "") == PADS
+        if pads and as_long_as_the_longest(args):
+            self._follow.pads(args[1])
+        before = self._follow.called, self._follow.checks
+        self._follow.called = True
+        self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **kwargs) > 0
+        try:
+            if func is Tensor.__deepcopy__ and not args[0].grad_fn and plain(args[0]):
+                # it copies bytes, which are no rows
+                found = args[0].detach().clone().requires_grad_(args[0].requires_grad)
+                args[1][id(args[0])] = found
+                return found
+            with self._follow.packed() if _takes_packed(func, args) else nullcontext():
+                found = func(*args, **kwargs)
+            if pads:
+                rows, lengths = found
+                self._follow.padded(rows, lengths, 0 if args[2] else 1)
+            return found
+        except RuntimeError:  # who hears of it may take another way for such a shape
+            self._follow.notes.sizes = True
+            raise
+        finally:
+            self._follow.called, self._follow.checks = before
+
+
+def _by_proof() -> bool:
+    """Say whether masks are looked up for a function that returns what it saves: a mode hears that.
+
+    It hears the same below TorchScript, whose kernels nobody has seen called.
+    """
+    caller = sys._getframe(2)
+    if not str(caller.f_globals.get("__name__", "")).startswith("anybatch.execution.proof."):
+        return False
+    frame: FrameType | None = caller
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(("anybatch.execution.proof.", "torch._compile", "torch._dynamo")):
+            return name == "torch.autograd.function"
+        frame = frame.f_back
+    return False
+
+
+def _calls_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether a function of torch's calls one of a person's, which no mode hears within it."""
+    if not isinstance(func, FunctionType):
+        return False
+    given = (*args, *kwargs.values())
+    return not func.__module__.startswith("torch.") or any(map(callable, given))
+
+
+PACKED = frozenset(("rnn_tanh", "rnn_relu", "gru", "lstm", "_pad_packed_sequence"))
+"""torch's functions of packed sequences: data first, then how many samples each step has."""
+
+
+def _takes_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    if getattr(func, "__name__", "") not in PACKED or len(args) < len(("data", "sizes")):
+        return False
+    sizes = args[1]
+    return isinstance(sizes, Tensor) and sizes.dim() == 1 and sizes.dtype == torch.int64
+
+
+def _num_classes(num_classes: int = -1, **_: Any) -> int:
+    return num_classes
+
+
+def samples_of_rows(size: int) -> list[int]:
+    """Return the sample that each row stands for; more rows than can be told apart go in groups."""
+    return list(range(size)) if size <= ROWS else [i * ROWS // size for i in range(size)]
+
+
+def forward(
+    follow: Follow,
+    micro: MicroBatch,
+    samples: Sequence[int],
+    run: Callable[..., Any],
+    *,
+    graph: bool,
+    saved: bool,
+) -> tuple[Any, bool]:
+    """Run forward under masks; return its outputs, and whether a hook was registered in it.
+
+    Args:
+        follow: follows it.
+        micro: the rows.
+        samples: which sample each row is.
+        run: calls the model with rows, within what is handed on as `within`.
+        graph: build one. Else without gradients.
+        saved: save for it what a backward needs. Else nothing.
+
+    Raises:
+        NeededError: forward needs what was not saved.
+    """
+    hooked: list[Any] = []
+    around = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if around is not None and not _copies(around[0]):
+        follow.notes.saving.append("what the step is within")
+    for _, tensor in tree.tensors(micro.inputs):
+        if tensor.dim() and tensor.shape[0] == micro.size:
+            follow.seed(tensor, list(samples))
+
+    def contexts() -> Iterator[AbstractContextManager[Any]]:
+        yield torch.set_grad_enabled(graph)
+        yield nullcontext() if saved or not graph else _saving_nothing()
+        yield from (_saving(follow), _hooks(hooked), Reads(follow), follow)
+
+    try:
+        outputs = run(micro, within=_Within(contexts))
+    except RuntimeError as error:
+        if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
+            raise NeededError from error
+        raise
+    return outputs, bool(hooked)
+
+
+class _Within:
+    """Contexts that are entered one after the other.
+
+    This is no generator: one that an interrupt has left behind ends when it is forgotten, and would
+    then pop modes that are not its own. Those that a step has left entered the step takes off.
+
+    Args:
+        contexts: makes each when it is its turn.
+    """
+
+    def __init__(self, contexts: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
+        self._contexts, self._entered = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for one in self._contexts():
+                entered.enter_context(one)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+@contextmanager
+def _hooks(found: list[Any]) -> Iterator[None]:
+    """Note hooks that are registered on tensors or on nodes of a graph: all have such a handle."""
+    made = RemovableHandle.__init__
+
+    def note(self: RemovableHandle, *given: Any, **named: Any) -> None:
+        if sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:  # of a module
+            found.append(self)
+        made(self, *given, **named)
+
+    RemovableHandle.__init__ = note  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        RemovableHandle.__init__ = made  # type: ignore[method-assign]
+
+
+@contextmanager
+def _saving(follow: Follow) -> Iterator[None]:
+    """Note hooks on saved tensors that are not torch's own (checkpoints, save_on_cpu)."""
+    hooks: Any = torch._C._autograd
+    push = hooks._push_saved_tensors_default_hooks
+
+    def note(pack: Any, unpack: Any) -> None:
+        if not _copies(pack):
+            follow.notes.saving.append(follow.path)
+        push(pack, unpack)
+
+    hooks._push_saved_tensors_default_hooks = note
+    try:
+        yield
+    finally:
+        hooks._push_saved_tensors_default_hooks = push
+
+
+def _copies(pack: Any) -> bool:
+    return (getattr(pack, "__module__", "") or "").startswith(("torch.", "anybatch."))
+
+
+@contextmanager
+def _saving_nothing() -> Iterator[None]:
+    # a generator: hooks that an interrupt has left behind are taken off when it is forgotten
+    hooks = torch._C._autograd
+
+    def own(tensor: Tensor) -> None:  # one of this body alone, by which it is found
+        del tensor
+
+    try:
+        with saved_tensors_hooks(own, _needed):
+            yield
+    finally:  # an interrupt may have come between the body and their end
+        top = hooks._top_saved_tensors_default_hooks(False)
+        if top and top[0] is own:
+            hooks._pop_saved_tensors_default_hooks()
+
+
+def _needed(_: None) -> Tensor:
+    raise NeededError
+
+
+def strange_backward(outputs: Any) -> bool:
+    """Say whether a backward of these outputs is not torch's own alone."""
+    roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    return any(map(_is_strange, graph.nodes(roots)))
+
+
+def _is_strange(node: Any) -> bool:
+    if type(node).__module__ == "builtins":
+        return "CppNode" in graph.name_of(node)
+    made = getattr(type(node), "_forward_cls", None)
+    return made is None or not made.__module__.startswith("anybatch.")
+
+
+def backward(
+    follow: Follow, outputs: Any, leaves: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> None:
+    """Run backward under masks from a gradient that each sample has of its own.
+
+    Args:
+        follow: has followed the forward.
+        outputs: of it.
+        leaves: what may get a gradient; what they had is put back.
+        inputs: leaves with a row for each sample, whose gradients must be of that sample alone.
+    """
+    every = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    roots = [t for t in every if not several(follow.masks.of(t))]  # a loss inside is traced
+    if not roots:
+        return
+    seeds = [torch.randn_like(root) for root in roots]
+    for seed, root in zip(seeds, roots, strict=True):
+        follow.masks.put(seed, follow.masks.of(root))
+    held = [leaf.grad for leaf in leaves]
+    follow.backward = True
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        with follow:
+            torch.autograd.backward(roots, seeds)  # reentrant checkpoints refuse grad()
+        for one in inputs:
+            mask = None if one.grad is None else follow.masks.of(one.grad)
+            if mask is not None and one.shape[:1] == (len(follow.samples),):
+                other = strange_row(mask, 0, follow.samples) is not None
+            else:
+                other = several(mask)
+            if other and one.grad is not None:
+                place = follow.masks.origin(one.grad)
+                follow.notes.backward.append(place or "the gradient of the inputs")
+    finally:
+        follow.backward = False
+        for leaf, gradient in zip(leaves, held, strict=True):
+            leaf.grad = gradient

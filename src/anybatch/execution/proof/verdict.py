@@ -1,0 +1,444 @@
+"""What the masks of a few rows say: samples stay apart, they meet, or that could not be followed.
+
+A model runs on a few rows, and on the last of them alone. Samples meet where an output row has had
+a part of another sample; where the second run finds what the first has left; where a call of batch
+normalisation holds other rows than those that micro-batches would bring to it; and in backward
+where a gradient that is a sum over samples is not used linearly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from anybatch.core import tree
+from anybatch.core.errors import NotExactError
+from anybatch.execution.proof.follow import Follow, Notes
+from anybatch.execution.proof.masks import (
+    CUT,
+    EARLIER,
+    LOOSE,
+    PLACE,
+    ROWS,
+    SAMPLES,
+    fold,
+    samples_of,
+)
+from anybatch.loss.heard import WEIGHTS
+
+WHOLE = "give micro_batch >= the batch size"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was concluded.
+
+    Attributes:
+        meets: where samples meet and what to do, as a sentence; "" where they do not.
+        doubts: why that is not shown where they do not; nothing where it is.
+    """
+
+    meets: str = ""
+    doubts: tuple[str, ...] = ()
+
+    def refuse(self) -> None:
+        """Refuse to divide a batch whose samples meet.
+
+        Raises:
+            NotExactError: they do.
+        """
+        if self.meets:
+            raise NotExactError(self.meets)
+
+
+Given = tuple[str, str, tuple[Any, ...]]
+"""Module, kernel, and the numbers that Python gives to it."""
+
+
+class Difference(NamedTuple):
+    """Two forwards that compute with other numbers.
+
+    Attributes:
+        where: the module and the kernel, as the beginning of a sentence.
+        mine: the numbers of the first forward.
+        its: those of the other one.
+    """
+
+    where: str
+    mine: str
+    its: str
+
+
+class Output(NamedTuple):
+    """An output of a forward under masks.
+
+    Attributes:
+        path: its path.
+        mask: which samples have had a part in it; None where none has.
+        origin: where these met; "" where they have not.
+        trains: it has a gradient.
+        alike: it was made without samples, and tells no row from another. Default False.
+    """
+
+    path: str
+    mask: Tensor | None
+    origin: str
+    trains: bool
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward under masks.
+
+    Attributes:
+        notes: what was noted on the way.
+        samples: the samples of its rows, in order.
+        outputs: of it.
+    """
+
+    notes: Notes
+    samples: Sequence[int]
+    outputs: Sequence[Output]
+
+
+def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
+    """Return a forward that has just ended.
+
+    Args:
+        follow: has followed it.
+        samples: the samples of its rows, in order.
+        outputs: of it.
+    """
+    masks = follow.masks
+    found = [
+        Output(path, masks.of(one), masks.origin(one), one.requires_grad, follow.alike(one))
+        for path, one in tree.tensors(outputs, "outputs")
+    ]
+    return Forward(follow.notes, samples, found)
+
+
+def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> Verdict:
+    """Return what two forwards say.
+
+    Args:
+        whole: of a few rows.
+        part: of the last of these; None where the model takes no fewer rows.
+        axes: where each output holds the samples; None where it holds none.
+    """
+    part = None if part is None else _without_refuted(whole, part)
+    runs = [whole] if part is None else [whole, part]
+    meets = _in_norms(whole, part)
+    for run in runs:
+        meets = meets or in_outputs(run, axes) or _in_backward(run)
+    if part is not None:
+        meets = meets or _in_shuffles(whole, part)
+    doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run))
+    doubts.update(dict.fromkeys(unfollowed(runs, axes)))
+    for place in whole.notes.few[:1]:  # of fewer rows fewer are chosen
+        doubts[
+            f"rows that are chosen by their values are brought together in {place}, and of the "
+            "rows looked at fewer than two were"
+        ] = None
+    doubts |= dict.fromkeys(_in_order(whole, axes))  # without an arange, places are none in `part`
+    for place in whole.notes.fixed[:1]:
+        doubts[f"rows are read or written by their place in the batch in {place}"] = None
+    for place in whole.notes.counted[:1]:
+        doubts[f"numbers are others for more rows than for fewer in {place}"] = None
+    for place in _regrouped(whole, part)[:1]:
+        doubts[f"a dimension as long as the samples is made of others in {place}"] = None
+    return Verdict(meets, tuple(doubts))
+
+
+def _without_refuted(whole: Forward, part: Forward) -> Forward:
+    """Return the forward of fewer rows without findings that the forward of all rows refutes.
+
+    An ``arange`` of the rows has no marks before its length is known. So in the first forwards an
+    order that is undone with it (pack_padded_sequence) stays, and entries that are written to at it
+    may collide. The forward of all rows is followed again with these marks, and decides; of fewer
+    rows samples of an earlier call are still found.
+    """
+    outputs, notes = part.outputs, part.notes
+    if notes.mixes_orders and not whole.notes.mixes_orders:
+        masks = [None if one.mask is None else one.mask & EARLIER for one in outputs]
+        outputs = [one._replace(mask=mask) for one, mask in zip(outputs, masks, strict=True)]
+    if not whole.notes.collisions:
+        notes = replace(notes, collisions=[])
+    return replace(part, outputs=outputs, notes=notes)
+
+
+def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
+    """Return what the outputs of a forward say: where samples meet, or what an earlier call left.
+
+    Args:
+        run: the forward.
+        axes: where each output holds the samples; None where it holds none.
+    """
+    for (path, mask, place, trains, _), axis in zip(run.outputs, axes, strict=False):
+        if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
+            return (
+                "what weighs a loss inside the model, or is added to it, must be the same for "
+                "every part of a batch that is split (class weights, a factor, a penalty), and "
+                f"{place or 'forward'} computes it from the samples: mark the function that does "
+                "so with anybatch.coupled, compute it before the step and give it to the model as "
+                f"a buffer, take the loss outside of the model, or {WHOLE}"
+            )
+        if mask is None or axis is None:
+            continue
+        if trains and bool((mask & PLACE).any()):
+            return (
+                "samples must be computed alike wherever they are in a batch that is split, and "
+                f"{place or path} computes with the place of a row among the samples (arange, eye, "
+                f"an order): give it with the inputs, or {WHOLE}"
+            )
+        strange = strange_row(mask, axis, run.samples)
+        if strange is None:
+            continue
+        row, others = strange
+        if ROWS in others:
+            return (
+                "forward must not take from one call what another has left when the batch is "
+                f"split, and row {row} of {path} has a part of samples of the call before: it "
+                f"keeps state outside of its inputs. Register it as a buffer, or {WHOLE}"
+            )
+        if not place:
+            return _out_of_place(f"row {row} of {path} belongs to sample {others[0]}")
+        return (
+            "samples must not meet inside the model when the batch is split, and samples "
+            f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compute what "
+            "compares samples in the loss, declare the function that does it with "
+            f"anybatch.coupled, or {WHOLE}"
+        )
+    if run.notes.lost:
+        return (
+            "samples must not meet inside the model when the batch is split, and they meet in "
+            f"{run.notes.lost}, before the loss that the model computes. Declare the "
+            f"function that does it with anybatch.coupled, or {WHOLE}"
+        )
+    return ""
+
+
+def strange_row(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
+    """Return a row that has had a part of other samples, and these; None where none has.
+
+    Args:
+        mask: of an output.
+        axis: where it holds the samples.
+        samples: which they are.
+    """
+    mask = mask & SAMPLES
+    others = [d for d in range(mask.dim()) if d != axis]
+    rows = fold(mask, others, keep=True).reshape(-1)
+    if len(rows) == 1 and len(samples) > 1:
+        rows = rows.expand(len(samples))
+    for at, bits in enumerate(rows.tolist()):
+        wrong = samples_of(bits & ~(1 << samples[at]))
+        if wrong:
+            return samples[at], wrong
+    return None
+
+
+def _in_backward(run: Forward) -> str:
+    notes = run.notes
+    if notes.frequencies:
+        return (
+            "samples must not meet inside the model when the batch is split, and they meet in "
+            f"{notes.frequencies[0]}: scale_grad_by_freq divides the gradient by how often the "
+            f"whole batch has an entry. Set scale_grad_by_freq=False, or {WHOLE}"
+        )
+    if notes.backward:
+        return (
+            "samples must not meet in backward when the batch is split, and they meet in "
+            f"{notes.backward[0]}: a hook or an autograd.Function computes with the gradient of "
+            f"several samples at once. Let it treat each row by itself, or {WHOLE}"
+        )
+    return ""
+
+
+def _in_norms(all_rows: Forward, part: Forward | None) -> str:
+    """Compare the calls of batch normalisation with those of fewer rows.
+
+    Call k of the undivided batch must hold, of the rows that a micro-batch has, just those that
+    call k of the micro-batch holds: together the micro-batches then bring all of its rows.
+    """
+    whole = all_rows.notes.norms
+    for one in whole if part is None else ():
+        held = samples_of(_all(one.rows))
+        if one.cut or (held and held != sorted(set(all_rows.samples))):
+            return other_rows(one.path, f"it holds samples {_and(held)} alone")
+    if part is None:
+        return ""
+    some = part.notes.norms
+    if len(whole) != len(some):
+        first = (whole or some)[0]
+        return other_rows(
+            first.path, f"{len(whole)} calls hold all rows and {len(some)} those of a part"
+        )
+    mine = 0
+    for sample in part.samples:
+        mine |= 1 << sample
+    for one, other in zip(whole, some, strict=True):
+        if not one.rows and one.values == other.values > 0:
+            return (
+                "BatchNorm must normalise samples where micro-batches wait for each other, and a "
+                f"call of {one.path} normalises as many values for any number of samples: every "
+                f"micro-batch would count them again. Give {WHOLE.removeprefix('give ')}"
+            )
+        wanted = {bits: n for bits, n in one.rows.items() if bits & mine}
+        found = {bits: n for bits, n in other.rows.items() if bits}
+        of_all = samples_of(_all(one.rows)) == sorted(set(all_rows.samples))
+        as_many = one.values * len(part.samples) == other.values * len(all_rows.samples)
+        if not other.rows and of_all and as_many and one.path == other.path:
+            continue  # noise as long as there are rows, which tells its samples when that is known
+        if one.path != other.path or wanted != found:
+            held = samples_of(_all(one.rows))
+            told = f"the call that holds samples {_and(held)} of the batch"
+            return other_rows(one.path, f"{told} holds other rows in a micro-batch")
+    return ""
+
+
+def _in_shuffles(whole: Forward, part: Forward) -> str:
+    """Look for random orders that are as long as the batch: of few rows one may move none."""
+    pairs = zip(whole.notes.shuffles, part.notes.shuffles, strict=False)
+    for (path, n), (_, m) in pairs:
+        if n != m and n * len(part.samples) == m * len(whole.samples):
+            return _out_of_place(f"{path} draws an order of all samples")
+    return ""
+
+
+def _regrouped(whole: Forward, part: Forward | None) -> list[str]:
+    """Return where no samples lie along a dimension that is as long as there are samples.
+
+    ``reshape(T, n, C)`` of [n, T, C], where transpose was meant: lines of few rows may each lie in
+    one sample by chance. Where they do not in one of two forwards, their masks tell what meets.
+    """
+    found = []
+    pairs = zip(whole.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
+    for (path, shape, lies), (_, fewer, also) in pairs:
+        grown = {d for d, (n, m) in enumerate(zip(shape, fewer, strict=False)) if n != m}
+        if len(shape) == len(fewer) and grown and not grown & (lies | also):
+            found.append(path)
+    return found
+
+
+def first_difference(mine: Sequence[Given], its: Sequence[Given]) -> Difference | None:
+    """Return the first numbers that two forwards give to the same kernel and that differ.
+
+    None where there are none, or where other kernels come first.
+    """
+    for (path, kernel, given), (other_path, other, also) in zip(mine, its, strict=False):
+        if (path, kernel) != (other_path, other):
+            return None
+        if repr(given) != repr(also):  # NaN is NaN
+            return Difference(f"{path} computes {kernel} with", _told(given), _told(also))
+    return None
+
+
+def moved_state(found: Difference) -> str:
+    """Return what is said of numbers that a later call on the same rows gives to a kernel."""
+    return (
+        f"forward must give the same when it is called again, and {found.where} {found.mine} in "
+        f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
+        f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
+    )
+
+
+def fails_again(name: str, error: Exception) -> str:
+    """Return what is said of a forward that fails after another call on the same rows."""
+    return (
+        "forward must not take from one call what another has left when the batch is split, and a "
+        f"second call fails with what is left in {name} ({type(error).__name__}: "
+        f"{str(error)[:80]}). Reset it at the start of forward, or {WHOLE}"
+    )
+
+
+def moved_number(path: str) -> str:
+    """Return what is said of a number that each call moves, and that a backward computes with."""
+    return (
+        f"backward must give the same after another call of forward, and each call moves {path}: "
+        f"every micro-batch would. Move it once a step, outside of forward, or {WHOLE}"
+    )
+
+
+def _told(given: Sequence[Any]) -> str:
+    return ", ".join(f"{number:.6g}" for number in given)
+
+
+def _out_of_place(why: str) -> str:
+    return (
+        f"samples must keep their place when the batch is split, and {why}: forward permutes, "
+        f"rolls or flips the batch. Do so before the step, or {WHOLE}"
+    )
+
+
+def other_rows(path: str, why: str) -> str:
+    """Return what is said of batch normalisation of a part of the batch."""
+    return (
+        "every call of batch normalisation must hold the whole batch when it is split, and "
+        f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
+        f'position). Call it on all rows, take batchnorm="local", or {WHOLE}'
+    )
+
+
+def _all(rows: dict[int, Fraction]) -> int:
+    found = 0
+    for bits in rows:
+        found |= bits
+    return found
+
+
+def doubts_of(run: Forward) -> Iterable[str]:
+    """Yield why a forward does not show that samples stay apart."""
+    notes = run.notes
+    for path, kind in notes.read[:1]:
+        script = ", or torch.jit.script computes with it" if kind == "tensor" else ""
+        yield f"Python reads a {kind} of the samples in {path}{script}"
+    for path, kernel, _ in notes.unfollowed[:1]:
+        yield f"{kernel} in {path} could not be followed"
+    for words, places in (
+        ("a higher-order operator could not be followed in", notes.operators),
+        ("saved_tensors_hooks change what autograd saves in", notes.saving),
+        ("two samples may write to the same place, which they choose in", notes.collisions),
+        ("rows are chosen by their place in the batch in", notes.positions),
+        ("a part of the batch, cut by position, is brought together in", notes.parts),
+        ("forward computes with num_batches_tracked, which BatchNorm moves, in", notes.counters),
+    ):
+        for place in places[:1]:
+            yield f"{words} {place}"
+    if notes.given:
+        yield "Python makes numbers that are as many as the samples, and they cannot be followed"
+    marked = (one.mask for one in run.outputs if one.mask is not None)
+    if notes.cuts and any(bool((mask & CUT).any()) for mask in marked):
+        yield "rows are sliced along the samples, and parts of the batch may be computed otherwise"
+
+
+def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[str]:
+    """Yield which outputs have lost their samples: those of parameters alone have none to lose.
+
+    Args:
+        runs: the forwards.
+        axes: where each output holds the samples; None where it holds none.
+    """
+    honest = {one.path for run in runs for one in run.outputs if one.alike}
+    pairs = [pair for run in runs for pair in zip(run.outputs, axes, strict=False)]
+    for (path, mask, _, trains, _), axis in pairs:
+        if axis is not None and trains and mask is None and path not in honest:
+            yield f"no sample could be followed to {path}"
+
+
+def _in_order(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
+    """Yield an output whose rows are where samples have put them: of few rows one may move none."""
+    for (path, mask, _, trains, _), axis in zip(run.outputs, axes, strict=False):
+        if axis is not None and trains and mask is not None and bool((mask & LOOSE).any()):
+            yield (
+                f"the rows of {path} are in an order, or a choice, that the samples make (sort, "
+                "topk, nonzero, x[mask]): write them back to their places"
+            )
+
+
+def _and(samples: Sequence[int]) -> str:
+    return " and ".join(map(str, samples))

@@ -1,0 +1,88 @@
+"""How large the rows have been of batches that are loaded on the way: no plan may be for less.
+
+The samples of a `LazyBatch` are not known before their turn. A few of them are loaded to plan with;
+where a micro-batch comes with longer rows, the step ends before it is run, everything is put back,
+and the step begins again under a plan for such rows.
+
+    planned for rows of 30 │ mu_0: 12 │ mu_1: 28 │ mu_2: 45: again │ planned for 45 │ mu_0 ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from anybatch.core import tree
+from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch
+from anybatch.core.errors import AgainError
+from anybatch.core.rng import Dice
+from anybatch.execution.case import MICRO_BATCHES, stretched
+from anybatch.execution.kinds import Rows, Shapes, elements, kinds_of, shapes_of
+
+FEW = MICRO_BATCHES * MICRO_BATCHES
+"""Rows that are loaded to plan with."""
+
+T = TypeVar("T")
+
+
+class LargerRowsError(AgainError):
+    """A micro-batch has larger rows than any before it."""
+
+    def __init__(self, micro: MicroBatch) -> None:
+        super().__init__("rows larger than any before")
+        self.micro = micro
+
+
+class Reach:
+    """The largest rows met so far, for each kind of tree that they come in."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, TensorBatch] = {}
+
+    def rows(self, batch: LazyBatch) -> TensorBatch:
+        """Return a few rows as large as any that came; the first ones, where none have come.
+
+        The dice are put back.
+        """
+        if not self._known:
+            dice = Dice.now()
+            self._take(next(iter(batch.micro_batches(min(batch.size, FEW)))))
+            dice.put_back()
+        return max(self._known.values(), key=lambda rows: elements(shapes_of(rows)))
+
+    def again(self, run: Callable[[], T]) -> T:
+        """Run a step, and where it has found out more, take that in and run it again."""
+        while True:
+            try:
+                return run()
+            except LargerRowsError as larger:
+                self._take(larger.micro)
+            except AgainError:
+                pass
+
+    def watch(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield micro-batches.
+
+        Raises:
+            LargerRowsError: one has larger rows than any before it.
+        """
+        for micro in micro_batches:
+            known = self._known.get(kinds_of(micro))
+            if known is None or shapes_of(known) != _largest(known, micro):
+                raise LargerRowsError(micro)
+            yield micro
+
+    def _take(self, micro: MicroBatch) -> None:
+        known = self._known.get(kinds_of(micro))
+        shapes = shapes_of(micro) if known is None else _largest(known, micro)
+        few = stretched(TensorBatch(micro.inputs, micro.targets, micro.size), shapes, FEW)
+        inputs, targets = tree.map_tensors(Tensor.clone, (few.inputs, few.targets))
+        self._known[kinds_of(micro)] = TensorBatch(inputs, targets, few.size)
+
+
+def _largest(one: Rows, other: Rows) -> Shapes:
+    """Return the shapes that hold the rows of both."""
+    pairs = zip(shapes_of(one), shapes_of(other), strict=True)
+    return tuple(tuple(map(max, a, b)) for a, b in pairs)

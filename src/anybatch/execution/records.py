@@ -1,0 +1,129 @@
+"""What a step was, and what the first of its kind found out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from anybatch.core.cards import bar, card, table
+from anybatch.core.norm.sites import Way
+from anybatch.core.units import show_bytes
+from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.step import Layout
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the last step was.
+
+    Attributes:
+        loss: of the whole batch, a detached 0-dim tensor.
+        samples: N_B, over all ranks.
+        micro_batch: N_mu, samples in a micro-batch; after a retry, the size it ended with.
+        micro_batches: N_S, micro-batches that were done by this rank.
+        seconds: host time of the call; on CUDA the device may still be computing.
+        peak_bytes: bytes held at most. On CUDA what the allocator has had in use, None where its
+            peak is an earlier step's; on the CPU live bytes of tensors, measured in the first step
+            after each forecast, else None.
+        predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
+        moved_bytes: bytes that were copied out of the device and back, where micro-batches waited.
+        remade_bytes: bytes that were computed again instead, from what was saved beside them.
+        retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
+        batchnorm: "exact" or "local".
+    """
+
+    loss: Tensor
+    samples: int
+    micro_batch: int
+    micro_batches: int
+    seconds: float
+    peak_bytes: int | None
+    predicted_bytes: int | None = None
+    moved_bytes: int = 0
+    remade_bytes: int = 0
+    retries: int = 0
+    batchnorm: str = "exact"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: what was held against what was foreseen, and the step."""
+        held, foreseen = self.peak_bytes, self.predicted_bytes
+        named = {
+            "loss": f"{float(self.loss):.6g}",
+            "samples": f"{self.samples} in {self.micro_batches} micro-batches of up to "
+            f"{self.micro_batch}",
+            "seconds": f"{self.seconds:.3g}",
+        }
+        optional = {
+            "peak": None if held is None else show_bytes(held),
+            "predicted": None if foreseen is None else show_bytes(foreseen),
+            "moved": show_bytes(self.moved_bytes) if self.moved_bytes else None,
+            "computed again": show_bytes(self.remade_bytes) if self.remade_bytes else None,
+            "retries": str(self.retries) if self.retries else None,
+        }
+        named |= {name: value for name, value in optional.items() if value is not None}
+        known = held is not None and foreseen is not None
+        return card(
+            "last step",
+            bar((("held", held),), foreseen) if known and held and foreseen else "",
+            table({**named, "batchnorm": self.batchnorm}),
+        )
+
+
+@dataclass(frozen=True)
+class SeenInLanes:
+    """What looks at a model have found out for lanes.
+
+    Attributes:
+        slots: attributes and containers that every lane has of its own.
+        ways: where samples meet in forward, in order, for each look.
+        singles: forward normalises some samples by themselves, each as a row of channels.
+        current: no other way has come since.
+    """
+
+    slots: tuple[Any, ...] = ()
+    ways: tuple[Way, ...] = ()
+    singles: bool = False
+    current: bool = True
+
+    def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> SeenInLanes:
+        """Return what is known after one more look."""
+        every = {id(slot): slot for slot in (*self.slots, *slots)}
+        return SeenInLanes(
+            tuple(every.values()), (*self.ways, way), singles=self.singles or singles
+        )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the first step of a signature found out, and later ones need not look for.
+
+    A signature is the kinds of the tensors of a batch, without its size, and the training flags.
+
+    Attributes:
+        coupled: the loss needs all outputs at once.
+        moving: paths of the buffers that forward moves.
+        layout: where the outputs hold the samples.
+        copies: forward writes to its inputs.
+        still: the first step drew nothing.
+        lanes: what a look at lanes has found; None where there was none.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
+        looked: the step of the signature in which samples were followed last.
+        sizes: of batches that were compared since.
+        steps: steps of the signature so far.
+        mixed: outputs without rows that samples have had a part in.
+    """
+
+    coupled: bool
+    moving: frozenset[str]
+    layout: Layout | None
+    copies: bool
+    still: bool = False
+    lanes: SeenInLanes | None = None
+    doubts: tuple[str, ...] = ()
+    looked: int = 0
+    sizes: ComparedSizes | None = None
+    steps: int = 0
+    mixed: frozenset[int] = frozenset()

@@ -1,0 +1,586 @@
+"""One step as the mechanisms see it: micro-batches in, forward, backward, gradients out.
+
+Streaming and gathering order these verbs differently; what a verb means stands here once. What lets
+a step be done again, and what that moves, is in `anybatch.execution.repeatable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+from anybatch.core import graph, tree
+from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
+from anybatch.core.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
+from anybatch.core.hanging import Hung, doubts_of, hanging, hangs
+from anybatch.core.kept import Attributes
+from anybatch.core.meeting import ForwardOf, looks_here
+from anybatch.core.memory import Inside, Room
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.modules import call_model
+from anybatch.core.norm.sites import Way
+from anybatch.core.rng import Dice
+from anybatch.distributed.dice import devices_of
+from anybatch.distributed.sharded import Sharded
+from anybatch.execution.device import Link, feed
+from anybatch.execution.dice.whole import WholeDice
+from anybatch.execution.proof.familiar import Familiar
+from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.repeatable import OutputsChangedError, Repeatable
+from anybatch.execution.strides import one_row
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.declared import Part, Scope, Total
+from anybatch.loss.heard import OtherFormError
+from anybatch.loss.watched import NotAPartError
+from anybatch.memory.fakes import is_fake
+
+
+class Scaler(Protocol):
+    """What of ``torch.amp.GradScaler`` a step needs."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """Return the tensor times the present scale."""
+
+
+class Away(Protocol):
+    """Lets what autograd saves in a micro-batch leave the device."""
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of `size` samples; the `first` finds no sums yet."""
+
+
+Layout = tuple[int | None, ...]
+"""For each output tensor the dimension that holds the samples; None where none does."""
+
+
+NO_GRAPH = (
+    "forward must make the graph that it differentiates, because it also runs where gradients are "
+    "off, and torch.autograd.grad found none: write `with torch.enable_grad():` around that part "
+    "of it"
+)
+
+WITHOUT_DATA = (
+    "forward must not keep tensors where they cannot be put back after it was compared on tensors "
+    "without data, and what it returns has none: it kept one in a place that no name of its code "
+    "leads to. Keep tables in attributes of the model or of a file, or give "
+    "micro_batch >= the batch size"
+)
+
+OF_NORMS = "more than 1 value per channel"
+"""In torch's error where a batch normalisation has one value."""
+
+HOOKED = "support saved tensor hooks"
+"""In torch's error where torch.func differentiates what would leave."""
+
+NO_HOOKS = (
+    "where saved tensors are to leave, forward must not differentiate with torch.func (grad, vjp, "
+    "jacrev, hessian), which torch does not let leave: give more memory, so that none has to, or "
+    "use torch.autograd.grad"
+)
+
+IN_CHECKPOINT = (
+    "a loss that the model returns must be taken outside of torch.utils.checkpoint, which computes "
+    "it again where nobody follows it: let the checkpoint end before the loss"
+)
+
+SQUEEZE = (
+    "write squeeze(-1) for [n, 1], flatten(1) for [n, C, 1, 1], squeeze(0) for a state [1, n, C]"
+)
+
+CHANGES = "forward builds another graph from step to step"
+
+
+@dataclass(kw_only=True)
+class Step(Repeatable):
+    """A mini-batch on its way through the model; what it is made of, `Repeatable` has.
+
+    Attributes:
+        layout: where the outputs hold the samples; None until somebody has looked.
+        mixed: outputs without rows that samples have had a part in.
+        signature: the kind of the batch and the modes of the modules.
+        copies: forward writes to its inputs, so it gets copies of them.
+        doubts: why it is not shown that samples stay apart; nothing where it is.
+        looked: the step of its signature in which samples were followed last; 0 is none.
+        sizes: of batches that were compared since; None until somebody has looked.
+        steps: steps of its signature, this one included.
+        familiar: what was looked at in steps of its signature; None compares nothing.
+        attributes: plain ones of the model, as they were when the step began.
+        own: ids of the leaves that the step itself made.
+        discover: told the roots of every backward of the first step of a signature.
+        batchnorm: "exact" or "local".
+        local: BatchNorm layers that normalise each micro-batch by itself.
+        found: what the mechanism found the loss to be, in words.
+        apart: gradients are summed in an accumulator, once the step is divided.
+        lanes: micro-batches wait for each other where samples meet.
+        counters: the ``num_batches_tracked`` of the model.
+        slots: attributes and containers that every lane has of its own.
+        ways: where samples meet in forward, as far as that was looked at; None where it just was.
+        singles: forward normalises some samples by themselves, each as a row of channels.
+        coupled: in lanes, the loss is known to need all outputs at once.
+        room: bytes that waiting lanes may hold on the device; None sends nothing away.
+        budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
+        inside: what all lanes may hold, the one that runs, too; None lets that one hold what it
+            will.
+        spill: where lanes leave for: "host", "file" or the folder of a file; None is what is
+            nearest to the device.
+        moved: bytes that left the device and returned.
+        remade: bytes that were computed again instead.
+        watch: sees each micro-batch as it comes, and may end the step.
+        private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
+            other rank.
+        sharded: takes the gradients of a model that was spread; None where there is none.
+        away: where saved tensors may go; None (default) lets all of them stay.
+        deliver: writes what the step has made, once all ranks have made it. Default: nothing.
+        calls: compares the state of the loss around its calls; None (default) where it has none.
+        hanging: attributes and classes of outputs that their rows would not have.
+    """
+
+    link: Link
+    scaler: Scaler | None = None
+    signature: Any = None
+    layout: Layout | None = None
+    mixed: frozenset[int] = frozenset()
+    copies: bool = False
+    doubts: tuple[str, ...] = ()
+    looked: int = 0
+    sizes: ComparedSizes | None = None
+    steps: int = 1
+    familiar: Familiar | None = None
+    attributes: Attributes = field(default_factory=partial(Attributes, ()))
+    own: set[int] = field(default_factory=set)
+    discover: Callable[[list[Tensor]], None] | None = None
+    batchnorm: str = "exact"
+    local: int = 0
+    found: str = ""
+    apart: bool = False
+    lanes: bool = False
+    counters: list[Tensor] = field(default_factory=list)
+    slots: list[Any] = field(default_factory=list)
+    ways: tuple[Way, ...] | None = None
+    singles: bool = False
+    coupled: bool = False
+    room: Room = None
+    budgeted: bool = False
+    inside: Inside | None = None
+    spill: str | None = None
+    moved: int = 0
+    remade: int = 0
+    watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
+    private: frozenset[int] = frozenset()
+    sharded: Sharded | None = None
+    away: Away | None = None
+    deliver: Callable[[], None] = lambda: None
+    calls: LossCalls | None = None
+    hanging: set[Hung] = field(default_factory=set)
+    _collected: int = 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether Python reads numbers of tensors, as far as somebody has looked."""
+        return self.sizes is not None and (self.sizes.reads or bool(self.sizes.values))
+
+    def restart(self) -> None:
+        """Begin again, the state of the loss as it was, too."""
+        super().restart()
+        self._collected = 0
+        if self.calls is not None:
+            self.calls.restart()
+
+    def totals(self, outputs: Any, micro: MicroBatch) -> list[Total] | None:
+        """Return the terms of the whole batch's loss; None where it couples samples.
+
+        A loss that changes state of its own is taken so, too: it is called once.
+
+        Raises:
+            OutputsChangedError: the loss that the model returns has not been looked at.
+        """
+        scope = self.scope(outputs, micro)
+        try:
+            if self.calls is None:
+                return self.loss.totals(scope)
+            self.compare(outputs, micro)
+            return self.calls.watched(partial(self.loss.totals, scope))
+        except OtherFormError as error:
+            if self.looked == self.steps or self.familiar is None:
+                raise LossError(str(error)) from error
+            raise OutputsChangedError from error
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Return a micro-batch's part of each of `totals`.
+
+        Raises:
+            NotAPartError: it is no part of them, or the loss changes state of its own.
+        """
+        if self.calls is None:
+            return self.loss.parts(outputs, micro, totals)
+        found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
+        if self.calls.changed:
+            self.calls.noted += self.calls.changed
+            raise NotAPartError
+        return found
+
+    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss of the whole batch, from all outputs."""
+        if self.calls is None:
+            return self.loss.whole(outputs, micro)
+        return self.calls.called(partial(self.loss.whole, outputs, micro))
+
+    def compare(self, outputs: Any, micro: MicroBatch, *, alone: bool = False) -> None:
+        """Compare a loss that a person wrote with itself; `alone`: the step calls it once only."""
+        if self.calls is not None and self.loss.takes_outputs:
+            trains = self.gradients is not None
+            if self.budgeted:  # two calls more of all rows were not foreseen
+                outputs, micro = _few(outputs, micro)
+            self.calls.compare(self.loss.whole, outputs, micro, trains=trains, alone=alone)
+
+    def nothing(self) -> Tensor:
+        """Return the loss of no samples: 0, as the parameters are."""
+        known = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
+        like = next(known, None)
+        if like is None:
+            return torch.zeros(())
+        return torch.zeros((), dtype=like.dtype.to_real(), device=like.device)
+
+    @property
+    def count(self) -> int:
+        """N_S, the number of micro-batches."""
+        return count_micro_batches(self.batch.size, self.micro_batch)
+
+    @property
+    def divided(self) -> bool:
+        """Whether the batch is more than one micro-batch, here or over all ranks."""
+        return self.batch.size > self.micro_batch or self.everyone.several
+
+    def feed(self, batch: Batch | None = None, *, moved: bool = False) -> Iterator[MicroBatch]:
+        """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough.
+
+        `moved` is `anybatch.execution.device.feed`'s.
+        """
+        loaded = (batch or self.batch).micro_batches(self.micro_batch)
+        if self.draws is not None:
+            loaded = self.draws.watch(loaded)
+        return feed(self.watch(loaded), self.link, moved=moved)
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """Return what a micro-batch is computed in, so that it draws as it should."""
+        return nullcontext() if self.draws is None else self.draws
+
+    def scope(self, outputs: Any, first: MicroBatch) -> Scope:
+        """Return what is known of the whole batch after its first forward."""
+        whole = self.batch if isinstance(self.batch, TensorBatch) else None
+        layout = self.layout or ()
+        self.check_structure(outputs)
+        everyone = self.everyone.size if self.everyone.several else 0
+        return Scope(self.batch.size, self.count, whole, outputs, first, layout, everyone)
+
+    def _refuse_single_sample(self, error: Exception, micro: MicroBatch) -> None:
+        """Say in one sentence that a forward fails where a micro-batch holds one sample.
+
+        Raises:
+            NotExactError: it does, and the batch holds more.
+        """
+        own = isinstance(error, AnybatchError) or looks_here() or out_of_memory(error)
+        own |= OF_NORMS in str(error)
+        if (
+            own
+            or micro.size > 1
+            or self.batch.size < 2
+            or any(map(is_fake, tree.flat(micro.inputs)))
+        ):
+            return
+        raise NotExactError(
+            "a micro-batch of one sample must be computed as those of several are, and forward "
+            f"fails on it ({type(error).__name__}: {str(error)[:120]}). Where squeeze() has taken "
+            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch that leaves no tail "
+            "of one, or one >= the batch size"
+        ) from error
+
+    def check_structure(self, outputs: Any) -> None:
+        """Raise `OutputsChangedError` where the outputs are not those that were looked at."""
+        if self.layout and len(self.layout) != len(tree.flat(outputs)):
+            raise OutputsChangedError
+
+    def forward(
+        self,
+        micro: MicroBatch,
+        *,
+        begins: bool = True,
+        ends: bool = True,
+        within: AbstractContextManager[Any] | None = None,
+    ) -> Any:
+        """Run the model on a micro-batch, its buffers as the undivided batch would find them.
+
+        Args:
+            micro: the rows.
+            begins: nothing of their forward has been run.
+            ends: nothing of it is left to run.
+            within: entered for the call of the model, and not for what is done with its buffers.
+                Default: nothing is.
+        """
+        within = within or nullcontext()
+        if not self.divided:
+            with within:
+                return self.call(micro, None)
+        if begins:
+            self.buffers.before()
+        with within:
+            outputs = self.call(copied(micro) if self.copies else micro, self.draws)
+        if ends:
+            self.buffers.after()
+        return outputs
+
+    def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
+        """Call the model, with the dice of the whole batch where it has some."""
+        if micro.size == 1:
+            one_row()
+        forward = partial(call_model, self.model, micro.inputs)
+        if self.divided:
+            forward = partial(self.loss.run, forward, micro.inputs)
+        with ForwardOf(micro.size, alone=self.divided):
+            try:
+                outputs = forward() if draws is None else draws.forward(micro, forward)
+            except RuntimeError as error:
+                self._refuse_single_sample(error, micro)
+                if HOOKED in str(error) and not looks_here():
+                    raise NotYetError(NO_HOOKS) from error
+                if torch.is_grad_enabled() or graph.NONE not in str(error):
+                    raise
+                raise NotExactError(NO_GRAPH) from error
+            except (ValueError, IndexError, TypeError) as error:
+                self._refuse_single_sample(error, micro)
+                raise
+        if micro.size == 1 and self.layout and self.divided:
+            _check_single(outputs, self.layout)
+        if self.divided and self.loss.takes_outputs and hangs(outputs):
+            self.hanging |= hanging(outputs, "outputs", classes=True)
+        return outputs
+
+    def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
+        """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
+        away, gradients = self.away, self.gradients
+        if away is None or gradients is None:
+            return work
+
+        def kept(micro: MicroBatch) -> None:
+            away.run(partial(work, micro), micro.size, first=not gradients.summed())
+
+        return kept
+
+    def backward(self, losses: list[Tensor], weights: list[Tensor]) -> int:
+        """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.
+
+        Returns:
+            How many of `losses` have a gradient.
+        """
+        return self.pull(losses, self.scaled(weights))
+
+    def scaled(self, weights: list[Tensor]) -> list[Tensor]:
+        """Return the weights times the present scale, where there is a scaler."""
+        if self.scaler is None or self.gradients is None:
+            return weights
+        return [self.scaler.scale(weight).to(weight.dtype) for weight in weights]
+
+    def pull(
+        self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
+    ) -> int:
+        """Accumulate what flows back from `gradients` of `roots`; return how many do.
+
+        Roots without a graph are left out. Where `into` is given, no other leaf gets anything.
+        """
+        flowed = self.flow(roots, gradients, into)
+        if flowed:
+            self.collect()
+        return flowed
+
+    def flow(
+        self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
+    ) -> int:
+        """Do the same for a part of a micro-batch, which is in no sum before `collect`."""
+        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
+        if self.gradients is None or not pairs:
+            return 0
+        if any(is_fake(root) for root, _ in pairs) and not any(
+            map(is_fake, self.gradients.parameters)
+        ):
+            raise NotExactError(WITHOUT_DATA)
+        if self.discover is not None:
+            self.discover([root for root, _ in pairs])
+        self._recognise([root for root, _ in pairs])
+        with _outside_autocast(pairs[0][0].device.type):
+            self.phase = "backward"
+            try:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
+            except CheckpointError as error:
+                if self.loss.takes_outputs:
+                    raise
+                raise LossError(IN_CHECKPOINT) from error
+        return len(pairs)
+
+    def _recognise(self, roots: list[Tensor]) -> None:
+        """Compare the first graph of the step, and that of a coupled loss, with those looked at.
+
+        Raises:
+            OutputsChangedError: it is another one.
+        """
+        familiar = self.familiar
+        if familiar is None or not (self.divided and self.batch.size):
+            return
+        if self._collected > self.coupled:
+            return
+        if familiar.has_graph(roots, looked=self.looked == self.steps):
+            return
+        if not familiar.full:
+            raise OutputsChangedError
+        if CHANGES not in self.doubts:
+            self.doubts += (CHANGES,)
+
+    @property
+    def hung(self) -> set[Hung]:
+        """Attributes of its batch and outputs that their rows lack, as far as they are seen."""
+        if isinstance(self.batch, TensorBatch | LazyBatch):
+            return self.hanging | self.batch.hanging
+        return self.hanging
+
+    def doubt_batch(self) -> None:
+        """Take in what its batch has shown as it was loaded."""
+        found = self.batch.doubts if isinstance(self.batch, LazyBatch) else ()
+        found += doubts_of(self.hung)
+        self.doubts += tuple(doubt for doubt in found if doubt not in self.doubts)
+
+    def collect(self) -> None:
+        """Take what has flowed back from a micro-batch into the sum."""
+        assert self.gradients is not None
+        self._collected += 1
+        if self._collected > self.coupled:  # what they held may be large
+            self.attributes = Attributes(())
+        self.phase = "summed"
+        self.gradients.collect()
+
+    def offer(self) -> None:
+        """Offer other ranks to send gradients before the last backward has ended.
+
+        Not where saved tensors leave: what is sent has room when they are gone.
+        """
+        if self.gradients is None or self.gradients.hooks:  # they get the sum over all ranks
+            return
+        if self.everyone.several and self.away is None:
+            every = self.gradients.parameters
+            self.everyone.offer([p for p in every if id(p) not in self.private])
+
+    def sending(
+        self, micro: MicroBatch, factor: Callable[[], float | Tensor]
+    ) -> AbstractContextManager[None]:
+        """Return what a backward runs in; the last one sends to other ranks what it completes.
+
+        Args:
+            micro: whose backward it is.
+            factor: returns what the sums still lack, where all ranks have agreed to send early.
+        """
+        gradients = self.gradients
+        last = micro.begin + micro.size == self.batch.size
+        if gradients is None or not (last and self.everyone.several):
+            return nullcontext()
+        old = gradients.summed()
+        return self.everyone.during(lambda some: gradients.take(some, factor(), old))
+
+    def finish(self, factor: float | Tensor = 1.0) -> None:
+        """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
+        if self.gradients is not None:
+            shared = self._of_all if self.everyone.several or self.sharded else None
+            self.gradients.finish(factor, shared)
+
+    def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
+        """Return the sums over all ranks; what belongs to the rows of this one stays."""
+        every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
+        totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
+        return totals if self.sharded is None else self.sharded.cut(sums, totals)
+
+    def fire_hooks(self) -> None:
+        """Fire the hooks of the leaves, once: whatever fails from here on is not done again.
+
+        Raises:
+            NotExactError: one draws random numbers, and there are several ranks.
+        """
+        if self.gradients is None or not self.gradients.hooks:
+            return
+        several = self.everyone.several
+        dice = Dice.now() if several else None
+        self.phase = "fired"
+        with _outside_autocast(self.where):
+            self.gradients.fire(in_order=not several)
+        if dice is not None and not Dice.now().same_as(dice):
+            raise NotExactError(
+                "a hook on a parameter must give the same on all ranks, and one drew random "
+                "numbers, which differ from rank to rank: draw them from a generator that is "
+                "seeded alike on every rank"
+            )
+
+    def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
+        """Return `size` rows of outputs that hold `of`; what holds no samples as it is.
+
+        Outputs beside a loss have no layout: there the first dimension decides.
+        """
+        axes = iter(self.layout or ())
+
+        def narrow(tensor: Tensor) -> Tensor:
+            first = 0 if tensor.dim() and tensor.shape[0] == of else None
+            axis = next(axes) if self.layout else first
+            return tensor if axis is None else tensor.narrow(axis, begin, size)
+
+        return tree.map_tensors(narrow, outputs)
+
+    def agree(self) -> None:
+        """See that all ranks have drawn alike, where they draw for each other."""
+        if self.draws is not None and self.everyone.several:
+            self.everyone.agree(devices_of(self.model))
+
+
+def copied(micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with copies of its inputs, which nobody else holds."""
+    inputs = tree.map_tensors(lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs)
+    return replace(micro, inputs=inputs)
+
+
+def _few(outputs: Any, micro: MicroBatch) -> tuple[Any, MicroBatch]:
+    """Return the first two rows of outputs and targets, where each output holds rows first."""
+    few, n = 2, micro.size
+    if not all(one.dim() and len(one) == n for _, one in tree.tensors(outputs)):
+        return outputs, micro
+    targets = tree.rows(micro.targets, 0, few, n)
+    return tree.rows(outputs, 0, few, n), MicroBatch(micro.inputs, targets, min(few, n))
+
+
+def _check_single(outputs: Any, layout: Layout) -> None:
+    """Refuse outputs of one sample that have lost the dimension of samples."""
+    found = list(tree.tensors(outputs, "outputs"))
+    for (path, one), axis in zip(found, layout, strict=False):
+        lost = axis is not None and (one.dim() <= axis or one.shape[axis] != 1)
+        if lost and len(found) == len(layout):
+            raise BatchError(
+                f"an output must hold each sample once along dimension {axis}, and {path} of one "
+                f"sample has shape {tuple(one.shape)}: squeeze() takes out every dimension of size "
+                f"1, that of the samples, too. Name the dimension: {SQUEEZE}"
+            )
+
+
+def check_trains(roots_with_grad: int) -> None:
+    """Refuse a loss that no parameter can lower."""
+    if roots_with_grad == 0:
+        raise LossError(
+            "the loss must depend on a parameter that requires grad, and no micro-batch's does: "
+            "unfreeze a parameter, or call engine.evaluate"
+        )
+
+
+def _outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Backward runs outside autocast, as torch advises; forward chose the dtypes."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()

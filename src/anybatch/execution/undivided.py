@@ -1,0 +1,42 @@
+"""The whole batch at once: where it is no larger than a micro-batch, nothing is divided.
+
+The loss is called as the person wrote it, so the step is bit for bit what torch would do alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.batch import MicroBatch
+from anybatch.execution.step import Step, check_trains
+
+
+def undivided(step: Step) -> Tensor:
+    """Run forward, loss and backward once.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.execution.step`.
+
+    Returns:
+        The loss, a detached 0-dim tensor.
+    """
+    step.found = step.loss.name
+    (micro,) = step.feed()
+    found: list[tuple[Any, Tensor]] = []
+
+    def train(micro: MicroBatch) -> None:
+        outputs = step.forward(micro)
+        step.compare(outputs, micro, alone=True)
+        loss = step.loss.whole(outputs, micro)
+        if step.gradients is not None:
+            check_trains(step.backward([loss], [torch.ones_like(loss)]))
+        found.append((outputs, loss.detach()))
+
+    step.under(train)(micro)
+    step.finish()
+    ((outputs, loss),) = found
+    step.show(outputs, micro)
+    return loss

@@ -1,0 +1,374 @@
+"""BatchNorm whose batch is wherever its parts are: every ``F.batch_norm`` of a model, unmodified.
+
+torch normalises by the statistics of the rows that are here. While this mode is on, training-mode
+batch normalisation asks a meeting for the moments of all rows, and in backward for the two sums
+that its gradient needs; it computes with its own rows alone.
+
+    forward    x_hat = (x - mean) / sqrt(var + eps)            mean, var of all parts
+    backward   dx = w / sqrt(var + eps) * (dy - S1 / N - x_hat * S2 / N)
+               S1 = sum dy,  S2 = sum dy * x_hat over all parts;  dw = S2 and db = S1 of this part
+
+Running statistics move once for all parts, and not again when a checkpointed part is computed anew.
+
+Source: AGBN, Algorithms 1-3; design of this project, section 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch.core.accelerator import of
+from anybatch.core.errors import NotExactError
+from anybatch.core.meeting import here, meeting_in, reduce
+from anybatch.core.norm.intercept import Norms
+from anybatch.core.norm.moments import HALF, Moments, accumulated, merged, moments_of
+from anybatch.core.norm.sites import END, Route, Site, site_of
+from anybatch.core.unseen import Unseen
+from anybatch.execution.strides import standard
+from anybatch.memory.paged import paged
+
+
+class Tracked:
+    """Running statistics of a step, which move once, however many parts come by.
+
+    Args:
+        counters: the ``num_batches_tracked`` of all modules.
+        names: id of a running mean or a weight -> the path of its module. Default none.
+
+    Attributes:
+        counted: id of a counter -> forwards that it has counted.
+        moved: ids of running means and variances that have moved.
+    """
+
+    def __init__(self, counters: Iterable[Tensor], names: Mapping[int, str] | None = None) -> None:
+        self.counters = list(counters)
+        self._names = names or {}
+        self.counted: dict[int, int] = {}
+        self.moved: set[int] = set()
+        self._calls: dict[int, int] = {}
+
+    def name(self, mean: Tensor | None, weight: Tensor | None) -> str:
+        """Return the path of the module that these belong to; "" where none is known."""
+        return self._names.get(id(mean)) or self._names.get(id(weight)) or ""
+
+    def all(self) -> dict[int, int | None]:
+        """Return what has moved: None for statistics, a counter's forwards."""
+        return dict.fromkeys(self.moved) | self.counted
+
+    def move(
+        self,
+        total: Moments,
+        mean: Tensor | None,
+        var: Tensor | None,
+        momentum: float,
+        calls: dict[int, int],
+    ) -> None:
+        """Move running statistics by those of the whole batch, for the first part that comes.
+
+        Args:
+            total: of the whole batch.
+            mean: [C], or None.
+            var: [C], or None.
+            momentum: the share of the new statistics.
+            calls: id of a running mean -> how often this part has asked for it.
+        """
+        if mean is None or var is None:
+            return
+        mine = calls[id(mean)] = calls.get(id(mean), 0) + 1
+        if mine <= self._calls.get(id(mean), 0):
+            return
+        self._calls[id(mean)] = mine
+        self.moved |= {id(mean), id(var)}
+        mean.mul_(1 - momentum).add_(total.mean.to(mean.dtype), alpha=momentum)
+        unbiased = total.squares / (total.count - 1)
+        var.mul_(1 - momentum).add_(unbiased.to(var.dtype), alpha=momentum)
+
+
+class MeetingNorms(Norms):
+    """While it is on, training-mode batch normalisation of this thread is that of all parts.
+
+    Args:
+        tracked: shared by all parts.
+        keep: told of tensors whose memory is read past all kernels. Default nobody.
+        empty: the rows are there for the form only: they count nothing, and nothing flows back.
+            Default False.
+        moments: of rows; default `moments_of`. A rehearsal needs their shapes only.
+        route: follows forward along places that are known; None (default) where any place is.
+        singles: forward has normalised each of several samples by itself, too. Default False.
+
+    Attributes:
+        again: what is computed now was computed before, so no statistics move.
+        empty: as given.
+    """
+
+    def __init__(
+        self,
+        tracked: Tracked,
+        keep: Callable[[Tensor], None] | None = None,
+        *,
+        empty: bool = False,
+        moments: Callable[[Tensor], Moments] = moments_of,
+        route: Route | None = None,
+        singles: bool = False,
+    ) -> None:
+        super().__init__(tracked.counters)
+        self._route, self._singles = route, singles
+        self.again, self.empty = False, empty
+        self._tracked, self._keep, self._moments = tracked, keep, moments
+        self._mine: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
+
+    def normalise(
+        self,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,
+        eps: float,
+    ) -> Tensor:
+        """Return [n, C, ...] normalised by the moments of all parts."""
+        self.meets(site_of(x))
+        own = weight is not None and weight.is_leaf  # else it is made anew by each part
+        key = id(running[0]), id(weight) if own else None
+        name = self._tracked.name(running[0], weight if own else None)
+        place = BatchPlace(name, key, empty=self.empty)
+        out, total = batch_norm(x, weight, bias, eps, place, self._moments)
+        for shared in (total.mean, total.squares, total.variance):
+            self.escapes(shared)  # by all parts, and read past all modes
+        if not self.again:
+            with torch.no_grad():
+                self._tracked.move(total, *running, momentum, self._moved)
+        return out
+
+    def meets(self, site: Site) -> None:
+        """Take in a place of forward where samples meet.
+
+        Raises:
+            OtherSitesError: it has not been looked at.
+        """
+        if self._route is not None:
+            self._route.comes_to(site)
+
+    def arrives(self) -> None:
+        """Take in that forward has ended, and that what comes need not be known.
+
+        Raises:
+            OtherSitesError: it has never ended there.
+        """
+        self.meets(END)
+        self._route = None
+
+    def by_itself(self, x: Tensor) -> bool:
+        """Say so; of one sample that cannot be told where some are.
+
+        Raises:
+            NotExactError: it cannot.
+        """
+        found = super().by_itself(x)
+        if self._singles and x.shape[0] == 1 and self.samples == 1:
+            raise NotExactError(
+                "a micro-batch must have two samples at least where a model with BatchNorm also "
+                "calls batch_norm on one row of n * C channels (each sample by itself), and one "
+                "has a single sample, of which that cannot be told: give another micro_batch, or "
+                "call instance_norm for it"
+            )
+        return found
+
+    def escapes(self, tensor: Tensor) -> None:
+        """Bring it back for good."""
+        if self._keep is not None:
+            with torch._C.DisableTorchFunction():
+                self._keep(tensor)
+
+    def counts(self, counter: Tensor) -> bool:
+        """Say whether this call is the first of its number: the others find it counted."""
+        if self.again:
+            return False
+        calls = self._mine[id(counter)] = self._mine.get(id(counter), 0) + 1
+        if calls <= self._tracked.counted.get(id(counter), 0):
+            return False
+        self._tracked.counted[id(counter)] = calls
+        return True
+
+
+class BatchPlace(NamedTuple):
+    """The layer that normalises, as other parts of the batch know it.
+
+    Attributes:
+        name: the path of the module; "" where it is not known.
+        key: tells layers apart within a process.
+        empty: the rows of this part are there for the form only.
+    """
+
+    name: str = ""
+    key: Any = None
+    empty: bool = False
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    layer: BatchPlace | None = None,
+    moments: Callable[[Tensor], Moments] = moments_of,
+) -> tuple[Tensor, Moments]:
+    """Normalise [n, C, ...] by the moments of all parts of the batch.
+
+    Args:
+        x: this part.
+        weight: [C], or None.
+        bias: [C], or None.
+        eps: added to the variance.
+        layer: tells layers apart; other parts must be in the same one. Default: the only one.
+        moments: of rows. Default `moments_of`.
+
+    Returns:
+        The part normalised, and the moments.
+
+    Raises:
+        ValueError: the whole batch has one value a channel.
+    """
+    layer = layer or BatchPlace()
+
+    def finish(total: Moments) -> Moments:
+        if total.count == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(x.shape)}"
+            )
+        return total.to(x.device, accumulated(x.dtype))
+
+    with torch.no_grad():
+        words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
+        words += f" ({layer.name})" if layer.name else ""
+        rows = x.detach()  # a kernel: what is away comes back
+        with Unseen(rows):
+            part = moments(rows[:0] if layer.empty else rows)
+        total = reduce(Place(words, (layer.key, eps)), part, _together, finish)
+    out: Tensor = _Normalise.apply(x, weight, bias, total, eps, layer)  # type: ignore[no-untyped-call]
+    return out, total
+
+
+def _together(one: Moments, other: Moments) -> Moments:
+    with Unseen(one.mean, other.mean):
+        return merged(one, other)
+
+
+class Place(NamedTuple):
+    """Where parts meet: in words, and what tells it from other places of the same words."""
+
+    words: str
+    which: Any
+
+    def __str__(self) -> str:
+        return self.words
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        total: Moments,
+        eps: float,
+        layer: BatchPlace,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total, ctx.eps, ctx.layer, ctx.meeting = total, eps, layer, here()
+        if not x.numel():  # no rows of this part
+            return x.clone()
+        wide = _wide(weight, x.dtype), _wide(bias, x.dtype)
+        return F.batch_norm(x, total.mean, total.variance, *wide, False, 0.0, eps)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # autograd may run it in another thread than forward; and a mode would hear every line
+        with meeting_in(ctx.meeting):
+            x, weight = ctx.saved_tensors  # a checkpoint computes them anew, with all modes on
+            with torch._C.DisableTorchFunction():
+                return _backward(ctx, x, weight, dy)
+
+
+def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tensor | None, ...]:
+    weight = _wide(own, x.dtype)
+    total, needs = ctx.total, ctx.needs_input_grad
+    words = f"the backward of {x.shape[1]} channels"
+    words += f" ({ctx.layer.name})" if ctx.layer.name else ""
+    place = Place(words, id(total))
+
+    def finish(sums: Tensor) -> Tensor:
+        with Unseen(sums):
+            inverse = (total.variance + ctx.eps).rsqrt()
+            return torch.stack([inverse, *(sums * inverse).div_(-total.count)])
+
+    if not x.numel() or ctx.layer.empty:  # the kernel would divide by the number of values
+        with Unseen(dy):  # who waits may send away what a mode has seen being made
+            zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
+        if needs[0]:
+            reduce(place, zeros, _added, finish)
+        none = (zeros[0].clone() if need else None for need in needs[1:3])
+        return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
+    dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
+    ones, saved = weight, None
+    if not of(x.device).host:  # CUDA's kernel takes no None, and without weights it has no sums
+        with Unseen(x):
+            saved = x.new_empty(0, dtype=total.mean.dtype)
+            ones = torch.ones_like(total.mean) if weight is None else weight
+    _, dw, db = torch.ops.aten.native_batch_norm_backward(
+        *(dy, x, ones, total.mean, total.variance, saved, saved, False, ctx.eps),
+        [False, True, True],
+    )
+    dx = None
+    if needs[0]:
+        with Unseen(db, dw):
+            part = torch.stack([db, dw])
+        dx = _to_input(x, dy, weight, total, ctx.eps, reduce(place, part, _added, finish))
+    return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
+
+
+def _to_input(
+    x: Tensor, dy: Tensor, weight: Tensor | None, total: Moments, eps: float, factors: Tensor
+) -> Tensor:
+    """Return the gradient of x.
+
+    What has x in it is a normalisation with other weights, and torch has a kernel for that.
+
+    Args:
+        x: rows of this part.
+        dy: the gradient of what was made of them.
+        weight: [C], or None.
+        total: moments of all parts.
+        eps: added to the variance.
+        factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
+    """
+    # a kernel, so it brings the weight back: of half precision it is a copy that may have left
+    own = None if weight is None else weight.detach()
+    with paged().here_for(own), Unseen(factors, *(() if own is None else (own,))):
+        scale, shift, slope = (factors if own is None else factors * own).unbind()
+        along = scale.view([1, -1] + [1] * (x.dim() - 2))
+    if x.dtype in HALF:  # computed in float32, and rounded once
+        wide = x.float(), total.mean, total.variance
+        dx = F.batch_norm(*wide, slope, shift, False, 0.0, eps)
+        return dx.addcmul_(dy.float(), along).to(x.dtype)
+    dx = F.batch_norm(x, total.mean, total.variance, slope, shift, False, 0.0, eps)
+    return dx.addcmul_(dy, along)
+
+
+def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return weights as the kernel wants them beside rows of `dtype`."""
+    return tensor if tensor is None else tensor.to(accumulated(dtype))
+
+
+def _added(one: Tensor, other: Tensor) -> Tensor:
+    with Unseen(one, other):
+        return one + other

@@ -1,0 +1,295 @@
+"""`coupled`: a function of rows that means the whole batch, inside a model that is run on a part.
+
+A loss in which samples meet (Dice, InfoNCE, experts that are to be used evenly) is the engine's to
+take where it stands outside the model. Inside of one, in Lightning's ``training_step`` or in what a
+language model returns, it would be that of some rows. `coupled` marks it: micro-batches wait for
+each other there, the last one takes the value and its gradient once, with the rows of all, and each
+goes on with the value and with the gradient of its own rows.
+
+    forward     v = fn(rows of all), the same for all         G = dv / d rows of all, kept
+    backward    d own rows = (sum of d v over all who got it) * G[own rows]
+
+The sum makes it exact however the loss of a micro-batch is weighted, as long as the weights are
+those of one whole: 1/K each, samples, tokens.
+Source: the chain rule; design of this project, sections 5.1 and 5.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from anybatch.core import graph, tree
+from anybatch.core.errors import LossError
+from anybatch.core.meeting import as_it_is, in_forward, looks_here, meeting_in, reduce
+from anybatch.core.norm.alone import AloneNorms
+from anybatch.execution.proof.beside import Beside
+from anybatch.lockstep.alike import meets_alike, refuse_constants, rows_and_memory, told
+from anybatch.lockstep.batchnorm import Place
+from anybatch.lockstep.gathered import Around, around
+from anybatch.loss.declared import scalar
+from anybatch.loss.hearing import Hearing
+from anybatch.memory.fakes import is_fake
+
+
+def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a loss in which samples meet be that of the whole batch, inside a model.
+
+    Call it in ``forward``, or in Lightning's ``training_step``. Inside a step of an `Engine` the
+    batch is that of all micro-batches and all ranks; anywhere else, and where the batch is not
+    divided, it is what is given. Outside of the model, as `loss_fn`, nothing has to be marked.
+
+    Args:
+        fn: returns a 0-dim tensor. It computes from its arguments, any trees: tensors of shape
+            [n, ...] hold rows, which come as those of the whole batch, in its order; a 0-dim tensor
+            (a learned scale) belongs to no sample. It draws nothing at random. What its closure or
+            an attribute holds must be constants, made of no sample.
+
+    Returns:
+        The function, to be called with the rows that are there. Its value is a term of the loss:
+        it can be scaled and added to others.
+
+    Raises:
+        LossError: `fn` is no function, trains what it was not given, is given what is neither rows
+            nor the same for all, writes to it, reads samples that it was not given, or returns no
+            single number.
+        LaneMismatchError: other micro-batches call something else, or with other shapes of a row.
+
+    Example:
+        >>> @anybatch.coupled
+        ... def dice(probabilities, masks):
+        ...     return 1 - 2 * (probabilities * masks).sum() / (probabilities + masks).sum()
+    """
+    if not callable(fn):
+        raise LossError(
+            f"what is coupled must be a function of rows, and {type(fn).__name__} came: "
+            "anybatch.coupled(fn)(outputs, targets)"
+        )
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    @wraps(fn, updated=())
+    def of_the_whole(*args: Any, **named: Any) -> Tensor:
+        place = around(f"coupled {name}")
+        hearing = place.mode(Hearing)
+        with nullcontext() if hearing is None else hearing.aside():
+            value = scalar(_value(fn, name, (args, named), place), name)
+        return value if hearing is None else hearing.of_all(value, fn)
+
+    return of_the_whole
+
+
+class Shared(NamedTuple):
+    """What all get: the value, its gradients for the rows of all, and what these are scaled by."""
+
+    value: Tensor
+    gradients: list[Tensor | None]
+    scale: float
+
+
+def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> Tensor:
+    """Return ``fn`` of the rows of all, with a gradient for these."""
+    args, named = given
+    if place.meeting is None and not place.rows:
+        return fn(*args, **named)
+    grad = not looks_here()
+
+    did: list[Any] | None = None
+
+    def take(every: list[Tensor], trains: list[bool]) -> Shared:
+        return _taken(fn, name, given, every, trains if grad else None, did)
+
+    own, alone = tree.flat(given), place.mode(AloneNorms)
+    if alone is not None and place.meeting is None and not any(map(is_fake, own)):
+        alone.called.append(told(name, fn, given, place.part, rows=True))
+        did = alone.called[-1].did
+    spark = graph.spark(grad=grad)  # all come to backward, whatever they train
+    found: Tensor = _Coupled.apply(spark, take, (fn, name), place, given, *own)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _taken(
+    fn: Callable[..., Tensor],
+    name: str,
+    given: Any,
+    every: list[Tensor],
+    trains: list[bool] | None,
+    did: list[Any] | None,
+) -> Shared:
+    """Return the value for the rows of all, and its gradients; note what it did in `did`."""
+    needed = trains or [False] * len(every)
+    leaves = [one.detach().requires_grad_(need) for one, need in zip(every, needed, strict=True)]
+    versions, left = [leaf._version for leaf in leaves], iter(leaves)
+    args, named = tree.map_tensors(lambda _: next(left), given)
+    call: Callable[[], Any] = partial(fn, *args, **named)
+    if did is not None:
+        did.append(list(map(_rows, every)))
+        call = partial(Beside(leaves, did).run, name, call)
+    with as_it_is(), torch.set_grad_enabled(trains is not None):
+        with saved_tensors_hooks(_packed, _unpacked):  # a checkpoint around it would save nothing
+            value = scalar(call(), name)
+        _refuse_moved(name, leaves, versions)
+        _refuse_hidden(name, leaves, value)
+        needs = [leaf for leaf in leaves if leaf.requires_grad]
+        found, scale = _gradients(value, needs)
+    gradients = iter(found)
+    return Shared(
+        value.detach(), [next(gradients) if leaf.requires_grad else None for leaf in leaves], scale
+    )
+
+
+SCALES = (2.0**15, 2.0**8, 1.0)
+"""What gradients in float16 are multiplied by until backward: the first that leaves all finite."""
+
+
+def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None], float]:
+    """Return the gradients of a value, times a number, and that number."""
+    if not (value.requires_grad and needs):
+        return [None] * len(needs), 1.0
+    half = any(leaf.dtype == torch.float16 for leaf in needs)
+    for scale in SCALES if half else (1.0,):
+        start = torch.full_like(value, scale)
+        found = torch.autograd.grad(value, needs, start, retain_graph=half, allow_unused=True)
+        if scale == 1.0 or all(bool(g.isfinite().all()) for g in found if g is not None):
+            break
+    return list(found), scale
+
+
+def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
+    """Refuse a function that writes to its arguments: nobody else would see that.
+
+    Raises:
+        LossError: it does.
+    """
+    if any(leaf._version != before for leaf, before in zip(leaves, versions, strict=True)):
+        raise LossError(
+            f"a coupled function must leave its arguments as they are, and {name} writes to one of "
+            "them: clone it first"
+        )
+
+
+def _refuse_hidden(name: str, leaves: list[Tensor], value: Tensor) -> None:
+    """Refuse a function that trains something else than its arguments.
+
+    Raises:
+        LossError: it does.
+    """
+    known = set(map(id, leaves))
+    if any(id(leaf) not in known for leaf in graph.leaves([value])):
+        raise LossError(
+            f"a coupled function must be given what it trains, and {name} uses a parameter, or a "
+            "tensor with a gradient, that is none of its arguments: compute with it before the "
+            "call, or pass it as an argument, a scale as a 0-dim tensor"
+        )
+
+
+def _packed(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor.detach(), tensor._version
+
+
+def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "what a coupled function computes its gradient from must stay as it is, and it has "
+            f"changed a tensor of shape {tuple(tensor.shape)} in place: write y = y + 1, not y += 1"
+        )
+    return tensor
+
+
+class _Coupled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spark: Tensor,
+        take: Callable[[list[Tensor], list[bool]], Shared],
+        called: tuple[Callable[..., Tensor], str],
+        place: Around,
+        given: Any,
+        *own: Tensor,
+    ) -> Tensor:
+        trains, (fn, name) = list(ctx.needs_input_grad[5:]), called
+        ctx.words = f"coupled {name}"
+        ctx.meeting, ctx.empty = place.meeting, place.empty
+        if place.meeting is None:
+            pairs = [place.stand_in(one, grad=spark.requires_grad) for one in own]
+            ctx.begins, ctx.kept = [0] * len(own), [others for _, others in pairs]
+            shared = take([every for every, _ in pairs], trains)
+        else:
+            real = not any(map(is_fake, own))  # else there is nothing to compare
+            if real:
+                meets_alike(name, fn, given, place)
+            every, ctx.begins = _of_all(ctx.words, own, place)
+
+            def combine(parts: list[tuple[list[bool], list[Any]]]) -> list[Shared]:
+                train, rows = zip(*parts, strict=True)
+                if real:
+                    refuse_constants(name, own, every, place, list(rows))
+                return [take(every, [any(some) for some in zip(*train, strict=True)])] * len(parts)
+
+            part = trains, [rows_and_memory(one) for one in own]
+            shared = place.meeting.exchange(Place(ctx.words, "take"), part, combine)
+        ctx.sizes = list(map(_rows, own))
+        ctx.gradients, ctx.scale, ctx.trains = shared.gradients, shared.scale, trains
+        return shared.value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        if in_forward():
+            raise LossError(
+                f"what is {ctx.words} must be differentiated after forward, with the loss, and "
+                "forward has asked for its gradient: micro-batches have parts of that only"
+            )
+        with meeting_in(ctx.meeting):
+            part = torch.zeros_like(u) if ctx.empty else u
+            total = reduce(Place(f"the backward of {ctx.words}", "take"), part, torch.add, _same)
+        columns = zip(ctx.gradients, ctx.begins, ctx.sizes, ctx.trains, strict=True)
+        found = [
+            _own(g, begin, size, (part if size is None else total), ctx) if train else None
+            for g, begin, size, train in columns
+        ]
+        return None, None, None, None, None, *found
+
+
+def _of_all(words: str, own: tuple[Tensor, ...], place: Around) -> tuple[list[Tensor], list[int]]:
+    """Return the rows of all for each tensor, and where one's own begin among them."""
+    assert place.meeting is not None
+    found = []
+    for index, one in enumerate(own):
+        if not one.dim():
+            found.append((one.detach(), 0))
+            continue
+        shape = ", ".join(map(str, one.shape[1:]))
+        where = Place(f"{words}, with [n, {shape}] of {one.dtype}", index)
+        rows = one.detach()
+        found.append(place.meeting.gather(where, rows[:0] if place.empty else rows))
+    return [every for every, _ in found], [begin for _, begin in found]
+
+
+def _own(
+    gradient: Tensor | None, begin: int, size: int | None, factor: Tensor, ctx: Any
+) -> Tensor | None:
+    """Return the gradient of what was given, where that of the value is known."""
+    if gradient is None:
+        return None
+    if size is not None and ctx.empty:
+        return gradient.new_zeros((size, *gradient.shape[1:]))
+    own = gradient if size is None else gradient[begin : begin + size]
+    if ctx.scale == 1.0:
+        return own * factor
+    wide: Tensor = own.float() * (factor.float() / float(ctx.scale))
+    return wide.to(gradient.dtype)
+
+
+def _rows(tensor: Tensor) -> int | None:
+    return len(tensor) if tensor.dim() else None
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,195 @@
+"""`all_gather`: the rows of the whole batch inside a model that is run on some of them.
+
+A model that compares its samples with all others (negatives of a contrastive loss inside the model)
+computes something else on a part of the batch. ``torch.distributed`` gathers over ranks; here the
+parts are micro-batches as well, which wait for each other, and the gradient of what was gathered
+goes back to the rows that it came from.
+
+    forward     whole = [rows of all micro-batches of all ranks], the same for all
+    backward    d rows = (sum of d whole over all who got it), the part that is ours
+
+Source: the chain rule; design of this project, section 5.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from anybatch.core.meeting import (
+    Meeting,
+    alone_here,
+    as_it_is,
+    here,
+    looks_here,
+    meeting_in,
+    reduce,
+    samples_here,
+)
+from anybatch.core.norm.alone import AloneNorms, HeardNorms
+from anybatch.core.norm.counters import GatherError
+from anybatch.execution.kinds import bytes_of
+from anybatch.execution.proof.follow import Follow
+from anybatch.lockstep.batchnorm import MeetingNorms, Place
+
+M = TypeVar("M")
+
+
+def all_gather(rows: Tensor) -> tuple[Tensor, int]:
+    """Return the rows of the whole batch, and where these begin among them.
+
+    Inside a step of an `Engine` the batch is that of all micro-batches and all ranks. Anywhere
+    else, and where the batch is not divided, it is what is given.
+
+    Args:
+        rows: [n, ...], one row a sample; all but n must be the same everywhere.
+
+    Returns:
+        [N, ...] and b: ``whole[b : b + n]`` are the rows. Gradients flow back to all of them.
+
+    Raises:
+        LaneMismatchError: other micro-batches gather something else, or nothing.
+
+    Example:
+        >>> class Contrastive(nn.Module):
+        ...     def forward(self, x, y):
+        ...         z, w = self.encode(x), self.encode(y)
+        ...         others, begin = anybatch.all_gather(w)
+        ...         own = torch.arange(len(z), device=z.device) + begin
+        ...         return F.cross_entropy(z @ others.T, own)
+    """
+    place = around("all_gather")
+    if place.meeting is None and not place.rows:
+        return rows, 0
+    found: tuple[Tensor, int] = _Gather.apply(rows, place, not looks_here())  # type: ignore[no-untyped-call]
+    return found
+
+
+class Around(NamedTuple):
+    """Where rows of the whole batch are asked for.
+
+    Attributes:
+        modes: function modes that are on.
+        meeting: brings the parts together; None where there are no others.
+        rows: of the whole batch, in a rehearsal that meets nobody; else 0.
+        part: samples that the model was called with.
+        empty: the rows are there for the form only, and count nothing.
+    """
+
+    modes: list[Any]
+    meeting: Meeting | None
+    rows: int
+    part: int
+    empty: bool
+
+    def mode(self, kind: type[M]) -> M | None:
+        """Return the mode of a kind that is on."""
+        return next((mode for mode in self.modes if isinstance(mode, kind)), None)
+
+    def stand_in(self, rows: Tensor, *, grad: bool) -> tuple[Tensor, Tensor]:
+        """Return as many rows as the whole batch has, and those that other parts would have.
+
+        Args:
+            rows: of a part.
+            grad: without, what comes does not depend on how many these are, nor on what is in them.
+        """
+        if not rows.dim():
+            return rows.detach(), rows.new_zeros(())
+        size, own = -(-self.rows * len(rows) // max(self.part, 1)), rows.detach()
+        with as_it_is():  # what is called here is no part of the model
+            more = _like(own, max(0, size - len(own)))
+            whole = torch.cat([own, more]) if grad else _pattern(torch.cat([own, more]))
+        alone = self.mode(AloneNorms)
+        assert alone is not None
+        alone.gathered += bytes_of(whole)
+        return whole, more
+
+
+WAVE = 509
+"""Numbers after which a pattern of rows begins again; a prime, or rows would be alike."""
+
+
+def _pattern(rows: Tensor) -> Tensor:
+    """Return rows whose values depend on their places alone, and whose columns are independent."""
+    if not rows.is_floating_point():
+        return torch.zeros_like(rows)
+    wave = torch.arange(WAVE, device=rows.device).square().cos().to(rows.dtype)
+    return _repeated(wave, rows.numel()).view(rows.shape)
+
+
+def _like(rows: Tensor, count: int) -> Tensor:
+    """Return so many rows of the same kind: those that are given, each time a little nearer to 0.
+
+    The same ones again would be a matrix of few independent rows, which some functions refuse.
+    """
+    more = _repeated(rows, count)
+    return more.mul_(_pattern(more).mul_(0.125).add_(0.875)) if more.is_floating_point() else more
+
+
+def _repeated(rows: Tensor, count: int) -> Tensor:
+    """Return so many rows, those that are given over and over."""
+    if not len(rows):
+        return rows.new_zeros((count, *rows.shape[1:]))
+    return torch.cat([*[rows] * (count // len(rows)), rows[: count % len(rows)]])
+
+
+def around(what: str) -> Around:
+    """Return where rows of the whole batch are asked for.
+
+    Raises:
+        GatherError: micro-batches do not wait for each other yet; they do when the step that has
+            found out so that samples meet in `what` begins again.
+    """
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    alone = next((mode for mode in modes if isinstance(mode, AloneNorms)), None)
+    looked_at = any(isinstance(m, Follow) for m in _get_current_dispatch_mode_stack())
+    looked_at = looked_at or any(isinstance(mode, HeardNorms) for mode in modes)
+    meeting = here()
+    if alone is None and (looked_at or (meeting is None and alone_here())):
+        raise GatherError(what)
+    rows = 0 if alone is None or meeting is not None or samples_here() < 0 else alone.rows
+    meets = next((mode for mode in modes if isinstance(mode, MeetingNorms)), None)
+    empty = meets is not None and meets.empty
+    if meeting is not None and meets is not None:
+        meets.meets((what, 0, 0))
+    elif rows and alone is not None:
+        alone.meets((what, 0, 0))
+    return Around(modes, meeting, rows, samples_here(), empty)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Around, grad: bool) -> tuple[Tensor, int]:  # noqa: FBT001
+        ctx.meeting, ctx.begin, ctx.size, ctx.empty = place.meeting, 0, len(rows), place.empty
+        if place.meeting is None:
+            ctx.kept = whole, _ = place.stand_in(rows, grad=grad)  # as long as any lane needs them
+            return whole.view_as(whole), 0
+        shape = ", ".join(map(str, rows.shape[1:]))
+        ctx.place = Place(f"all_gather of [n, {shape}] of {rows.dtype}", "gather")
+        own = rows.detach()[:0] if place.empty else rows.detach()
+        whole, ctx.begin = place.meeting.gather(ctx.place, own)
+        return whole.view_as(whole), ctx.begin
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        if ctx.meeting is None:
+            first, before = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            total = before + gradient  # while the first of all, which began the sum, is there
+            del first, before
+            return total[: ctx.size].clone(), None, None
+        place = Place(f"the backward of {ctx.place}", "gather")
+        with meeting_in(ctx.meeting):
+            part = torch.zeros_like(gradient) if ctx.empty else gradient
+            total = reduce(place, part, torch.add, _same)
+        if ctx.empty:
+            return total.new_zeros((ctx.size, *total.shape[1:])), None, None
+        return total[ctx.begin : ctx.begin + ctx.size].clone(), None, None
+
+
+def _same(total: Tensor) -> Tensor:
+    return total

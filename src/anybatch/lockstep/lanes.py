@@ -1,0 +1,301 @@
+"""Micro-batches in lockstep: each is a thread, and a baton lets exactly one of them run.
+
+A model with BatchNorm cannot see its micro-batches one after another: the first needs the
+statistics of the last. Here every micro-batch runs up to where samples meet, hands over its part
+and waits; the last one to come combines, and all go on from there. The model is not rewritten and
+not cut into pieces, because a thread can stop anywhere.
+
+    turns:    0 ─> 1 ─> 2 ─┐ meet       the last goes on at once, so the order turns around:
+              0 <─ 1 <─ 2 <┘            what it holds need not leave and come back
+              └> 0 ─> 1 ─> 2            and so on, in forward and in backward
+
+Nothing runs in parallel: one lane computes, the others wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from anybatch.core import threads, workers
+from anybatch.core.errors import LaneMismatchError
+from anybatch.core.meeting import meeting_in
+from anybatch.core.undo import uninterrupted
+
+
+class Beyond(Protocol):
+    """Lanes of other processes."""
+
+    def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
+        """Return the sum of the parts of all processes."""
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Return the rows of all processes, and where these begin among them."""
+
+
+END = "the end"
+"""The key with which a lane ends."""
+
+NOTICE = 0.2
+"""Seconds after which a Ctrl-C is noticed at the latest."""
+
+
+def _nothing() -> None:
+    """Hear nothing."""
+
+
+class Turns(Protocol):
+    """What happens around the turns of lanes."""
+
+    def begin(self, lane: int) -> None:
+        """A lane takes the baton."""
+
+    def leave(self, lane: int, coming: list[int]) -> None:
+        """A lane hands it on; `coming` are those whose turns come next, in order."""
+
+    def around(self, lane: int) -> None:
+        """All have met, and the last lane goes on at once."""
+
+
+class NoThreadError(RuntimeError):
+    """There are more lanes than the system has threads, or memory for them."""
+
+
+class LaneLeft(BaseException):
+    """Unwinds a lane that waits, because another one has failed."""
+
+
+class Lanes:
+    """Runs `count` lanes in lockstep.
+
+    Args:
+        count: lanes.
+        turns: told of every turn.
+        entered: returns what a lane runs in: the modes of the thread that started them.
+        beyond: adds what lanes of other processes have; None (default) where there are none.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        turns: Turns,
+        entered: Callable[[], AbstractContextManager[Any]],
+        beyond: Beyond | None = None,
+    ) -> None:
+        self._count, self._turns, self._entered = count, turns, entered
+        self._beyond = beyond
+        self._go = [threading.Semaphore(0) for _ in range(count)]
+        self._order = list(range(count))
+        self._at = 0
+        self._keys: list[Any] = [None] * count
+        self._parts: list[Any] = [None] * count
+        self._results: list[Any] = [None] * count
+        self._alive: set[int] = set()
+        self._over = threading.Lock()  # free when all have ended
+        self._over.acquire()
+        self._failure: BaseException | None = None
+
+    def run(self, work: Callable[[int], None], listen: Callable[[], None] = _nothing) -> None:
+        """Run ``work(lane)`` for every lane, and return when all have ended.
+
+        Args:
+            work: what a lane does.
+            listen: called now and then while they run; may raise, which ends them. Default nothing.
+
+        Raises:
+            LaneMismatchError: the lanes do not meet in the same places.
+            NoThreadError: the system starts no thread for each of them.
+            BaseException: what the first lane that failed has raised; the others were unwound.
+        """
+        started: list[workers.Task] = []
+        begun = False
+        try:
+            with uninterrupted():
+                for lane in self._order:
+                    started.append(self._start(partial(self._lane, lane, work), len(started)))
+                    self._alive.add(lane)
+                self._go[0].release()
+                begun = True
+            while not self._over.acquire(timeout=NOTICE):
+                listen()
+        except BaseException as error:  # Ctrl-C: the lane that runs ends at its next meeting
+            self._failure = self._failure or error
+            with uninterrupted():
+                if started and not begun:  # no more threads could be started
+                    self._go[0].release()
+                _wait(started)
+        else:
+            with uninterrupted():
+                _wait(started)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure
+
+    def _start(self, work: Callable[[], None], started: int) -> workers.Task:
+        try:
+            return workers.start(work)
+        except (RuntimeError, MemoryError) as error:
+            stack = threads.stack_size() or "of the system's size (ulimit -s)"
+            raise NoThreadError(
+                f"micro-batches that wait for each other need a thread each, and of "
+                f"{self._count} threads the system started {started}; a limit on the process's "
+                f"memory counts their stacks whole (now {stack}): take a larger micro_batch, raise "
+                "the limit, or call threading.stack_size(2**20) before the step"
+            ) from error
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Wait for all lanes; the last combines their parts, which meet nobody else meanwhile."""
+        lane = self._come(key)
+        self._parts[lane] = part
+        del part
+        if self._at < self._count - 1:
+            self._hand_on(lane)
+        else:
+            parts, self._parts = self._parts, [None] * self._count
+            with meeting_in(None):
+                self._results = list(combine(parts))
+            self._turn_around(lane)
+        result, self._results[lane] = self._results[lane], None
+        return result
+
+    def reduce(
+        self,
+        key: Any,
+        part: Any,
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
+    ) -> Any:
+        """Wait for all lanes; each adds its part to the sum as it comes."""
+        lane = self._come(key)
+        self._parts[0] = part if self._at == 0 else add(self._parts[0], part)
+        del part
+        if self._at < self._count - 1:
+            self._hand_on(lane)
+        else:
+            total, self._parts[0] = self._parts[0], None
+            if self._beyond is not None:
+                with meeting_in(None):
+                    total = self._beyond.reduce(key, total, add)
+            self._results = [finish(total)] * self._count
+            self._turn_around(lane)
+        result, self._results[lane] = self._results[lane], None
+        return result
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """Wait for all lanes; return the rows of all of them, and where these begin."""
+
+        def combine(parts: list[Tensor]) -> list[tuple[Tensor, int]]:
+            whole, begin = torch.cat(parts), 0
+            if self._beyond is not None:
+                whole, begin = self._beyond.gather(key, whole)
+            before = accumulate(map(len, parts), initial=begin)
+            return [(whole, first) for first, _ in zip(before, parts, strict=False)]
+
+        found: tuple[Tensor, int] = self.exchange(key, rows, combine)
+        return found
+
+    def _come(self, key: Any) -> int:
+        """Return the lane that has come to where `key` is met for.
+
+        Raises:
+            LaneMismatchError: the first lane of this round met for something else.
+        """
+        if self._failure is not None:
+            raise LaneLeft
+        lane, first = self._order[self._at], self._order[0]
+        self._keys[lane] = key
+        if key != self._keys[first]:
+            places = str(self._keys[first]), str(key)
+            raise LaneMismatchError(
+                "every micro-batch must go through the same layers where samples meet, and "
+                f"micro-batch {first} is at {self._keys[first]} while micro-batch {lane} is at "
+                f"{key}: the model takes another path for other samples. {_way_out(places)}or give "
+                "micro_batch >= the batch size"
+            )
+        return lane
+
+    def _turn_around(self, lane: int) -> None:
+        """Let the last lane go on at once."""
+        self._order.reverse()
+        self._at = 0
+        self._turns.around(lane)
+
+    def _hand_on(self, lane: int) -> None:
+        self._leave(lane)
+        self._at += 1
+        self._go[self._order[self._at]].release()
+        self._go[lane].acquire()
+        if self._failure is not None:
+            raise LaneLeft
+        self._turns.begin(lane)
+
+    def _leave(self, lane: int) -> None:
+        later = self._order[self._at + 1 :]
+        self._turns.leave(lane, list(dict.fromkeys([*later, *reversed(self._order)])))
+
+    def _lane(self, lane: int, work: Callable[[int], None]) -> None:
+        self._go[lane].acquire()
+        drain = torch.ones((), requires_grad=True).clone()  # before all that the lane will make
+        try:
+            if self._failure is None:
+                # Copies at the first and the last turn are on the person's stream, too.
+                with self._entered(), meeting_in(self):
+                    self._turns.begin(lane)
+                    work(lane)
+                    self._come(END)  # where nobody waits
+                    self._leave(lane)
+                self._at += 1
+        except LaneLeft:
+            _drain(drain)
+        except BaseException as error:
+            self._failure = self._failure or error
+            _drain(drain)
+        finally:
+            self._alive.discard(lane)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Hand the baton on when a lane is over: to the next, or to one that is to be unwound."""
+        if not self._alive:
+            self._over.release()
+        elif self._failure is not None:
+            self._go[min(self._alive)].release()
+        else:
+            self._go[self._order[self._at]].release()
+
+
+def _way_out(places: tuple[str, str]) -> str:
+    """Return what helps where two micro-batches meet for these, as the beginning of a sentence."""
+    if any("coupled" in place or "all_gather" in place for place in places):
+        return "Call it for every micro-batch, and use what it returns in each loss, "
+    return 'Use batchnorm="local", '
+
+
+def _wait(started: list[workers.Task]) -> None:
+    """Wait until all tasks have ended."""
+    for task in started:
+        task.wait()
+
+
+def _drain(first: Tensor) -> None:
+    """Empty autograd's queue of this thread.
+
+    What a failed backward has left in it would be run by the next backward of this thread, or go
+    with it, after Python has lost sight of that.
+
+    Args:
+        first: made before all else in this thread, so that its backward comes after all else.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        first.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,158 @@
+"""Batch normalisation that a model begins to call in a later step, heard without a mode.
+
+The first look at a model hears what its first forward calls. A bare ``F.batch_norm`` behind a flag
+that is switched on later would normalise each micro-batch by itself. A mode would hear that, and
+every other call too, at the price of each. But ``F.batch_norm``, however a model has imported it,
+looks ``torch.batch_norm`` up when it is called: while a step runs that is divided, something else
+stands there, which costs a comparison, and no compiled model is compiled anew for it.
+
+    F.batch_norm, nn.BatchNorm ──> torch.batch_norm ──> training, with a part of the batch: heard
+                                                    └─> torch's own
+
+Not heard is what has taken ``torch.batch_norm`` itself before the step (``from torch import``),
+calls from C++ (a scripted model), and what was compiled outside of a divided step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from anybatch.core.meeting import alone_here, forwards_here, samples_here
+from anybatch.core.norm.counters import BatchStatisticsError, refuse
+from anybatch.core.undo import Before, uninterrupted
+
+TRAINING = {"batch_norm": 5, "native_batch_norm": 5}
+"""Functions of torch, and where they take their training flag."""
+
+
+SINGLE = "Expected more than 1 value per channel when training"
+"""What ``F.batch_norm`` says of a single sample, before it calls anything."""
+
+
+class _Here(threading.local):
+    step: Listening | None = None
+
+
+_HERE = _Here()
+_LOCK = threading.Lock()
+_LISTENING: WeakSet[Listening] = WeakSet()
+_OWN: dict[str, Any] = {}
+
+
+class Singles:
+    """How often a forward has normalised each of several samples by itself, at most.
+
+    That is one row of n * C channels (AdaIN); of a single sample it looks like a batch of one.
+    """
+
+    def __init__(self) -> None:
+        self._most = self._forward = self._calls = 0
+
+    def takes(self, x: Tensor) -> bool:
+        """Say whether `x` is such a row, among all of the present forward."""
+        if x.shape[0] != 1:
+            return False
+        if self._forward != forwards_here():
+            self._forward, self._calls = forwards_here(), 0
+        self._calls += 1
+        if samples_here() != 1:
+            self._most = max(self._most, self._calls)
+        return self._calls <= self._most
+
+
+class Listening:
+    """A step that listens; several may, in threads of their own.
+
+    Args:
+        singles: of its model.
+        outer: the step of this thread that it is within; None where there is none.
+
+    Attributes:
+        heard: what was called; "" where nothing was.
+    """
+
+    def __init__(self, singles: Singles, outer: Listening | None) -> None:
+        self.heard = ""
+        self.singles, self._outer = singles, outer
+
+    def begin(self) -> None:
+        """Put something in the place of torch's functions, unless that is done."""
+        _HERE.step = self
+        with _LOCK:
+            _LISTENING.add(self)
+            for name, at in TRAINING.items():
+                if name not in _OWN:
+                    own = _OWN[name] = getattr(torch, name)
+                    setattr(torch, name, _listens(name, own, at))
+
+    def end(self) -> None:
+        """Put torch's functions back where nobody else listens."""
+        _HERE.step = self._outer
+        with _LOCK:
+            _LISTENING.discard(self)
+            while _OWN and not _LISTENING:
+                name, own = _OWN.popitem()
+                setattr(torch, name, own)
+
+
+def _listens(name: str, own: Callable[..., Any], at: int) -> Callable[..., Any]:
+    def stands_in(*args: Any, **kwargs: Any) -> Any:
+        if args[at] if len(args) > at else kwargs.get("training"):
+            _hear(name, args[0] if args else kwargs["input"])
+        return own(*args, **kwargs)
+
+    return stands_in
+
+
+def _hear(name: str, x: Tensor) -> None:
+    """Refuse to normalise samples of a part of the batch.
+
+    Raises:
+        BatchStatisticsError: it is, and remembers that, whatever becomes of the error.
+    """
+    step = _HERE.step
+    if step is not None and alone_here() and not step.singles.takes(x):
+        step.heard = name
+        _refuse(name)
+
+
+def _refuse(name: str) -> NoReturn:
+    refuse(f"{name} called in forward")
+
+
+@contextmanager
+def listening(before: Before, singles: Singles) -> Iterator[None]:
+    """Hear batch normalisation for training in the body, where it is called with a part of a batch.
+
+    Args:
+        before: the step; it ends what an interrupt has left.
+        singles: of the model.
+
+    Raises:
+        BatchStatisticsError: from the call, and from the end of the body at the latest.
+    """
+    step = Listening(singles, _HERE.step)
+    before.patched.append(step.end)
+    try:
+        with uninterrupted():  # or the lock would be left
+            step.begin()
+        yield
+    except BatchStatisticsError:
+        raise
+    except Exception as error:  # of a compiler, perhaps, that has tried to trace the call
+        if step.heard or (isinstance(error, ValueError) and str(error).startswith(SINGLE)):
+            _refuse(step.heard or "batch_norm")
+        raise
+    else:
+        if step.heard:
+            _refuse(step.heard)
+    finally:
+        with uninterrupted():
+            step.end()

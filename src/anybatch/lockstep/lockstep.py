@@ -1,0 +1,250 @@
+"""A step in lanes: micro-batches that wait for each other wherever their samples meet.
+
+Every lane runs forward, takes its share of the loss, and runs backward. BatchNorm meets in both
+directions, so each lane computes what its rows would in the undivided batch. A loss that couples
+the samples is one more meeting, of outputs, and needs no second forward: the graphs are waiting.
+
+    lane 0:  forward ─┬─ BatchNorm ─┬─ forward ─┬─ loss ─┬─ backward ─┬─ BatchNorm ─┬─ backward
+    lane 1:  forward ─┘             └─ forward ─┘        └─ backward ─┘             └─ backward
+
+What waiting lanes hold leaves the device as far as there is no room for it
+(`anybatch.memory.pager`).
+
+Source: design of this project, section 5.3; what BatchNorm over parts means: AGBN, Algorithms 1-3.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import tree
+from anybatch.core.batch import MicroBatch, made_up
+from anybatch.core.meeting import exchange
+from anybatch.core.norm.sites import Route
+from anybatch.core.undo import HeldBack, uninterrupted
+from anybatch.execution.second_pass import shares
+from anybatch.execution.step import Step, check_trains, copied
+from anybatch.execution.stream import Normalization, normalization
+from anybatch.execution.taken import loss_of_all, value_of_all
+from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
+from anybatch.lockstep.lanes import Lanes
+from anybatch.lockstep.surroundings import Surroundings
+from anybatch.lockstep.turns import LaneTurns
+from anybatch.loss.declared import Total
+from anybatch.loss.watched import NotAPartError
+from anybatch.memory.meter import Meter
+from anybatch.memory.pager import SMALL, Pager
+from anybatch.memory.paging import Paging, keep
+from anybatch.memory.stores import store_on
+
+
+def lockstep(step: Step, tracked: Tracked) -> Tensor:
+    """Run the step in as many lanes as it has micro-batches.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.execution.step`. Its `room` is what
+            waiting lanes may hold on the device.
+        tracked: its running statistics.
+
+    Returns:
+        The loss of the whole batch, a detached 0-dim tensor.
+
+    Raises:
+        LaneMismatchError: the model takes another path for other samples.
+        NotAPartError: some micro-batch has shown that the loss couples the samples.
+    """
+    together = Together(step)
+    with uninterrupted() as held:  # or a thread of the pager, and its file, would be left
+        _run(step, tracked, together, held)
+    if step.gradients is not None and step.batch.size:
+        check_trains(together.trained)
+    together.show()
+    step.finish(together.correction())
+    return together.loss()
+
+
+def _run(step: Step, tracked: Tracked, together: Together, held: HeldBack) -> None:
+    """Run all lanes; Ctrl-C is heard while they are waited for."""
+    around = Surroundings.now()
+    meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
+    lanes = max(step.count, 1)  # a rank without samples meets the others all the same
+    pager = _pager(step, meters)
+    turns = LaneTurns(lanes, step.slots, step.gradients, pager, everything=step.draws is not None)
+    entered = partial(around.entered, None if pager is None else Paging(pager))
+    beyond = step.everyone if step.everyone.several else None
+    try:
+        if pager is not None:
+            pager.ready()
+        with warnings.catch_warnings():  # lanes that catch some too do not end in their order
+            Lanes(lanes, turns, entered, beyond).run(
+                lambda lane: _lane(step, tracked, together, lane, pager), held.let_through
+            )
+        turns.finish()
+    except BaseException:
+        turns.put_back()
+        raise
+    finally:
+        if pager is not None:
+            pager.close()
+            step.moved = pager.moved
+
+
+AHEAD = 1.5
+"""Turns whose bytes may wait beside the lane that runs, where no budget says how many may."""
+
+
+def _pager(step: Step, meters: list[Meter]) -> Pager | None:
+    """Return what sends away what there is no room for; None where there is room for all."""
+    if step.inside is None and (step.room is None or step.count < 2):
+        return None
+    turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
+    return Pager(
+        step.room or 0,
+        store_on(step.device, step.spill),
+        step.device,
+        meters,
+        small=small,
+        turns=turns,
+        inside=step.inside,
+    )
+
+
+def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
+    """Run one lane: forward, its share of the loss, backward."""
+    empty = not step.batch.size
+    bring = partial(keep, pager) if pager is not None else None
+    route = None if step.ways is None else Route(step.ways)
+    norms = MeetingNorms(tracked, bring, empty=empty, route=route, singles=step.singles)
+    draws = None if step.draws is None else step.draws.of_lane()
+    with norms, nullcontext() if draws is None else draws:
+        micro = together.next()
+        outputs = step.call(micro, draws)
+        norms.arrives()
+        lose = together.lose_nothing if empty else partial(together.lose, lane)
+        roots, weights = lose(outputs, micro)
+        del outputs, micro, lose
+        norms.again = True
+        together.trained += step.pull(roots, weights)
+    if empty and step.gradients is not None:
+        step.gradients.restart()
+
+
+class Together:
+    """What the lanes of a step share: the batch they are fed from, and its loss.
+
+    Attributes:
+        trained: how many roots of backwards had a gradient.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.trained = 0
+        self._step = step
+        self._feed: Iterator[MicroBatch] = step.feed(moved=True)  # by the pager
+        self._normalize: Normalization | None = None
+        self._coupled: Tensor | None = None
+        self._shown: dict[int, tuple[Any, MicroBatch]] = {}
+
+    def next(self) -> MicroBatch:
+        """Return the micro-batch of the lane whose first turn it is."""
+        if not self._step.batch.size:
+            return made_up(self._step.batch, 1)
+        micro = next(self._feed)
+        return copied(micro) if self._step.copies else micro
+
+    def lose(self, lane: int, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what a lane's backward starts from, and with which gradients."""
+        step = self._step
+        detached = tree.map_tensors(Tensor.detach, outputs)
+        if step.observe is not None:
+            shown = step.loss.outputs(detached)  # not the terms, whose graph would stay
+            self._shown[lane] = shown, MicroBatch(None, micro.targets, micro.size)
+        if self._normalize is None and not step.coupled:
+            self._count(step.totals(outputs, micro))
+        if self._normalize is not None:
+            parts = step.parts(outputs, micro, self._normalize.totals)
+            weights = self._normalize(parts, micro.size)
+            self._normalize.count()
+            return [part.numerator for part in parts], step.scaled(weights)
+        gradients, begin = exchange(
+            "the loss", (detached, micro.targets, micro.size), self._lose_all
+        )
+        if step.draws is not None:
+            step.draws.settle()
+        if step.gradients is None:
+            return [], []
+        return shares(step, tree.flat(outputs), gradients, begin)
+
+    def lose_nothing(self, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+        """Do what a rank without samples does: hear of the loss, and send zeros back."""
+        del micro
+        step = self._step
+        if not step.coupled:
+            self._count([])
+        if step.coupled:
+            step.found = step.loss.name
+            rows = step.everyone.rows(None, None, (), 0)
+            with torch.no_grad(), self._whole_loss():
+                self._coupled = value_of_all(step, rows)
+        roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+        return roots, [torch.zeros_like(root) for root in roots]
+
+    def _count(self, totals: list[Total] | None) -> None:
+        """Take in what the loss is divided by, or that it needs all outputs at once."""
+        try:
+            self._normalize = normalization(self._step, totals)
+        except NotAPartError:
+            self._step.coupled = True
+
+    def _whole_loss(self) -> AbstractContextManager[None]:
+        """Return what the loss of all outputs is taken in, so that it draws as it should."""
+        draws = self._step.draws
+        return nullcontext() if draws is None else draws.whole_loss()
+
+    def correction(self) -> float | Tensor:
+        """Return what the sum of the gradients still lacks."""
+        return 1.0 if self._normalize is None else self._normalize.correction()
+
+    def loss(self) -> Tensor:
+        """Return the loss of the whole batch."""
+        if self._normalize is not None:
+            return self._normalize.loss()
+        assert self._coupled is not None
+        return self._coupled
+
+    def show(self) -> None:
+        """Let the observer see every micro-batch, in order."""
+        step = self._step
+        step.done = step.count
+        for lane in sorted(self._shown):
+            step.show(*self._shown[lane])
+        step.done = step.count
+
+    def _lose_all(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
+        """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
+        step = self._step
+        step.found = step.loss.name
+        with self._whole_loss():
+            return self._loss_of(parts)
+
+    def _loss_of(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
+        step = self._step
+        outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
+        step.check_structure(outputs[0])
+        joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
+        aims = tree.join(targets, sizes=sizes, name="targets")
+        rows = step.everyone.rows(joined, aims, step.layout or (), step.batch.size)
+        del joined, aims
+        if step.gradients is None:
+            self._coupled = value_of_all(step, rows)
+            return [([], 0)] * len(sizes)
+        with torch.enable_grad():
+            taken = loss_of_all(step, rows)
+        self._coupled = taken.loss
+        return [(taken.gradients, taken.begin + sum(sizes[:k])) for k in range(len(sizes))]

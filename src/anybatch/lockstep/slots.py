@@ -1,0 +1,135 @@
+"""What forward leaves on a model while it runs: every lane has its own.
+
+A model may keep an activation in an attribute and read it some layers later, put features in a
+dict by a hook, or swap its parameters for the time of a call. Run to the end, one forward does not
+disturb the next. Lanes stop in the middle, and what one has left would be found by another. So the
+first look at a model compares, wherever a lane would have to wait, what attributes, parameters and
+containers hold with what they held before; what has changed changes hands with the baton.
+
+Source: found by trying to break lanes; ``threading.local`` of a person's own is not carried over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerators import library_switches
+from anybatch.core.errors import NotExactError
+from anybatch.core.kept import Kept, fill
+from anybatch.core.meeting import forwards_here
+from anybatch.core.modules import Modules
+from anybatch.core.norm.sites import Site, Way
+from anybatch.execution.proof.follow import Follow
+
+
+class LaneLook:
+    """Compares, wherever samples meet in the first look, what lanes would share.
+
+    Args:
+        modules: of the step.
+
+    Attributes:
+        follow: the mode that follows the forward which runs; None where none does.
+        forwards: how many the look has run.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        kept = Kept()
+        kept.modules((module for _, module in modules), attributes=True)
+        self._before = [(held, _print(held)) for held in kept.held]
+        self._settings = _settings()
+        self._changed: dict[int, Any] = {}
+        self._sites: list[tuple[int, Site]] = []
+        self._first = forwards_here() + 1
+        self.follow: Follow | None = None
+        self.forwards = 0
+
+    def heard(self, x: Tensor) -> None:
+        """Take in a normalisation of `x`."""
+        if self.follow is not None:
+            self.follow.heard(x)
+
+    def met(self, site: Site) -> None:
+        """Take in a place where samples meet.
+
+        Raises:
+            NotExactError: forward has changed a setting that all threads share.
+        """
+        self._sites.append((forwards_here(), site))
+        self._compare()
+        if _settings() != self._settings:
+            raise NotExactError(
+                "settings that belong to the whole process must not change where micro-batches "
+                "wait for each other, and forward changes one where they do (a flag of "
+                "torch.backends, the default dtype): set it before the step, "
+                "or give micro_batch >= the batch size"
+            )
+
+    def slots(self) -> list[Any]:
+        """Return the attributes and containers that every lane must have of its own."""
+        self._compare()
+        return list(self._changed.values())
+
+    def way(self) -> Way:
+        """Return the places where samples meet in the first forward, in order."""
+        return tuple(site for forward, site in self._sites if forward == self._first)
+
+    def _compare(self) -> None:
+        for held, before in self._before:
+            if id(held) not in self._changed and _print(held) != before:
+                self._changed[id(held)] = held
+
+
+class LaneSlots:
+    """Fills attributes and containers with what a lane has left in them.
+
+    Args:
+        slots: those that change.
+        lanes: how many lanes.
+    """
+
+    def __init__(self, slots: Iterable[Any], lanes: int) -> None:
+        self._slots = list(slots)
+        self._start = [held.copy() for held in self._slots]
+        self._kept = [self._start] * lanes
+
+    def begin(self, lane: int) -> None:
+        """Make what a lane left the present content."""
+        self._fill(self._kept[lane])
+
+    def leave(self, lane: int) -> None:
+        """Keep what a lane has left."""
+        self._kept[lane] = [held.copy() for held in self._slots]
+
+    def finish(self) -> None:
+        """Leave what the last micro-batch has left."""
+        self._fill(self._kept[-1])
+
+    def put_back(self) -> None:
+        """Leave what was there before the step."""
+        self._fill(self._start)
+
+    def _fill(self, contents: list[Any]) -> None:
+        for held, content in zip(self._slots, contents, strict=True):
+            fill(held, content)
+
+
+def _print(held: Any) -> Any:
+    """Return what tells one content of a container from another: which objects it holds."""
+    if isinstance(held, dict):
+        return tuple(held), tuple(map(id, held.values()))
+    return tuple(map(id, held))
+
+
+def _settings() -> Any:
+    backends = torch.backends
+    return (
+        torch.get_default_dtype(),
+        backends.mkldnn.enabled,
+        *library_switches(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

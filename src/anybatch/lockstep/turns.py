@@ -1,0 +1,110 @@
+"""Every lane has its own dice: what it draws does not depend on who runs in between.
+
+A checkpointed part of a model notes the state of the generator and puts it back when it computes
+again. If it has to wait in the middle of that, the others must not find its state, nor move it. So
+torch's generators change hands with the baton, and so does what forward keeps on the model. The
+first lane goes on from where the step began, the others from seeds drawn from there, without moving
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import accelerators
+from anybatch.core.accelerator import States
+from anybatch.core.rng import Dice
+from anybatch.execution.gradients import Gradients
+from anybatch.lockstep.slots import LaneSlots
+from anybatch.memory.pager import Pager
+
+
+class LaneTurns:
+    """Changes torch's generators at every turn, and lets the pager make room.
+
+    Args:
+        lanes: how many.
+        slots: attributes and containers that each lane has of its own.
+        gradients: what a lane has left of them is added up at every turn, because the next one's
+            must not be added to it in half precision; None (default) where there are none.
+        pager: of what they hold; None (default) lets everything stay.
+        everything: Python's and numpy's generators change hands too. Default False.
+    """
+
+    def __init__(
+        self,
+        lanes: int,
+        slots: Iterable[Any] = (),
+        gradients: Gradients | None = None,
+        pager: Pager | None = None,
+        *,
+        everything: bool = False,
+    ) -> None:
+        self._pager, self._gradients = pager, gradients
+        self._slots = LaneSlots(slots, lanes)
+        self._start = torch.get_rng_state()
+        self._states = accelerators.random_states()
+        if self._states:  # the thread that begins has one, and autograd's
+            accelerators.clear_workspaces()
+        source = torch.Generator("cpu")
+        source.set_state(self._start)
+        self._seeds = torch.randint(2**62, (lanes,), generator=source, device="cpu").tolist()
+        self._dice: dict[int, Dice] | None = {} if everything else None
+        self._kept: list[tuple[Tensor, States] | None] = [None] * lanes
+
+    def begin(self, lane: int) -> None:
+        """Make the lane's state the present one."""
+        if self._pager is not None:
+            self._pager.begin(lane)
+        self._slots.begin(lane)
+        kept = self._kept[lane]
+        if kept is not None:
+            self._put_back(*kept)
+        elif lane == 0:
+            self._put_back(self._start, self._states)
+        else:
+            torch.default_generator.manual_seed(self._seeds[lane])
+            if self._states:
+                accelerators.seed(self._seeds[lane])
+        if self._dice and lane in self._dice:
+            self._dice[lane].put_back()
+
+    def around(self, lane: int) -> None:
+        """Go on: the dice are there."""
+        if self._pager is not None:
+            self._pager.around(lane)
+
+    def leave(self, lane: int, coming: list[int]) -> None:
+        """Keep the lane's state, and send away what there is no room for."""
+        if self._gradients is not None:
+            self._gradients.collect()
+        if self._pager is not None:
+            self._pager.leave(lane, coming)
+        if self._states:
+            accelerators.clear_workspaces()
+        self._slots.leave(lane)
+        states = accelerators.random_states() if self._states else ()
+        self._kept[lane] = torch.get_rng_state(), states
+        if self._dice is not None:
+            self._dice[lane] = Dice.now()
+
+    def finish(self) -> None:
+        """Leave the dice as the first lane left them, and attributes as the last one did."""
+        self._slots.finish()
+        kept = self._kept[0]
+        if kept is not None:
+            self._put_back(*kept)
+        if self._dice:
+            self._dice[0].put_back()
+
+    def put_back(self) -> None:
+        """Leave attributes as they were before a step that failed."""
+        self._slots.put_back()
+
+    def _put_back(self, cpu: Tensor, states: States) -> None:
+        torch.set_rng_state(cpu)
+        accelerators.put_random_states(states)

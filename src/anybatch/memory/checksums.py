@@ -1,0 +1,52 @@
+"""Checksums of bytes that wait away from the device, for debugging.
+
+A disk, a driver or another program may change what waits in a store. torch would compute with it,
+and the gradients would look like any others. A file system with checksums of its own is seldom at
+hand; so a sum of every block is kept in memory when it leaves, and compared when it returns:
+
+    leaves    block 0 | block 1 | block 2        sums kept: s0 s1 s2
+    returns   block 0 | block 1*| block 2        s1 differs: an error, and no gradient
+
+CRC-32 finds every error of up to 32 bits in a row, and misses one in 2^32 of the others; it is the
+fastest sum in Python's library that finds as much.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from anybatch.core.errors import StoreError
+from anybatch.core.units import show_bytes
+
+BLOCK = 4 << 20
+"""Bytes that share a sum."""
+
+Sums = tuple[int, ...]
+
+
+def checksums(memory: memoryview) -> Sums:
+    """Return the sum of each block of bytes."""
+    return tuple(zlib.crc32(memory[at : at + BLOCK]) for at in range(0, len(memory), BLOCK))
+
+
+def require_same(memory: memoryview, sums: Sums, where: str) -> None:
+    """Require that bytes that have returned have the sums that they left with.
+
+    Args:
+        memory: what has returned.
+        sums: of what had left.
+        where: it was meanwhile, in words.
+
+    Raises:
+        StoreError: a block differs.
+    """
+    for number, (found, wanted) in enumerate(zip(checksums(memory), sums, strict=True)):
+        if found != wanted:
+            begin, end = number * BLOCK, min((number + 1) * BLOCK, len(memory))
+            raise StoreError(
+                "what returns to the device must be what had left it, and of a tensor of "
+                f"{show_bytes(len(memory))} the bytes from {begin} to {end} have changed in "
+                f"{where}: something has written there (a disk that fails, another program, a "
+                "write to .data), so name another folder (store=) or find it; the gradients of "
+                "this step are not complete, so set them to zero before the next"
+            )

@@ -1,0 +1,245 @@
+"""A step's tensors without data: the person's own model, loss, optimizer and batch, as fakes.
+
+torch's FakeTensorMode runs every kernel on shapes alone. A model built under it would be another
+one than the person's, and ``functional_call`` on theirs lets a module keep a fake in an attribute.
+So the model is copied with its tensors replaced on the way: the copy shares no tensor with the
+original, costs no memory, and is thrown away.
+
+    model ──deepcopy, parameter -> fake parameter──> fake model      the same for loss and optimizer
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import _lru_cache_wrapper
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from anybatch.core import tree
+from anybatch.core.functions import keywords
+from anybatch.core.modules import local
+from anybatch.core.undo import HeldBack, uninterrupted
+from anybatch.memory.paged import paged
+
+T = TypeVar("T")
+REPORTS = logging.getLogger("torch._subclasses.fake_tensor")
+"""torch reports each kernel here that does not run without data, with its frames."""
+
+
+class Fakes:
+    """One world of fake tensors; the same real tensor is always the same fake.
+
+    Attributes:
+        mode: the mode under which fakes are computed with. Real tensors that a closure holds may
+            meet them, and become fakes in the result.
+    """
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._memo: dict[int, Any] = {}
+        self._caches: list[Any] | None = None
+        self._originals: list[Any] = []  # an id is only a name while its object lives
+
+    @contextmanager
+    def entered(self) -> Iterator[FakeTensorMode]:
+        """Compute with fakes in the body; what ``functools.cache`` keeps of them is forgotten."""
+        if self._caches is None:  # a walk over all objects, so only where a model is run
+            self._caches = caches()
+        misses = [cached.cache_info().misses for cached in self._caches]
+        try:
+            with interrupted_between_functions(), unreported(), self.mode:
+                yield self.mode
+        finally:
+            for cached, before in zip(self._caches, misses, strict=True):
+                if cached.cache_info().misses != before and _holds_fake(cached):
+                    cached.cache_clear()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the fake of a tensor, with no gradient; of a spread one, of this rank's part."""
+        if id(tensor) not in self._memo:
+            self._originals.append(tensor)
+            with paged().here_for(tensor):  # an empty storage would give an empty fake
+                part = self.mode.from_tensor(local(tensor))
+            same = part.requires_grad == tensor.requires_grad
+            self._memo[id(tensor)] = part if same else part.requires_grad_()
+        fake: Tensor = self._memo[id(tensor)]
+        return fake
+
+    def copy(self, value: T, modules: Iterable[nn.Module]) -> T:
+        """Return a copy of `value` whose tensors are fakes.
+
+        Args:
+            value: a model or a loss.
+            modules: the modules in it; their parameters, buffers and other tensors are replaced.
+
+        Raises:
+            Exception: whatever `copy.deepcopy` raises; not everything can be copied.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks a result that is kept for its gradient
+            for module in modules:
+                for held in (module._parameters, module._buffers, module.__dict__):
+                    for tensor in dict(held).values():
+                        if isinstance(tensor, Tensor):
+                            self.of(tensor)
+            with FakeCopyMode(self.mode):  # tensors in lists and the like
+                return copy.deepcopy(value, self._memo)
+
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Return a copy that has not stepped yet, of fake parameters; it makes its state anew.
+
+        Returns:
+            None for an optimizer that is not torch's own: it may hold another one, and step that.
+        """
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return None
+        kind = type(optimizer)
+        twin = kind.__new__(kind)
+        twin.__setstate__({**kind.__getstate__(optimizer), "state": defaultdict(dict)})
+        twin.param_groups = [
+            {**group, "params": [self.of(parameter) for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return twin
+
+    def rows(self, batch: Any, size: int, count: int) -> Any:
+        """Return `count` rows like those of `batch`: fakes for tensors, repeated rows for the rest.
+
+        They lie in memory as those of `batch` do: kernels copy some that do not lie densely.
+
+        Args:
+            batch: tree whose tensors have `size` rows.
+            size: its rows.
+            count: rows wanted, more or fewer.
+        """
+
+        def one(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return self._rows(leaf, count)
+            if isinstance(leaf, np.ndarray) and leaf.ndim:
+                return leaf[np.arange(count) % size]
+            if isinstance(leaf, list | tuple) and len(leaf) == size:
+                return type(leaf)(leaf[i % size] for i in range(count))
+            return leaf
+
+        return tree.map_leaves(one, batch)
+
+    def _rows(self, leaf: Tensor, count: int) -> Tensor:
+        if leaf.dim() == 0:
+            return self.of(leaf)
+        shape = (count, *leaf.shape[1:])
+        with self.mode:
+            if leaf.layout != torch.strided or leaf.is_contiguous():
+                rows = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+            else:
+                strides = _strides(leaf, count)
+                rows = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+        return rows.requires_grad_(leaf.requires_grad)
+
+
+def _strides(leaf: Tensor, count: int) -> tuple[int, ...]:
+    """Return how `count` rows would lie in memory that lie like those of `leaf`."""
+    times = -(-count // max(1, len(leaf)))
+    row, *others = leaf.stride()
+    return (row, *(stride if stride <= row else stride * times for stride in others))
+
+
+@contextmanager
+def uncached() -> Iterator[None]:
+    """Let fakes be computed anew in the body: what is remembered of ``set_`` holds its storage."""
+    modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)]
+    before = [mode.cache_enabled for mode in modes]
+    for mode in modes:
+        mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        for mode, enabled in zip(modes, before, strict=True):
+            mode.cache_enabled = enabled
+
+
+BY_NUMBER = frozenset((Tensor.apply_, Tensor.map_, Tensor.map2_))
+"""Functions that call Python for each number: torch reads these in the memory that a fake lacks."""
+
+
+class _Listens(TorchFunctionMode):
+    """While it is on, what has been held back is heard before each function of torch.
+
+    Raises:
+        NotImplementedError: a function that would end the process.
+    """
+
+    def __init__(self, held: HeldBack) -> None:
+        super().__init__()
+        self._held = held
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._held.let_through()
+        if func in BY_NUMBER:
+            raise NotImplementedError(f"{func.__name__} reads numbers, and there are none")
+        return func(*args, **keywords(func, kwargs))
+
+
+@contextmanager
+def interrupted_between_functions() -> Iterator[None]:
+    """Hear Ctrl-C only between functions of torch while the body computes with fakes.
+
+    Kernels ask a fake for its device, which is Python code. An error in there ends the process.
+    """
+    with uninterrupted() as held, _Listens(held):
+        yield
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """Leave it to the caller to say which kernel needs data: it is caught, and expected."""
+    before = REPORTS.level
+    REPORTS.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        REPORTS.setLevel(before)
+
+
+def caches() -> list[Any]:
+    """Return every ``functools.cache`` that there is."""
+    return [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
+
+
+def forget_fakes() -> None:
+    """Empty every ``functools.cache`` that holds a tensor without data."""
+    for cached in caches():
+        if cached.cache_info().currsize and _holds_fake(cached):
+            cached.cache_clear()
+
+
+def is_fake(value: Any) -> bool:
+    """Say whether a tensor has a shape and no data."""
+    return isinstance(value, FakeTensor)
+
+
+def _holds_fake(cached: Any, depth: int = 4) -> bool:
+    """Say whether what a cache holds, or a few levels in it, has a fake in it."""
+    inside = gc.get_referents(cached)
+    if depth == 0:
+        return False
+    kinds = (list, tuple, dict)
+    return any(is_fake(o) or (isinstance(o, kinds) and _holds_fake(o, depth - 1)) for o in inside)

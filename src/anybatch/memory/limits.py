@@ -1,0 +1,106 @@
+"""How much memory a step may have where nobody has said: the smallest of the limits that are there.
+
+On the CPU a process can be limited by its control group, by ``setrlimit``, and by what the machine
+has left; whichever ends first ends the training, and the first of them by a kill that no program
+can catch. A fifth of it is left alone. On a GPU it is what the driver says is free, less a
+twentieth: the allocator rounds up, and libraries take workspace.
+
+    budget = what the tensors of the process hold now + share * what is left
+
+The processes that torchrun starts on one machine share what the machine has left, and what a
+control group has: each takes its part. A GPU is one rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from anybatch.core import accelerator
+
+if sys.platform != "win32":
+    import resource
+
+SHARE_CPU = 0.8
+SHARE_THERE = 0.95
+
+
+def left(device: torch.device) -> tuple[int, str]:
+    """Return the bytes that a step may still allocate on `device`, and what limits them.
+
+    Returns:
+        ``(bytes, words)``; the share that is left alone is taken off.
+    """
+    there = accelerator.of(device)
+    if not there.host:
+        return int(SHARE_THERE * there.left(device)), f"free on {device}, less 5 %"
+    limits = sorted(_shared(_host_limits(Path("/"))))
+    if not limits:
+        raise ValueError(
+            "memory= must be given where the system does not tell what is left, such as "
+            f'memory="4GiB", and it is None on {device}'
+        )
+    free, words = limits[0]
+    return int(SHARE_CPU * max(0, free)), f"{words}, less 20 %"
+
+
+def _shared(limits: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the part of one rank of those that torchrun has started on this machine."""
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else 1
+    for free, words in limits:
+        alone = ranks == 1 or words.startswith("RLIMIT")
+        yield (free, words) if alone else (free // ranks, f"{words}, for each of {ranks} ranks")
+
+
+def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield ``(bytes left, what limits them)``; `root` is where the system's files are."""
+    info = _fields(root / "proc/meminfo")
+    if "MemAvailable" in info:
+        yield info["MemAvailable"] * 1024, "memory available"
+    elif hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        yield os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "memory available"
+    yield from _of_control_groups(root)
+    if sys.platform == "win32":
+        return
+    used = _fields(root / "proc/self/status")
+    for name, kind in (("VmSize", "RLIMIT_AS"), ("VmData", "RLIMIT_DATA")):
+        limit = resource.getrlimit(getattr(resource, kind))[0]
+        if limit != resource.RLIM_INFINITY and name in used:
+            yield limit - used[name] * 1024, kind
+
+
+def _of_control_groups(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield what is left in each control group of this process; both versions, and its parents."""
+    lines = _text(root / "proc/self/cgroup").splitlines()
+    for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        base = root / ("sys/fs/cgroup" if not kinds else "sys/fs/cgroup/memory")
+        names = ("memory.max", "memory.current")
+        if kinds:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        inner = path.strip("/")
+        for group in (base / inner, *(base / inner).parents):
+            limit, used = _text(group / names[0]).strip(), _text(group / names[1]).strip()
+            if limit.isdecimal() and used.isdecimal() and int(limit) < 1 << 60:
+                yield int(limit) - int(used), "control group limit"
+            if group == base:
+                break
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of lines such as ``VmData:  123 kB``."""
+    pairs = (line.split()[:2] for line in _text(path).splitlines() if ":" in line)
+    return {p[0].rstrip(":"): int(p[1]) for p in pairs if len(p) == 2 and p[1].isdecimal()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

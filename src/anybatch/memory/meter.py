@@ -1,0 +1,265 @@
+"""Live bytes of tensors, counted as they are born and freed, on any device, real or fake.
+
+``torch.cuda.max_memory_allocated`` exists for CUDA alone, tells one number, and needs the memory. A
+dispatch mode sees every tensor that a kernel returns; a weak reference on its storage tells when
+the memory is free again. The same mode counts a step on fake tensors, which costs no memory at all.
+
+    kernel t returns a storage  ──>  live from t on
+    the storage is freed        ──>  until the next kernel
+
+What a kernel allocates and frees inside itself is not seen, unless it says so (`within_kernel`).
+Storages that were there before are counted where they are named (`Meter(known=...)`), and otherwise
+belong to the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from anybatch.core.modules import local
+from anybatch.core.rounding import rounding
+from anybatch.memory.hidden import completed, terms
+from anybatch.memory.timeline import Timeline, record
+
+STEP = "activations"
+"""The owner of what a step allocates and nobody else has claimed."""
+
+FOREIGN = ""
+"""The owner of storages that were there before and are not counted."""
+
+FROM_OUTSIDE = "aten.lift_fresh.default"
+"""The kernel through which ``torch.tensor(...)`` brings in memory it has just made."""
+
+DEVICE = torch.ops.prim.device.default
+"""Asks a fake where it is, which torch does more often than all else; nothing is computed."""
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count live bytes on one device inside ``with meter:``.
+
+    Made under a fake mode it counts fakes too; elsewhere they hold nothing.
+
+    Args:
+        device: only tensors on this type of device count.
+        known: owner -> tensors that are there already and count.
+        spare: bytes that may be tried with real tensors where a kernel on fakes tells too little
+            (`anybatch.memory.hidden`). Default 0: what a step of one row has anyway.
+
+    Attributes:
+        live: bytes live now, each storage rounded up as the device's allocator does it.
+        peak: the most bytes live after any kernel.
+
+    Example:
+        >>> with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+        ...     loss_fn(model(x), y).backward()
+        >>> meter.peak
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        device: torch.device,
+        known: Mapping[str, Iterable[Tensor]] | None = None,
+        *,
+        spare: int = 0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self._device, self._spare, self._grain = device.type, spare, rounding(device)
+        self._events: list[str] = []
+        self._inside = False
+        modes = _get_current_dispatch_mode_stack()
+        self._fakes = any(isinstance(mode, FakeTensorMode) for mode in modes)
+        self._open: dict[int, _Span] = {}
+        self._spans: list[_Span] = []
+        for owner, tensors in (known or {}).items():
+            for tensor in tensors:
+                self._see(tensor, owner)
+        self.peak = self.live
+
+    @property
+    def events(self) -> int:
+        """Kernels counted so far."""
+        return len(self._events)
+
+    def claim(self, owner: str, tensors: Iterable[Tensor]) -> None:
+        """Say whose the storages of live tensors have been since they were born."""
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                span = self._open.get(storage._cdata)
+                if span is not None and span.owner == STEP:
+                    span.owner = owner
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Count live tensors no more: something else does."""
+        for tensor in tensors:
+            for storage in self._storages(tensor):
+                self._end(storage._cdata)
+                self._begin(storage, FOREIGN, 0, storage.nbytes())
+
+    def resized(self, storage: Any) -> None:
+        """Take in that a storage has given its memory away, or has it again."""
+        self._end(storage._cdata)
+        if storage.nbytes():
+            self._begin(storage, STEP, storage.nbytes(), storage.nbytes())
+            self.peak = max(self.peak, self.live)
+
+    def more(self, device: torch.device, count: int) -> None:
+        """Count so many bytes more on a device, or fewer, that no tensor seen here has."""
+        if device.type == self._device:
+            self.live += self._rounded(count) if count > 0 else -self._rounded(-count)
+            self.peak = max(self.peak, self.live)
+
+    def timeline(self) -> Timeline:
+        """Return what was counted, by owner."""
+        owners = tuple(dict.fromkeys(span.owner for span in self._spans))
+        now = len(self._events)
+        spans = [(s.owner, s.size, s.first, now if s.end is None else s.end) for s in self._spans]
+        return record(spans, self._events, owners, grain=self._grain)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel, and count what it returned."""
+        kwargs = kwargs or {}
+        if self._inside or func is DEVICE:  # a kernel made of kernels, or none
+            return func(*args, **kwargs)
+        name = str(func)
+        if name != FROM_OUTSIDE:
+            for tensor in tensors_in((args, kwargs)):
+                self._see(tensor, FOREIGN)
+        self._inside = True
+        running = _running()
+        running.append(self)
+        try:
+            result = func(*args, **kwargs)
+            if self._fakes:
+                result = completed(name, args, result, self._spare)
+        finally:
+            running.pop()
+            self._inside = False
+        here = False
+        for tensor in tensors_in(result):
+            here = here or self._counts(tensor)
+            self._see(tensor, STEP, terms(name, args) if isinstance(tensor, FakeTensor) else 0)
+        if here:  # else it is about shapes alone, as on the meta device
+            self._events.append(name)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> None:
+        for storage in self._storages(tensor):
+            key, size = storage._cdata, storage.nbytes()
+            span = self._open.get(key)
+            if span is not None and (span.told == size or span.owner == FOREIGN):
+                continue
+            if span is not None:  # resized in place
+                self._end(key)
+            self._begin(storage, owner, 0 if owner == FOREIGN else max(size, least), size)
+
+    def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
+        span = _Span(owner, size, len(self._events), told)
+        span.watch = weakref.ref(storage, partial(self._end, storage._cdata))
+        self._open[storage._cdata] = span
+        self.live += self._rounded(size)
+        if size:
+            self._spans.append(span)
+
+    def _counts(self, tensor: Tensor) -> bool:
+        fake = isinstance(tensor, FakeTensor)
+        return tensor.device.type == self._device and (self._fakes or not fake)
+
+    def _storages(self, tensor: Tensor) -> Iterator[Any]:
+        return _storages(tensor) if self._counts(tensor) else iter(())
+
+    def _end(self, key: int, _watch: Any = None) -> None:
+        span = self._open.pop(key, None)
+        if span is not None:
+            span.end = len(self._events)
+            self.live -= self._rounded(span.size)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._grain) * self._grain
+
+
+class _Span:
+    """One storage: whose, how big, how big it says it is, and after which events it is live."""
+
+    __slots__ = ("end", "first", "owner", "size", "told", "watch")
+
+    def __init__(self, owner: str, size: int, first: int, told: int) -> None:
+        self.owner, self.size, self.first, self.told = owner, size, first, told
+        self.end: int | None = None
+        self.watch: Any = None
+
+
+_RUNNING = threading.local()
+"""Meters whose kernel runs now, thread by thread."""
+
+
+def _running() -> list[Meter]:
+    found: list[Meter] = _RUNNING.__dict__.setdefault("meters", [])
+    return found
+
+
+@contextmanager
+def within_kernel(device: torch.device, count: int) -> Iterator[None]:
+    """Have the meters that count a kernel of this thread count more while its body runs.
+
+    Args:
+        device: where the kernel computes.
+        count: bytes that it allocates.
+    """
+    meters = list(_running())
+    for meter in meters:
+        meter.more(device, count)
+    try:
+        yield
+    finally:
+        for meter in meters:
+            meter.more(device, -count)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what a kernel is given or returns."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _storages(tensor: Tensor) -> Iterator[Any]:
+    """Yield the storages that hold a tensor's data; a sparse tensor has several."""
+    tensor = local(tensor)
+    if is_lazy(tensor):
+        return
+    if tensor.layout == torch.strided:
+        try:
+            with torch._C.DisableTorchFunction():  # nobody asks for its address here
+                found = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
+            return
+        yield found
+    elif tensor.is_sparse:
+        yield tensor._indices().untyped_storage()
+        yield tensor._values().untyped_storage()

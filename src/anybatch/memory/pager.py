@@ -1,0 +1,342 @@
+"""Storages that leave the device while their lane waits, and return when a kernel asks for them.
+
+``saved_tensors_hooks`` move what autograd saves, and nothing else: what Python holds at a meeting
+(inputs, the branch of a residual, the tensor that is normalised) would stay, a fifth of the whole
+batch's peak however small the micro-batches. Here a tensor keeps its storage, and the storage gives
+its memory away: its bytes are copied out, and it is resized to nothing. Every kernel is seen before
+it runs, in forward and in backward (`anybatch.memory.paging`), and what it needs is there when it
+does.
+
+    lane 0 runs ── meets ── its storages leave, the furthest next use first ── ... ── its turn: what
+    it will use comes ahead of it; what was not written to need not be copied out again
+
+Who runs next is known, and what it will use has been shown by the first lane that was there.
+
+Where not even one lane fits, the lane that runs gives memory away, too: before each of its kernels
+so much leaves that what the kernel needs has room, of the lanes that wait first, and then of its
+own what it has not used for longest. What a chain of layers saves first is needed last in backward,
+so that is also what is needed last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from anybatch.core.memory import Inside, Room
+from anybatch.memory.book import Book
+from anybatch.memory.hold import AWAY, HERE, LEAVING, Held, Hold
+from anybatch.memory.meter import Meter
+from anybatch.memory.room import in_turn
+from anybatch.memory.stores import Store
+
+SMALL = 256
+"""Bytes below which a storage stays where no budget is to be kept: its copies would cost more."""
+
+
+class Pager:
+    """Keeps what waiting lanes hold on the device within `room`, and what it may borrow.
+
+    Args:
+        room: bytes, the same in every turn or of each.
+        store: where the rest goes.
+        device: of the storages; others stay.
+        meters: count what is here. Default none.
+        small: bytes below which a storage stays. Default `SMALL`.
+        turns: waiting lanes may hold, beside that, what a lane has held in a turn, so many times.
+            Default 0.
+        inside: what all of them may hold, the lane that runs among them; None (default) lets that
+            one hold whatever it will.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        store: Store,
+        device: torch.device,
+        meters: Sequence[Meter] = (),
+        *,
+        small: int = SMALL,
+        turns: float = 0,
+        inside: Inside | None = None,
+    ) -> None:
+        self.room, self._device = room, device.type
+        self.limit = None if inside is None else inside.limit
+        self._later = () if inside is None else inside.later
+        self._makes = () if inside is None else inside.makes
+        self._away_next: deque[tuple[int, Held]] | None = None
+        self._distance: dict[int, int] = {}
+        self._turns, self._small = turns, small
+        self._hold, self._book = Hold(store, device, meters), Book()
+        self._turn = self._lane = 0
+        self._number: dict[int, int] = {}
+        self._made = 0
+        self._last: dict[int, int] = {}
+        self._next: int | None = None
+        self._called = self._noted = 0
+        self._stirred = False
+
+    @property
+    def moved(self) -> int:
+        """Bytes that were copied out and in."""
+        return self._hold.moved
+
+    def ready(self) -> None:
+        """Have what copies, before lanes fill the memory."""
+        self._hold.ready()
+
+    def begin(self, lane: int) -> None:
+        """A lane takes the baton for its next turn."""
+        self._untouched()
+        self.around(lane)
+
+    def around(self, lane: int) -> None:
+        """A lane goes on with its next turn.
+
+        What it has used until now waits from here on, where what waits has room of its own.
+        """
+        if self.limit is None and not self._turns:
+            self._untouched()
+        self._hold.settle()
+        self._turn += 1
+        self._lane = lane
+        turn = self._number[lane] = self._number.get(lane, 0) + 1
+        self._book.begin(lane, turn)
+        allowed = self._allowed(turn)
+        self._send_others(min(allowed, self._beside(lane, turn)), allowed, {lane: -1})
+        self._called = self._noted = self._made = 0
+        self._away_next = None
+        self._call_next(None if self.limit is None else allowed)
+
+    def leave(self, lane: int, waiting: Iterable[int]) -> None:
+        """A lane's turn is over.
+
+        Args:
+            lane: which.
+            waiting: all lanes, the one that runs next first.
+        """
+        self._hold.settle()
+        self._last[lane] = self._turn
+        self._untouched()
+        order = list(waiting)
+        self._next = order[1] if len(order) > 1 else None
+        running = order[0] if order else lane
+        turn = self._coming(running)
+        allowed = self._allowed(turn)
+        ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
+        beside = min(allowed, self._beside(running, turn))
+        self._distance = {other: place for place, other in enumerate(order)}
+        wanted = max(min(in_turn(self.room, turn), allowed), beside - ahead)
+        self._send_others(wanted, allowed, self._distance)
+
+    def before(self, keys: Iterable[int]) -> None:
+        """Make room for what a kernel needs, where there is a limit.
+
+        What the next lane will use comes in what room is left then, and not before the kernel has
+        run, whenever a copy ends meanwhile: it would take the room that was made.
+
+        Args:
+            keys: of the storages that it needs; they do not leave.
+        """
+        assert self.limit is not None
+        hold = self._hold
+        if hold.stirred():
+            self._settle()
+        needed = set(keys)
+        most = self._allowed(self._number.get(self._lane, 0)) - self._coming_back(needed)
+        if hold.here - hold.going > most:
+            for key, held in self._first_to_go(needed):
+                hold.send_away(key, held)
+                if hold.here - hold.going <= most:
+                    break
+        while hold.here > most and hold.wait():
+            pass
+        if self._stirred:
+            self._stirred = False
+            self._call_next(most)
+
+    def _coming_back(self, needed: set[int]) -> int:
+        """Return the bytes of what is needed and away; what is here counts as used last."""
+        hold, coming = self._hold, 0
+        for key in needed:
+            held = hold.all.get(key)
+            if held is None or held.stays:
+                continue
+            if held.state == AWAY:
+                coming += held.size
+            elif key in hold.movable:  # they are in the order of their last use
+                hold.movable[key] = hold.movable.pop(key)
+                if held.state == LEAVING:
+                    hold.bring_back(key, held)
+        return coming
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
+        hold = self._hold
+        if hold.stirred():
+            self._settle()
+        held = hold.all.get(key)
+        if held is None:
+            return
+        if held.used < self._turn or held.state != HERE:
+            if held.lane == self._lane:
+                self._book.uses(self._lane, self._number[self._lane], held.number, held.size)
+            hold.touch(key, held, self._turn)
+            self._note()
+        if held.lane != self._lane and not held.stays:
+            hold.stay(key, held)
+        if writes and held.kept:
+            hold.forget_copy(key, held)
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """Take in the storage of a tensor that a kernel has made."""
+        hold = self._hold
+        if hold.stirred():
+            self._settle()
+        if key in hold.all or tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if size < self._small or not storage.resizable():
+            return
+        self._made += 1  # from the start in every turn: who comes last makes some things for all
+        number = (self._number.get(self._lane, 0) << 32) + self._made
+        hold.add(key, storage, size, self._lane, number, self._turn)
+        self._note()
+
+    def keep(self, key: int) -> None:
+        """Bring a storage's memory back for good: its address is known to somebody."""
+        self.use(key, True)
+        held = self._hold.all.get(key)
+        if held is not None:
+            self._hold.stay(key, held)
+
+    def give_up(self, key: int) -> None:
+        """Have a storage's memory here, and leave it to somebody else from now on."""
+        self._hold.give_up(key)
+
+    def close(self) -> None:
+        """Bring back what still lives, and forget all of it."""
+        self._hold.close()
+
+    def _coming(self, lane: int) -> int:
+        """Return the number of a lane's next turn."""
+        return self._number.get(lane, 0) + 1
+
+    def _untouched(self) -> None:
+        """From here on another lane touches storages."""
+        self._hold.since, self._hold.touched = self._turn + 1, 0
+
+    def _note(self) -> None:
+        if self._hold.touched > self._noted:
+            self._noted = self._hold.touched
+            self._book.holds(self._number[self._lane], self._noted)
+
+    def _settle(self) -> None:
+        self._hold.settle()
+        if self.limit is None:
+            self._call_next(None)
+        else:
+            self._stirred = True  # the next kernel's room comes first
+
+    def _first_to_go(self, needed: set[int]) -> Iterator[tuple[int, Held]]:
+        """Yield what may leave while a lane runs: of those that wait, and then its own."""
+        hold = self._hold
+        if self._away_next is None:
+            waiting = [item for item in hold.movable.items() if item[1].used < hold.since]
+            waiting.sort(key=lambda item: self._order(item[1], self._distance))
+            self._away_next = deque(waiting)
+        while self._away_next:
+            key, held = self._away_next.popleft()
+            if hold.all.get(key) is held and held.used < hold.since and key not in needed:
+                yield key, held
+        for key, held in list(hold.movable.items()):
+            if key not in needed:
+                yield key, held
+
+    def _allowed(self, turn: int) -> int:
+        """Return the bytes that others may hold during a lane's turn of this number."""
+        if self.limit is not None:
+            return self.limit + in_turn(self._later, turn)
+        return in_turn(self.room, turn) + int(self._turns * self._book.top)
+
+    def _beside(self, lane: int, turn: int) -> int:
+        """Return the bytes that others may hold beside a lane in a turn; what is more leaves now.
+
+        In a turn that nobody has shown, what its kernels have no room for leaves when they run. In
+        others a lane holds most when a kernel has made something, for which the limit leaves room.
+        """
+        allowed = self._allowed(turn)
+        if self.limit is None:
+            return allowed
+        most = self._book.most(turn, lane) - in_turn(self._makes, turn)
+        return max(0, allowed - max(0, most))
+
+    def _ahead(self, lane: int, turn: int) -> int:
+        """Return the bytes that others may have, what comes ahead among them, during a turn."""
+        if self.limit is None or self._book.shown(turn, lane):
+            return self._beside(lane, turn)
+        return 0
+
+    def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:
+        """Send away what has not been touched.
+
+        Args:
+            wanted: bytes; what is more begins to leave.
+            allowed: bytes; what is more has left in the end.
+            distance: how far lanes are from their turn.
+        """
+        hold = self._hold
+        if hold.waiting - hold.going > wanted:
+            others = [item for item in hold.movable.items() if item[1].used < hold.since]
+            others.sort(key=lambda item: self._order(item[1], distance))
+            for key, held in others:
+                if hold.waiting - hold.going <= wanted:
+                    break
+                if held.state != LEAVING:
+                    hold.send_away(key, held)
+        while hold.waiting > allowed and hold.wait():
+            pass
+
+    def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
+        """Sort what is needed much later first, then lanes that are far from their turn.
+
+        Of the lane that runs, at distance -1, its turn has come.
+        """
+        turn = self._coming(held.lane) - (distance.get(held.lane, 0) < 0)
+        if self._book.shown(turn, held.lane):
+            later = held.number not in self._book.used(turn)
+        else:
+            later = held.used < self._last.get(held.lane, 0)
+        return (0, held.used) if later else (1, -distance.get(held.lane, 0))
+
+    def _call_next(self, most: int | None) -> None:
+        """Bring in what the next lane will use, as far as that is known and there is room.
+
+        Args:
+            most: bytes that may be here, those of the lane that runs among them: what a smaller
+                lane has shown of this turn tells too little of it. None where there is no limit.
+        """
+        if self._next is None or self._next == self._lane:
+            return
+        numbers = self._book.used(self._coming(self._next))
+        allowed = self._ahead(self._lane, self._number[self._lane])
+        while self._called < len(numbers):
+            found = self._hold.find(self._next, numbers[self._called])
+            if found is not None and found[1].state == AWAY:
+                hold, size = self._hold, found[1].size
+                if hold.waiting + size > allowed or (most is not None and hold.here + size > most):
+                    return
+                self._hold.call(*found)
+            self._called += 1
+
+
+def key_of(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None where it has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
+        return None

@@ -1,0 +1,163 @@
+"""Shows every kernel of a lane to the pager, before and after it runs.
+
+A dispatch mode hears each of them, in forward and in backward. That costs as much as a small kernel
+does, so there is no such mode where nothing will have to leave (`anybatch.lockstep.lockstep`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.memory.meter import tensors_in
+from anybatch.memory.pager import key_of
+
+PLAIN = frozenset({Tensor, Parameter})
+OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types that hold no tensor; asked for first, because every kernel has some."""
+
+
+class Keeper(Protocol):
+    """Who hears of every kernel: a pager, or who takes notes of what one would hear."""
+
+    limit: int | None
+
+    def before(self, keys: Iterable[int]) -> None:
+        """Make room for what a kernel needs, where there is a limit."""
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """Take in the storage of a tensor that a kernel has made."""
+
+    def keep(self, key: int) -> None:
+        """Bring a storage's memory back for good."""
+
+    def give_up(self, key: int) -> None:
+        """Have a storage's memory here, and leave it to somebody else from now on."""
+
+
+class Paging(TorchDispatchMode):
+    """Brings in what kernels need, and takes in what they have made.
+
+    Args:
+        pager: who does it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, pager: Keeper) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pager = pager
+        self._writes: dict[Any, bool] = {}
+
+    def give_up(self, key: int) -> None:
+        """Leave a storage to somebody else, who moves it from now on."""
+        self._pager.give_up(key)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out the guard against being compiled; compiled models are refused before."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Bring in what a kernel needs, run it, and take in what it has made."""
+        writes = self._writes.get(func)
+        if writes is None:
+            schema = getattr(func, "_schema", None)
+            writes = self._writes[func] = schema is None or schema.is_mutable
+        with torch._C.DisableTorchFunction():
+            given: list[int | None] = []
+            if self._pager.limit is not None:
+                self._pager.before(_keys((args, kwargs)))
+            self._bring(args, given, writes)
+            if kwargs:
+                self._bring(kwargs.values(), given, writes)
+                result = func(*args, **kwargs)
+            else:
+                result = func(*args)
+            self._take(result, given)
+        return result
+
+    def _bring(self, values: Any, given: list[int | None], writes: bool) -> None:  # noqa: FBT001
+        for value in values:
+            kind = type(value)
+            if kind in OTHERS:
+                continue
+            if kind in PLAIN or isinstance(value, Tensor):
+                if value.layout is torch.strided and (kind in PLAIN or not _wraps(value)):
+                    key = key_of(value)
+                    given.append(key)
+                    if key is not None:
+                        self._pager.use(key, writes)
+                else:
+                    keep(self._pager, value)
+            elif isinstance(value, list | tuple):
+                self._bring(value, given, writes)
+            elif isinstance(value, dict):
+                self._bring(value.values(), given, writes)
+
+    def _take(self, value: Any, given: list[int | None]) -> None:
+        kind = type(value)
+        if kind in PLAIN or isinstance(value, Tensor):
+            if value.layout is torch.strided and (kind in PLAIN or not _wraps(value)):
+                key = key_of(value)
+                if key is not None and key not in given:
+                    self._pager.take(key, value)
+            else:
+                keep(self._pager, value)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._take(item, given)
+        elif isinstance(value, dict):
+            self._take(list(value.values()), given)
+
+
+def keep(pager: Keeper, tensor: Tensor) -> None:
+    """Bring a tensor's memory back for good: its address is known to somebody."""
+    for inner in _inside(tensor):
+        key = key_of(inner)
+        if key is not None:
+            pager.keep(key)
+
+
+def _keys(values: Any) -> Iterator[int]:
+    """Yield the addresses of the storages that a kernel needs."""
+    for tensor in tensors_in(values):
+        for inner in _inside(tensor):
+            key = key_of(inner)
+            if key is not None:
+                yield key
+
+
+def _wraps(tensor: Tensor) -> bool:
+    return type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__")
+
+
+def _inside(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the strided tensors that a tensor is made of."""
+    if _wraps(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from _inside(getattr(tensor, name))
+    elif tensor.layout == torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor

@@ -1,0 +1,99 @@
+"""Whether CUDA memory is put together from pages, so that what leaves and returns finds a place.
+
+torch's allocator takes memory in segments and splits them. Where tensors leave and return all the
+time, the free parts of many segments are bytes enough and yet no place: in simulation best fit
+loses a half of what is held, and pages a few hundredths (`benchmarks.simulators.fragmentation`).
+The paper has pages of its own for that, by virtual addresses; torch has them since 2.1, switched
+off:
+
+    PYTORCH_ALLOC_CONF=expandable_segments:True
+
+It holds for the whole process, and only memory that is taken afterwards has it. So a library must
+not switch it on behind a person's back; a plan says how it is. The command, which begins its own
+process, asks for it, unless somebody has said otherwise or memory has been taken already.
+
+Source: Hayakawa and Narihira, section 4; torch, "Optimizing memory usage".
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Protocol
+
+import torch
+
+from anybatch.core import accelerator
+
+SETTING = "expandable_segments:True"
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where a person says it, the first one that is set counts."""
+
+
+class Segments(Protocol):
+    """How a device's memory is kept."""
+
+    def told(self) -> str:
+        """Return what a plan says of it; nothing where there is nothing to say."""
+
+    def ask(self) -> str:
+        """Have pages from now on, where that may be, and return what is so then."""
+
+
+def segments_of(device: torch.device) -> Segments:
+    """Return how the memory of a device is kept."""
+    return (
+        CudaSegments(device)
+        if accelerator.of(device).has("get_allocator_backend")
+        else HostSegments()
+    )
+
+
+class HostSegments:
+    """The null object: the host's memory is always made of pages."""
+
+    def told(self) -> str:
+        """Return nothing."""
+        return ""
+
+    def ask(self) -> str:
+        """Do nothing."""
+        return ""
+
+
+class CudaSegments:
+    """torch's allocator for a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._there = device, accelerator.of(device)
+
+    def told(self) -> str:
+        """Return how it is, and how to change it."""
+        if self._there.allocator != "native":
+            return ""
+        if SETTING in _settings():
+            return "CUDA memory is in expandable segments: fragments cost little"
+        return (
+            "CUDA memory is in segments of fixed size, and what is free in them may be in too "
+            f"small parts: {VARIABLES[0]}={SETTING} in the environment makes them expandable"
+        )
+
+    def ask(self) -> str:
+        """Ask for pages, unless somebody has chosen or it is too late."""
+        settings, backend = _settings(), self._there.allocator
+        if backend != "native":
+            return f"CUDA segments: none, the allocator is {backend}"
+        if "expandable_segments" in settings:
+            return f"CUDA segments: as was set ({settings})"
+        if self._there.reserved(self._device):
+            return "CUDA segments: fixed (memory was taken before they could be made expandable)"
+        chosen = f"{settings},{SETTING}" if settings else SETTING  # it replaces all that was set
+        torch._C._accelerator_setAllocatorSettings(chosen)
+        return "CUDA segments: expandable (what leaves and returns leaves no gaps)"
+
+
+def _settings() -> str:
+    """Return what was set, as torch says it; older ones do not, so there the environment does."""
+    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if ask is not None:
+        return str(ask())
+    return next((found for name in VARIABLES if (found := os.environ.get(name))), "")

@@ -1,0 +1,192 @@
+"""Where tensors go when they leave the device, as a person may say it: host, file, a folder.
+
+auto    what is nearest, where a step needs it or is faster for it
+host    page-locked memory, from a GPU      file    one without a name      off
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from os import PathLike
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from anybatch.core import accelerator
+from anybatch.core.absent import type_of
+from anybatch.core.errors import StoreError
+from anybatch.core.links import Link
+from anybatch.memory import stores
+from anybatch.memory.stores import SENT, FileStore, HostStore, StagedStore, Store, empty
+
+WAYS = ("auto", "off", "host", "file")
+
+
+@dataclass(frozen=True)
+class Spill:
+    """What may leave, and where to.
+
+    Attributes:
+        way: "auto", "off", "host" or "file"; the last two send tensors away in any case.
+        folder: of the file; None is the system's folder for temporary files.
+    """
+
+    way: str = "auto"
+    folder: str | None = None
+
+    def refuse_on(self, device: torch.device) -> None:
+        """Refuse what a device does not take.
+
+        Raises:
+            ValueError: naming it.
+        """
+        nearest = store_of(device)
+        if self.way in ("host", "file") and self.way not in takes(device):
+            raise ValueError(
+                f'offload must be "{nearest}" on {type_of(device)}, where saved tensors go to '
+                f'{WORDS[nearest]}, and it is "{self.way}": give "auto" or "{nearest}"'
+            )
+        if self.folder is not None and self.store(device) != "file":
+            raise ValueError(
+                f"spill names the folder of a file, and from {type_of(device)} saved tensors go to "
+                f'{WORDS[nearest]}: leave spill out, or give offload="file"'
+            )
+
+    def store(self, device: torch.device) -> str:
+        """Return "host" or "file": where the tensors of a device go."""
+        return "file" if self.way == "file" else store_of(device)
+
+    def where(self, device: torch.device) -> str:
+        """Return the same, or the folder of the file."""
+        return self.folder or self.store(device)
+
+
+WORDS = {"host": "page-locked memory of the host", "file": "a file"}
+
+
+def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
+    """Return what a person has asked for.
+
+    Raises:
+        ValueError: `offload` is none of the four, or `spill` is no folder that can be written to.
+    """
+    if offload not in WAYS:
+        raise ValueError(f"offload must be one of {', '.join(WAYS)}, and it is {offload!r}")
+    if spill is None:
+        return Spill(offload)
+    folder = Path(spill)
+    fault = None
+    if offload in ("off", "host"):
+        fault = f'nothing goes to a file with offload="{offload}"'
+    elif not folder.exists():
+        fault = "it is not there"
+    elif not folder.is_dir():
+        fault = "it is no folder"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        fault = "it cannot be written to"
+    if fault is not None:
+        raise ValueError(
+            f"spill must be a folder that can be written to, and of {str(folder)!r}: {fault}. "
+            "Name another one, or leave spill out for the system's folder for temporary files"
+        )
+    return Spill(offload, str(folder))
+
+
+def store_of(device: torch.device) -> str:
+    """Return "host" or "file": what is nearest to a device."""
+    return "file" if accelerator.of(type_of(device)).host else "host"
+
+
+def takes(device: torch.device) -> tuple[str, ...]:
+    """Return all of these where tensors of a device can go."""
+    return ("file",) if accelerator.of(type_of(device)).host else ("host", "file")
+
+
+def maker(
+    given: str | PathLike[str] | None, device: torch.device, *, check: bool = False
+) -> Callable[[], Store]:
+    """Return what makes the store.
+
+    Args:
+        given: "host", "file", a folder for the file, or None: what the device takes.
+        device: that is left.
+        check: compare checksums of what returns with those of what had left. Default False.
+
+    Raises:
+        ValueError: it means nothing on this device.
+    """
+    nearest = store_of(device)
+    if given in (None, "host") and nearest == "host":
+        return partial(HostStore, check=check)
+    if given != "host":
+        folder = None if given in (None, "file") else Path(given)
+        if folder is None or folder.is_dir():
+            make = FileStore if nearest == "file" else StagedStore
+            return partial(make, folder, direct=True, check=check)
+    raise ValueError(
+        'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
+        f"{str(given)!r} on {type_of(device)}: leave it out to have what is nearest to the device"
+    )
+
+
+def require_place(store: str, device: torch.device) -> None:
+    """Require that saved tensors go where a plan says; it was made for a device, maybe another.
+
+    Raises:
+        ValueError: from this one they go elsewhere.
+    """
+    if store not in takes(device):
+        raise ValueError(
+            f"a plan must be obeyed as it was made, and by this one saved tensors go to "
+            f"{WORDS[store]}, and from {device.type} they go to {WORDS[store_of(device)]}: plan "
+            f"again, with the model on {device.type}"
+        )
+
+
+def clocked(given: str | None, size: int, device: torch.device) -> Link:
+    """Return how fast `size` bytes go to a store, `given` as in `maker`, and return.
+
+    It is the faster of two times.
+
+    Raises:
+        OSError: they cannot.
+    """
+    store, storage = maker(given, device)(), empty(size, device)
+    spent = [inf, inf]
+    try:
+        for key in range(2):
+            for way, move in enumerate((store.writing, store.reading)):
+                start = perf_counter()
+                move(key, storage)()
+                spent[way] = min(spent[way], perf_counter() - start)
+    finally:
+        store.close()
+    return Link(out=size / spent[0], back=size / spent[1])
+
+
+def require_room(size: int, given: str) -> None:
+    """Require that `size` bytes can go to a store, "host", "file" or the folder of a file.
+
+    Raises:
+        StoreError: the folder of the file has less left, or is gone.
+    """
+    if given == "host" or not size:
+        return
+    where = tempfile.gettempdir() if given == "file" else given
+    try:
+        left = shutil.disk_usage(where).free
+    except OSError as error:
+        raise StoreError(
+            f"the folder of the spill file must be there, and {where} cannot be read ({error}): "
+            "name another one (spill=)"
+        ) from error
+    otherwise = "name another folder (spill=), or give more memory="
+    stores.require_room(size, left, of=SENT, folder=where, otherwise=otherwise)

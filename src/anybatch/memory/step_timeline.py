@@ -1,0 +1,288 @@
+"""A step as it passes: live bytes by owner after every event, the budget, and what moves when.
+
+A ledger (`anybatch.memory.timeline`) is rows of bytes. To see a step one also needs the phases it
+goes through, and where copies run beside kernels a clock: a profiler shows these of a step that was
+run, here they are of one that is planned. It is data, so that a picture, a terminal and a test read
+the same thing:
+
+    bytes     ▁▃▅▇██▇▇▆▅▃▂      after every event, by owner; below the budget
+    kernels   ████████▁████▇    when something ran; a gap is a stall
+    out         ▃█████          when the link was busy, each way
+    back               ▅███▇
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from anybatch.core.links import Interval
+from anybatch.core.units import show_bytes
+from anybatch.memory.timeline import Timeline
+
+Floats = npt.NDArray[np.float64]
+
+
+class Move(NamedTuple):
+    """A storage on its way between the device and where it is kept meanwhile.
+
+    Attributes:
+        name: of the storage.
+        size: bytes.
+        back: it returns; else it leaves.
+        begin: seconds from the beginning of the step.
+        end: the same, when the copy has ended.
+    """
+
+    name: str
+    size: int
+    back: bool
+    begin: float
+    end: float
+
+
+class Phase(NamedTuple):
+    """A part of a step.
+
+    Attributes:
+        name: such as "first look" or "update".
+        first: the place of its first event.
+    """
+
+    name: str
+    first: int
+
+
+class Column(NamedTuple):
+    """A stretch of a step, as wide as a letter.
+
+    Attributes:
+        owners: owner -> bytes at the moment of the stretch when the most were live.
+        busy: share of the stretch in which kernels ran, copies went out, and copies came back;
+            0 to 1 each, all 0 where no times are known.
+    """
+
+    owners: dict[str, int]
+    busy: tuple[float, float, float]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTimeline:
+    """A planned step as it passes.
+
+    Attributes:
+        title: what step it is, in words.
+        ledger: live bytes by owner after each event.
+        budget: bytes that it may hold.
+        phases: its parts, in order; the first begins at event 0.
+        seconds: of each event, when it was, never before the one before it; None where only the
+            order is known.
+        end: seconds of the whole step; 0 where they are not known.
+        runs: when kernels ran: ``begin`` and ``end`` in seconds, in order.
+        moves: what left and returned: ``name`` and ``size`` in bytes of a storage, whether it comes
+            ``back``, and ``begin`` and ``end`` of its copy, in the order in which they began.
+
+    Example:
+        >>> print(engine.timeline())
+    """
+
+    title: str
+    ledger: Timeline
+    budget: int
+    phases: tuple[Phase, ...] = ()
+    seconds: tuple[float, ...] | None = None
+    end: float = 0.0
+    runs: tuple[Interval, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes live at one event."""
+        return self.ledger.peak
+
+    @property
+    def stall(self) -> float:
+        """Seconds of the step in which no kernel ran."""
+        return self.end - sum(run.end - run.begin for run in self.runs)
+
+    @property
+    def edges(self) -> Floats:
+        """Where events begin and the last one ends: seconds where known, else their places.
+
+        Returns:
+            [events + 1]
+        """
+        if self.seconds is None:
+            return np.arange(len(self.ledger.events) + 1, dtype=np.float64)
+        return np.array([*self.seconds, max([self.end, *self.seconds[-1:]])])
+
+    def moved(self, *, back: bool) -> tuple[Move, ...]:
+        """Return what left, or what came back.
+
+        Args:
+            back: what came back; else what left.
+        """
+        return tuple(move for move in self.moves if move.back is back)
+
+    def columns(self, count: int) -> list[Column]:
+        """Return the step in `count` stretches of the same length, fewer if it has fewer events.
+
+        Args:
+            count: at least 1.
+
+        Returns:
+            Of each stretch the bytes of every owner (``owners``) at the moment when the most were
+            live, and the shares of it in which kernels ran, copies went out and copies came back
+            (``busy``). The peak is in one of them.
+        """
+        edges = self.edges
+        if len(edges) < 2:
+            return []
+        count = count if self.seconds is not None else min(count, len(edges) - 1)
+        borders = np.linspace(edges[0], edges[-1], count + 1)
+        firsts = np.searchsorted(edges[:-1], borders[:-1], side="right") - 1
+        lasts = np.searchsorted(edges[:-1], borders[1:], side="left")
+        lasts[-1] = len(edges) - 1
+        total = self.ledger.live.sum(1)
+        ways = [self._busy(way, borders) for way in (self.runs, *map(self._copies, (False, True)))]
+        found = []
+        for i, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
+            at = int(first + total[first : max(last, first + 1)].argmax())
+            row = zip(self.ledger.owners, self.ledger.live[at], strict=True)
+            owners = {name: int(size) for name, size in row if size}
+            kernels, out, back = (float(way[i]) for way in ways)
+            found.append(Column(owners, (kernels, out, back)))
+        return found
+
+    def _copies(self, back: bool) -> list[Interval]:  # noqa: FBT001
+        return [Interval(move.begin, move.end) for move in self.moved(back=back)]
+
+    def _busy(self, intervals: Iterable[Interval], borders: Floats) -> Floats:
+        """Return the share of each stretch between `borders` that some intervals cover.
+
+        Intervals of one kind never overlap: kernels, and the copies of one way, are in a queue.
+        """
+        covered = np.zeros(len(borders) - 1)
+        for begin, end in ((one.begin, one.end) for one in intervals):
+            inside = np.minimum(end, borders[1:]) - np.maximum(begin, borders[:-1])
+            covered += np.maximum(inside, 0.0)
+        width = borders[1] - borders[0]
+        return covered / width if width else covered
+
+    def __str__(self) -> str:
+        """Return a chart in letters, as the command prints it."""
+        return "\n".join(chart(self))
+
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Eighths of a letter's height."""
+
+WIDTH, HEIGHT = 72, 8
+"""Letters of a chart, beside its scale."""
+
+ABOVE = 3
+"""A budget of more than so many times the peak is not drawn to scale."""
+
+
+class Cell(NamedTuple):
+    """One letter of a chart: the letter, and whose bytes it stands for; "" for nobody's."""
+
+    letter: str
+    owner: str
+
+
+def scale(step: StepTimeline) -> int:
+    """Return the bytes at the top of a chart: the budget, or the peak where that is far below."""
+    top = max(step.budget, step.peak)
+    return max(1, top if top <= ABOVE * step.peak else step.peak)
+
+
+def grid(step: StepTimeline, width: int = WIDTH, height: int = HEIGHT) -> list[list[Cell]]:
+    """Return live bytes as rows of letters, the top row first.
+
+    Args:
+        step: what is shown.
+        width: letters, at most.
+        height: rows; the top one ends at `scale` bytes.
+    """
+    columns = step.columns(width)
+    each = scale(step) / height
+    return [[_cell(column.owners, row * each, each) for column in columns] for row in _down(height)]
+
+
+def _down(height: int) -> Iterator[int]:
+    return reversed(range(height))
+
+
+def _cell(owners: dict[str, int], low: float, each: float) -> Cell:
+    """Return the letter for the bytes from `low` to ``low + each``; its owner has its middle."""
+    total = sum(owners.values())
+    eighths = round(8 * min(1.0, max(0.0, (total - low) / each)))
+    if total > low and not eighths:
+        eighths = 1
+    middle, below = low + min(each, total - low) / 2, 0
+    for owner, size in owners.items():
+        below += size
+        if eighths and middle < below:
+            return Cell(BLOCKS[eighths], owner)
+    return Cell(BLOCKS[eighths], "")
+
+
+def sparkline(shares: Iterable[float]) -> str:
+    """Return shares of 0 to 1 as letters; what is not nothing is seen."""
+    return "".join(BLOCKS[max(round(8 * share), int(share > 0))] for share in shares)
+
+
+def chart(step: StepTimeline, width: int = WIDTH) -> list[str]:
+    """Return a step as lines of text: live bytes against the budget, and what was busy."""
+    lines = [step.title, facts(step), *ceiling(step, width)]
+    rows = grid(step, width)
+    for label, row in zip(labels(step, len(rows)), rows, strict=True):
+        lines.append(f"{label:>10} │{''.join(cell.letter for cell in row)}")
+    lines += [f"{name:>10} │{line}" for name, line in busy_lines(step, width)]
+    return lines
+
+
+def facts(step: StepTimeline) -> str:
+    """Return one line of what a step holds and, where that is known, how long it takes."""
+    parts = [f"peak {show_bytes(step.peak)} of {show_bytes(step.budget)}"]
+    if step.seconds is None:
+        return f"{parts[0]}; {len(step.ledger.events)} events"
+    out, back = (sum(move.size for move in step.moved(back=way)) for way in (False, True))
+    parts.append(f"{step.end:.3g} s, of which {step.stall:.3g} s wait for copies")
+    parts.append(f"{show_bytes(out)} out, {show_bytes(back)} back")
+    return "; ".join(parts)
+
+
+def ceiling(step: StepTimeline, width: int) -> list[str]:
+    """Return the line of the budget; none where it is too far above to be drawn to scale."""
+    if scale(step) != step.budget:
+        return []
+    return [f"{show_bytes(step.budget):>10} ┌{'╌' * len(step.columns(width))} budget"]
+
+
+def labels(step: StepTimeline, height: int) -> list[str]:
+    """Return the bytes at the upper end of every second row, from the top; "" beside the others.
+
+    The top is the budget's, where that is drawn.
+    """
+    top = scale(step)
+    found = ["" if i % 2 else show_bytes(round(top * (height - i) / height)) for i in range(height)]
+    return ["", *found[1:]] if top == step.budget else found
+
+
+def busy_lines(step: StepTimeline, width: int) -> list[tuple[str, str]]:
+    """Return a name and a sparkline for kernels and both ways of the link; none without times."""
+    if step.seconds is None:
+        return []
+    shares = zip(*(column.busy for column in step.columns(width)), strict=True)
+    return [
+        (name, sparkline(each))
+        for name, each in zip(("kernels", "out", "back"), shares, strict=True)
+    ]

@@ -1,0 +1,384 @@
+"""Where bytes wait that have left the device: memory of the host, or a file of nobody else's."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerator import of
+from anybatch.core.errors import StoreError
+from anybatch.core.undo import uninterrupted
+from anybatch.core.units import show_bytes
+from anybatch.memory.checksums import Sums, checksums, require_same
+from anybatch.memory.nameless import left_for, nameless, read_at, write_at
+
+BLOCK = 4096
+"""Bytes to which places, sizes and memory are aligned past the page cache."""
+
+BOUNCE = 4 << 20
+"""Bytes that go past the page cache at once."""
+
+
+class Store(Protocol):
+    """Keeps bytes by a key.
+
+    What `writing` and `reading` return does the copy, in whatever thread; all else is done at once.
+    """
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what keeps a copy of a storage."""
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what fills a storage with what was kept."""
+
+    def put(self, key: Hashable, data: Tensor) -> None:
+        """Keep a copy of a flat uint8 tensor."""
+
+    def get(self, key: Hashable, out: Tensor) -> None:
+        """Fill a flat uint8 tensor with what was kept."""
+
+    def drop(self, key: Hashable) -> None:
+        """Forget what was kept, if anything was."""
+
+    def close(self) -> None:
+        """Forget everything."""
+
+
+@contextmanager
+def told(what: str, *, of: str, then: str) -> Iterator[None]:
+    """Say what a system's error means here.
+
+    Args:
+        what: could not be done to the store, such as "written to".
+        of: what it keeps, in words.
+        then: what has become of that.
+
+    Raises:
+        StoreError: in place of an error of the system's.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"{of} must be kept, and its store could not be {what} ({error}): make room there, or "
+            f"name another folder (store=); {then}"
+        ) from error
+
+
+def require_room(
+    size: int,
+    room: int | None,
+    *,
+    of: str,
+    folder: str = "the folder of the spill file",
+    otherwise: str = "or name another folder (store=)",
+) -> None:
+    """Require that a store has room, before anything is sent there.
+
+    Args:
+        size: bytes that it will be sent.
+        room: bytes that it can keep; None where nobody knows.
+        of: what is sent, in words.
+        folder: of its file, in words.
+        otherwise: what to do but for making room there.
+
+    Raises:
+        StoreError: it has not.
+    """
+    if room is not None and room < size:
+        raise StoreError(
+            f"{of} must fit where it goes, and that is {show_bytes(size)}, and {folder} has "
+            f"{show_bytes(room)} left: make room there, {otherwise}"
+        )
+
+
+def room_of(store: Store) -> int | None:
+    """Return the bytes that a store can keep; None where nobody knows."""
+    return store.room() if isinstance(store, FileStore) else None
+
+
+class HostStore:
+    """Host memory, page-locked where that makes copies from the device faster.
+
+    Args:
+        check: compare checksums of what returns with those of what had left. Default False.
+    """
+
+    def __init__(self, *, check: bool = False) -> None:
+        self._check = check
+        self._kept: dict[Hashable, tuple[Tensor, Sums | None]] = {}
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what keeps a copy."""
+        return partial(self.put, key, _flat(storage))
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what fills a storage."""
+        return partial(self.get, key, _flat(storage))
+
+    def put(self, key: Hashable, data: Tensor) -> None:
+        """Keep a copy."""
+        host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=of(data.device).facts.pins)
+        host.copy_(data)
+        self._kept[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
+
+    def get(self, key: Hashable, out: Tensor) -> None:
+        """Fill `out`."""
+        host, sums = self._kept[key]
+        if sums is not None:
+            require_same(_memory(host.untyped_storage()), sums, "host memory")
+        out.copy_(host)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a copy."""
+        self._kept.pop(key, None)
+
+    def close(self) -> None:
+        """Forget all copies."""
+        self._kept.clear()
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where in the file a copy is, and, where that is checked, its checksums once it is there."""
+
+    begin: int
+    size: int
+    sums: Sums | None = None
+
+
+class FileStore:
+    """An unlinked file for storages of the host, gone with the process, however that ends.
+
+    It is read by its owner alone. Space that was dropped is used again, first fit by size.
+
+    Args:
+        folder: where the file is; None (default) is the system's folder for temporary files.
+        direct: past the page cache, which would fill the memory that this is to spare; where the
+            system can. Each thread has a buffer of `BOUNCE` bytes for it. Default False.
+        check: compare checksums of what returns with those of what had left. Default False.
+
+    Raises:
+        OSError: the folder cannot be written to, or is full.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, direct: bool = False, check: bool = False
+    ) -> None:
+        with uninterrupted():  # or the file would keep its name, or stay open
+            self._file, past = nameless(folder, direct=direct)
+            self._closing = weakref.finalize(self, os.close, self._file)
+        self._folder = folder
+        self._buffers = threading.local() if past else None
+        self._block = BLOCK if past else 1
+        self._check = check
+        self._places: dict[Hashable, _Place] = {}
+        self._free: dict[int, list[int]] = {}
+        self._end = 0
+
+    def put(self, key: Hashable, data: Tensor) -> None:
+        """Write a copy."""
+        self.writing(key, data.untyped_storage())()
+
+    def get(self, key: Hashable, out: Tensor) -> None:
+        """Read into `out`."""
+        self.reading(key, out.untyped_storage())()
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what writes a copy."""
+        self._require(storage)
+        size = storage.nbytes()
+        whole = self._whole(size)
+        free = self._free.get(whole)
+        begin = free.pop() if free else self._end
+        place = self._places[key] = _Place(begin, size)
+        self._end = max(self._end, begin + whole)
+        return partial(self._write, storage, place)
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what reads into a storage."""
+        self._require(storage)
+        return partial(self._read, storage, self._places[key])
+
+    def _require(self, storage: Any) -> None:
+        if not of(storage.device).host:  # its pointer means nothing here
+            raise StoreError(
+                "a FileStore must be given memory of the host, and the storage is on "
+                f"{storage.device}: take StagedStore, or HostStore"
+            )
+
+    def _write(self, storage: Any, place: _Place) -> None:
+        if self._check:
+            place.sums = checksums(_memory(storage))
+        if self._buffers is None:
+            self._put_all(_memory(storage), place.begin)
+            return
+        address, buffer = storage.data_ptr(), self._buffer()
+        for at, part in _parts(place.size):
+            ctypes.memmove(_address(buffer), address + at, part)
+            self._put_all(buffer[: self._whole(part)], place.begin + at)
+
+    def _read(self, storage: Any, place: _Place) -> None:
+        if self._buffers is None:
+            self._get_all(_memory(storage), place.begin)
+        else:
+            address, buffer = storage.data_ptr(), self._buffer()
+            for at, part in _parts(place.size):
+                self._get_all(buffer[: self._whole(part)], place.begin + at)
+                ctypes.memmove(address + at, _address(buffer), part)
+        if place.sums is not None:
+            require_same(_memory(storage), place.sums, "the spill file")
+
+    def _put_all(self, view: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(view):
+            put = write_at(self._file, view[done:], begin + done)
+            if put == 0:
+                raise OSError(f"the spill file takes {begin + done} of {begin + len(view)} bytes")
+            done += put
+
+    def _get_all(self, view: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(view):
+            got = read_at(self._file, view[done:], begin + done)
+            done += got
+            if got == 0 or (done < len(view) and done % self._block):  # what is left is no block
+                raise OSError(f"the spill file ends at {begin + done} of {begin + len(view)} bytes")
+
+    def _whole(self, size: int) -> int:
+        """Return the bytes of the blocks that hold so many."""
+        return -(-size // self._block) * self._block
+
+    def _buffer(self) -> memoryview:
+        """Return aligned memory of this thread's own."""
+        found: memoryview | None = getattr(self._buffers, "memory", None)
+        if found is None:
+            found = memoryview(mmap.mmap(-1, BOUNCE))
+            self._buffers.memory = found  # type: ignore[union-attr]
+        return found
+
+    def drop(self, key: Hashable) -> None:
+        """Make its place free."""
+        place = self._places.pop(key, None)
+        if place is not None:
+            self._free.setdefault(self._whole(place.size), []).append(place.begin)
+
+    def close(self) -> None:
+        """Close the file, with which it is gone."""
+        self._file = -1
+        self._closing()
+
+    def room(self) -> int:
+        """Return the bytes that it can keep: those of the file, and what its folder has left."""
+        return self._end + left_for(self._file, self._folder)
+
+
+def _parts(size: int) -> Iterator[tuple[int, int]]:
+    """Yield beginning and bytes of the parts that fit in a buffer."""
+    for at in range(0, size, BOUNCE):
+        yield at, min(BOUNCE, size - at)
+
+
+def _address(buffer: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _memory(storage: Any) -> memoryview:
+    """Return the bytes of a storage on the host, which may be resized when this is gone."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _flat(storage: Any) -> Tensor:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class StagedStore(FileStore):
+    """A file for storages of another device, by way of host memory, page-locked where that helps.
+
+    Args:
+        folder: as of `FileStore`.
+        direct: as there.
+        check: as there.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, direct: bool = False, check: bool = False
+    ) -> None:
+        super().__init__(folder, direct=direct, check=check)
+        self._stages = threading.local()
+
+    def _require(self, storage: Any) -> None:
+        """Take any: bytes are copied to the host first."""
+
+    def _write(self, storage: Any, place: _Place) -> None:
+        flat, (host, view) = _flat(storage), self._stage(storage.device)
+        with _unseen():
+            if self._check:
+                place.sums = checksums(_memory(flat.cpu().untyped_storage()))
+            for at, part in _parts(place.size):
+                host[:part].copy_(flat[at : at + part])
+                self._put_all(view[: self._whole(part)], place.begin + at)
+
+    def _read(self, storage: Any, place: _Place) -> None:
+        flat, (host, view) = _flat(storage), self._stage(storage.device)
+        with _unseen():
+            for at, part in _parts(place.size):
+                self._get_all(view[: self._whole(part)], place.begin + at)
+                flat[at : at + part].copy_(host[:part])
+            if place.sums is not None:
+                require_same(_memory(flat.cpu().untyped_storage()), place.sums, "the spill file")
+
+    def _stage(self, device: torch.device) -> tuple[Tensor, memoryview]:
+        """Return host memory of this thread's own, as a tensor and as bytes; it begins a block."""
+        found: tuple[Tensor, memoryview] | None = getattr(self._stages, "memory", None)
+        if found is None:
+            with _unseen():
+                pinned = of(device).facts.pins
+                whole = torch.empty(BOUNCE + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+                host = whole[-whole.data_ptr() % BLOCK :][:BOUNCE]
+            view = memoryview((ctypes.c_char * BOUNCE).from_address(host.data_ptr())).cast("B")
+            found = self._stages.memory = host, view
+        return found
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Let no mode see the kernels of the body: they are copies of bytes."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def store_on(device: torch.device, given: str | None = None) -> Store:
+    """Return where bytes of a device go: host memory from a GPU, a file from the host's own.
+
+    Args:
+        device: that is left.
+        given: "host", "file", or the folder of the file; None (default) is what the device takes.
+    """
+    folder = None if given in (None, "host", "file") else Path(str(given))
+    if of(device).host:
+        return FileStore(folder)
+    return HostStore() if given in (None, "host") else StagedStore(folder)
+
+
+SENT = "what leaves the device"
+
+
+def empty(size: int, device: torch.device) -> Any:
+    """Return a new storage; made by a kernel, so that who counts tensors counts it."""
+    return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

@@ -1,0 +1,145 @@
+"""A recorded step in which some storages are made again instead of kept or moved.
+
+    storage r   ═══ saved ╸ dropped                      ╺ made again ═══ asked for ... dies
+    its source  ═══ saved ═══ kept or moved, as is planned ═══ used ═══ asked for ... dies
+
+Making it again is a function of its own, before the interval in which it is asked for first. It
+reads what it is made from, so whatever plans a step has that in memory then; what it makes is
+another variable. Which storages: those with the fewest seconds for their bytes, and not two of
+which one is made from the other, unless both are asked for soon after one another.
+
+Source: design 5.7; `benchmarks.simulators.recompute` does the same where every kernel is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from anybatch.core.links import Link
+from anybatch.offload.recording import Recording
+from anybatch.offload.trace import Function, Trace, Variable
+
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""Of the bytes that are cheap to make again, how many are."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """A step in which some storages are made again.
+
+    Attributes:
+        trace: it.
+        made: cut -> what is made again at it, in order.
+        of: variable -> its storage.
+    """
+
+    trace: Trace
+    made: Mapping[int, tuple[int, ...]]
+    of: Mapping[int, int]
+
+
+def remade(recording: Recording, chosen: Collection[int]) -> Again:
+    """Return a step in which the chosen storages are made again.
+
+    Args:
+        recording: the step.
+        chosen: those of `Recording.remakes` that are.
+    """
+    return _Rewriting(recording, frozenset(chosen)).rewritten()
+
+
+class _Rewriting:
+    """The functions so far, and what stands for which storage now."""
+
+    def __init__(self, recording: Recording, chosen: frozenset[int]) -> None:
+        self.recording, self.chosen = recording, chosen
+        self.step = recording.trace()
+        self.now: dict[int, int] = {}
+        self.variables = list(self.step.variables)
+        self.functions: list[Function] = []
+        self.made: dict[int, tuple[int, ...]] = {}
+
+    def rewritten(self) -> Again:
+        """Go through the step."""
+        for i, function in enumerate(self.step.functions):
+            if i and not (cut := self.recording.cuts[i - 1]).saves and cut.number in self.chosen:
+                self.make(cut.number, i)
+            reads = tuple(self.now.get(v, v) for v in function.reads)
+            self.functions.append(replace(function, reads=reads))
+        storages = {k: k for k in range(len(self.recording.sizes))}
+        of = storages | {v: k for k, v in self.now.items()}
+        trace = Trace(tuple(self.variables), tuple(self.functions))
+        return Again(trace, self.made, of)
+
+    def make(self, k: int, i: int) -> None:
+        """Make a storage again before interval `i`, and before it what it is made from."""
+        if k in self.now:
+            return
+        recording = self.recording
+        remake, there = recording.remakes[k], recording.used[i - 1] & recording.used[i]
+        for source in remake.sources:
+            if source in self.chosen and source not in there:
+                self.make(source, i)
+        reads = {*remake.sources, *(there - recording.loose - {k})}
+        rest = recording.standing[i - 1] + sum(recording.sizes[v] for v in there & recording.loose)
+        result = len(self.variables)
+        self.variables += [
+            Variable(f"storage {k} again", recording.sizes[k]),
+            Variable(f"rest of making {k} again", rest + remake.work, stays=True),
+        ]
+        self.functions.append(
+            Function(
+                f"make {k} again",
+                tuple(sorted(self.now.get(v, v) for v in reads)),
+                (result, result + 1),
+                seconds=remake.seconds,
+                backward=True,
+                again=True,
+            )
+        )
+        self.now[k] = result
+        self.made[i - 1] = (*self.made.get(i - 1, ()), k)
+
+
+def choices(
+    recording: Recording, link: Link, moved: Collection[int] = ()
+) -> Iterator[frozenset[int]]:
+    """Yield what might be made again: of what would move, or the cheapest and more of them.
+
+    Args:
+        recording: the step.
+        link: what it takes longer to make again than to move both ways is not cheap.
+        moved: what leaves where nothing is made again.
+    """
+    sizes = recording.sizes
+    order = _together(recording, link)
+    if instead := frozenset(order).intersection(moved):
+        yield instead
+    so_far = list(accumulate(sizes[k] for k in order))
+    found = None
+    for share in SHARES if order else ():
+        count = sum(size <= share * so_far[-1] for size in so_far)
+        if count and count != found:
+            yield frozenset(order[:count])
+        found = count
+
+
+def _together(recording: Recording, link: Link) -> list[int]:
+    """Return what may be made again in one step, the fewest seconds for its bytes first."""
+    sizes, remakes = recording.sizes, recording.remakes
+    asked = {cut.number: i for i, cut in reversed(list(enumerate(recording.cuts))) if not cut.saves}
+    travel = 1 / link.out + 1 / link.back
+    cheap = [k for k, remake in remakes.items() if remake.seconds < sizes[k] * travel]
+    found: list[int] = []
+    for k in sorted(cheap, key=lambda k: (remakes[k].seconds / sizes[k], k)):
+        related = {s for s in remakes[k].sources if s in found}
+        related |= {other for other in found if k in remakes[other].sources}
+        if all(abs(asked[k] - asked[other]) <= SOON for other in related):
+            found.append(k)
+    return found
+
+
+SOON = 8
+"""Functions of backward within which a result made again is used itself."""

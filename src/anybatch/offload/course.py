@@ -1,0 +1,132 @@
+"""How a step that was recorded goes from now on: what leaves and returns at which cut.
+
+    recording ──> trace ──> default policy ──> stages ──> followed cut by cut
+                  │          does not fit ──> everything leaves at once and returns on demand
+                  └ with cheap storages made again, if something has to leave and that is faster
+
+On demand it holds what was held while it was recorded, which is the least that hooks can do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from anybatch.core.errors import BudgetError
+from anybatch.core.links import Link
+from anybatch.core.units import show_bytes
+from anybatch.offload.again import Again, choices, remade
+from anybatch.offload.best import plan
+from anybatch.offload.recording import Recording
+from anybatch.offload.schedule import Schedule, Stage
+from anybatch.offload.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is done at the cuts of a recorded step.
+
+    Attributes:
+        recording: the step.
+        stages: of each interval, and of what is made again before it; None where everything leaves
+            and returns on demand.
+        predicted: the most bytes that will be there.
+        sent: bytes that leave.
+        seconds: how long the step takes, if nothing disturbs it.
+        there: bytes that are there all the time: parameters, inputs, gradients of before.
+        budget: bytes that the step may hold, these among them.
+        link: how fast storages move.
+        step: the step that is planned, in which some storages may be made again.
+    """
+
+    recording: Recording
+    stages: tuple[Stage, ...] | None
+    predicted: int
+    sent: int
+    seconds: float
+    there: int
+    budget: int
+    link: Link
+    step: Again
+
+    @cached_property
+    def dropped(self) -> frozenset[int]:
+        """Return the storages that are not kept, but made again."""
+        return frozenset(k for made in self.step.made.values() for k in made)
+
+    @property
+    def remade(self) -> int:
+        """Return the bytes that are made again."""
+        return sum(self.recording.sizes[k] for k in self.dropped)
+
+    @property
+    def stall(self) -> float:
+        """Return the seconds in which copies are awaited, beside what is computed once or again."""
+        return max(0.0, self.seconds - self.step.trace.seconds)
+
+
+def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
+    """Plan a recorded step.
+
+    Args:
+        recording: the step.
+        memory: bytes that it may hold.
+        link: how fast storages move.
+        more: bytes that are there by now and were not when it was recorded.
+
+    Raises:
+        BudgetError: it does not fit with everything away.
+    """
+    there = recording.outside + more
+    step = remade(recording, ())
+    if step.trace.floor <= memory - there:
+        course = _planned(recording, step, memory, there, link)
+        assert course.stages is not None
+        moved = {v for stage in course.stages for v in stage.outs}  # by the number of the storage
+        if not moved:
+            return course
+        others = (remade(recording, chosen) for chosen in choices(recording, link, moved))
+        fit = (other for other in others if other.trace.floor <= memory - there)
+        courses = (_planned(recording, other, memory, there, link) for other in fit)
+        return min([course, *courses], key=lambda one: one.seconds)
+    if recording.peak + more > memory:
+        raise too_little(recording.peak + more, memory)
+    every = sum(recording.sizes)
+    seconds = step.trace.seconds + every / link.out + every / link.back
+    predicted = recording.peak + more
+    return Course(recording, None, predicted, every, seconds, there, memory, link, step)
+
+
+def _planned(recording: Recording, step: Again, memory: int, there: int, link: Link) -> Course:
+    """Return the course of a step that fits."""
+    schedule = wanted(plan(step.trace, memory - there, link))
+    found = simulate(step.trace, schedule, link)
+    sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
+    predicted, seconds = there + found.peak, found.seconds
+    stages = schedule.stages
+    return Course(recording, stages, predicted, sent, seconds, there, memory, link, step)
+
+
+def wanted(schedule: Schedule) -> Schedule:
+    """Return a schedule without copies of what never gives up its bytes for them.
+
+    The window rule copies whatever it passes. What dies while it is copied would keep its bytes
+    until that has ended, which no schedule counts.
+    """
+    freed, stages = set[int](), list[Stage]()
+    for stage in reversed(schedule.stages):
+        stages.append(replace(stage, outs=tuple(v for v in stage.outs if v in freed)))
+        freed.update(stage.frees)
+    return replace(schedule, stages=tuple(reversed(stages)))
+
+
+def too_little(needed: int, given: int) -> BudgetError:
+    """Return the error that says what the step holds with all away that hooks can move."""
+    return BudgetError(
+        f"a step must fit in memory, and with all that autograd saves away it holds "
+        f"{show_bytes(needed)} (weights, gradients, and what its kernels work with), and "
+        f'{show_bytes(given)} is given: give memory="{-(-needed // 1024)}KiB" or more, or a '
+        "smaller batch",
+        needed=needed,
+        given=given,
+    )

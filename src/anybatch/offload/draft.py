@@ -1,0 +1,131 @@
+"""A schedule under way: what is here, what is leaving, and the stages so far.
+
+Policies that go through the functions one by one say `bring` and `leave`; a draft counts bytes, and
+where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b). What
+is wanted again before anybody has waited for its copy has never been away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from anybatch.core.errors import BudgetError
+from anybatch.core.units import show_bytes
+from anybatch.offload.schedule import Schedule, Stage
+from anybatch.offload.trace import Trace
+
+
+class Draft:
+    """The beginning of a schedule.
+
+    Args:
+        trace: the step.
+        budget: bytes.
+
+    Attributes:
+        stage: the stage that is being written.
+        here: what is on the device, leaving or not.
+        leaving: what may be freed once its copy has ended, the oldest first.
+        held: bytes of what is here.
+    """
+
+    def __init__(self, trace: Trace, budget: int) -> None:
+        self.trace, self.budget = trace, budget
+        self.stage = 0
+        self.here = set(trace.before)
+        self.leaving: dict[int, None] = {}
+        self.held = trace.bytes_of(self.here)
+        self._copied = set(trace.hosted)
+        self._frees: list[int] = []
+        self._ins: list[int] = []
+        self._stages: list[Stage] = []
+
+    def bring(self, variables: Iterable[int]) -> None:
+        """Have variables here at this stage; those that were leaving stay."""
+        wanted = list(dict.fromkeys(variables))
+        for v in wanted:
+            self.leaving.pop(v, None)
+        for v in wanted:
+            if v not in self.here:
+                self._room_for(self.trace.size(v))
+                self._ins.append(v)
+                self.here.add(v)
+
+    def run(self) -> None:
+        """Run the function of this stage; then the next stage begins."""
+        i, trace = self.stage, self.trace
+        function = trace.functions[i]
+        self.bring(function.reads)
+        self._room_for(trace.bytes_of(function.makes))
+        self.here.update(function.makes)
+        self._copied.difference_update(function.writes)
+        dead = set(trace.dies[i])
+        self.here -= dead
+        self.held -= trace.bytes_of(dead)
+        self._close()
+
+    def leave(self, variables: Iterable[int]) -> None:
+        """Begin copies after the function that has just run; those that never leave are skipped."""
+        outs = []
+        for v in dict.fromkeys(variables):
+            if v in self.here and v not in self.leaving and not self.trace.variables[v].stays:
+                self.leaving[v] = None
+                if v not in self._copied:
+                    outs.append(v)
+        self._copied.update(outs)
+        last = self._stages[-1]
+        self._stages[-1] = Stage(last.frees, last.ins, last.outs + tuple(outs))
+
+    def await_all(self) -> None:
+        """Free at this stage whatever is leaving."""
+        for v in list(self.leaving):
+            self._free(v)
+
+    def schedule(self, policy: str) -> Schedule:
+        """Have what must be there at the end, and nothing of the host's; return the schedule."""
+        self.leave(v for v in self.trace.hosted if v in self.here)
+        for v in [v for v in self.trace.hosted if v in self.leaving]:
+            self._free(v)
+        self.bring(self.trace.after)
+        self._close()
+        return Schedule(policy, self.budget, tuple(self._stages))
+
+    def _room_for(self, count: int) -> None:
+        self.held += count
+        while self.held > self.budget:
+            if not self.leaving:
+                raise short_of_room(self.trace, self.budget, self.stage, self.held)
+            self._free(next(iter(self.leaving)))
+
+    def _free(self, v: int) -> None:
+        del self.leaving[v]
+        self.here.remove(v)
+        self.held -= self.trace.size(v)
+        self._frees.append(v)
+
+    def _close(self) -> None:
+        self._stages.append(Stage(tuple(self._frees), tuple(self._ins)))
+        self._frees, self._ins = [], []
+        self.stage += 1
+
+
+def too_small(trace: Trace, budget: int) -> BudgetError:
+    """Return what is raised where a function alone does not fit."""
+    return BudgetError(
+        f"a step needs {show_bytes(trace.floor)} on the device even if everything else is away, "
+        f"and it was given {show_bytes(budget)}: give it as much, or make the micro-batch smaller",
+        needed=trace.floor,
+        given=budget,
+    )
+
+
+def short_of_room(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
+    """Return what is raised where a policy lets too little leave, if a better one might do it."""
+    if trace.floor > budget:
+        return too_small(trace, budget)
+    return BudgetError(
+        f"a policy must let enough leave for each function, and at stage {i} this one holds "
+        f"{show_bytes(held)} of {show_bytes(budget)}: let more leave, or bring less back ahead",
+        needed=held,
+        given=budget,
+    )

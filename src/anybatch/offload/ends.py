@@ -1,0 +1,54 @@
+"""What hides its travel at both ends leaves: before memory runs short, and after.
+
+Of a long time without use, little may be of use to a copy. It has to have ended before memory runs
+short, and what returns finds no room until that is over:
+
+    last use ── the copy hides here ──╮ memory is short ╭── the return hides here ── next use
+                     before           first          last          after
+
+So what stays first has the fewest seconds a byte at the shorter of its two ends; among equals, as
+where memory is short nearly always, between its two uses (`anybatch.offload.hiding`). That counts
+where a budget is a little below what a step needs, and a stall of one small variable is all there
+is to lose.
+
+Source: this project.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from anybatch.offload.fit import fitted
+from anybatch.offload.gaps import Gap, all_gaps, as_schedule
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.trace import Trace
+
+
+def ends(trace: Trace, budget: int) -> Schedule:
+    """Plan a step within a budget: what hides its travel at both ends leaves.
+
+    Args:
+        trace: the step, with seconds; only their ratios count.
+        budget: bytes.
+
+    Raises:
+        BudgetError: one function alone needs more.
+    """
+    clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
+    clock.append(clock[-1])  # after the end
+    short = np.flatnonzero(np.array([*trace.live, trace.in_the_end]) > budget)
+
+    def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
+        size = max(trace.size(gap.v), 1)
+        between = (clock[gap.next] - clock[gap.freed]) / size
+        begin, end = np.searchsorted(short, (gap.freed, gap.next))
+        if begin == end:  # there is room all the time
+            return -1.0, between
+        before = clock[short[begin]] - clock[gap.freed]
+        after = clock[gap.next] - clock[short[end - 1] + 1]
+        return min(before, after) / size, between
+
+    chosen = fitted(trace, budget, all_gaps(trace), seconds_a_byte)
+    return as_schedule("best hidden at both ends + fit", trace, budget, chosen)

@@ -1,0 +1,337 @@
+"""The hooks of one step: autograd saves a tensor, and asks for it.
+
+``torch.autograd.graph.save_on_cpu`` copies every saved tensor when it is saved, back when it is
+asked for, and waits for both. Here a step that was seen before follows its course: at every cut
+some storages begin to leave, some have left, and some begin to return for a later one.
+
+    pack    ──> copies of what was used last begin; what has left gives its memory; returns begin
+    kernels        │ a thread writes what leaves, another reads what returns
+    unpack  ──> (the same) ... and what is asked for is there, or is waited for
+
+A step that does not do what was recorded leaves its course at that cut. From there on everything
+leaves at once and returns on demand, which is right for any step.
+
+Source: design 5.7; Hayakawa and Narihira, section 3.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.graph import name_of
+from anybatch.offload.course import Course
+from anybatch.offload.mover import Mover, gone
+from anybatch.offload.recipes import Recipe, read
+from anybatch.offload.recording import STAYED, Cut, Remake
+from anybatch.offload.saved import SMALL, Handle, Saved, Stays, probe, same, uncounted
+from anybatch.offload.watch import Watch
+from anybatch.offload.weights import is_weight, may_move
+
+
+class Step:
+    """What the hooks of one step do.
+
+    Args:
+        mover: moves storages.
+        device: of those that may leave.
+        watch: records the step; None follows a course.
+        courses: by their first cut.
+
+    Attributes:
+        course: the one that is followed; None before the first cut, and off course.
+        missed: the step was not one of those that were recorded.
+        remade: bytes that were made again.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        device: torch.device,
+        watch: Watch | None,
+        courses: Mapping[Cut, Course],
+    ) -> None:
+        self.course: Course | None = None
+        self.missed = False
+        self.remade = 0
+        self._mover, self._device, self._watch, self._courses = mover, device, watch, courses
+        self._at = self._stage = 0
+        self._over = self._failed = False
+        self._saved: list[weakref.ref[Saved]] = []
+        self._places: dict[int, weakref.ref[Saved]] = {}
+        self._recipes: dict[int, Recipe] = {}  # to be tried in a step that is recorded
+        self._lock = threading.RLock()
+
+    def pack(self, tensor: Tensor) -> Handle | Stays:
+        """Take a tensor that autograd saves."""
+        if not may_move(tensor, self._device, SMALL) or is_weight(tensor):
+            return Stays(tensor)
+        with self._lock:
+            self._mover.settle()
+            storage = tensor.untyped_storage()
+            looks, size = (tensor.shape, tensor.dtype), storage.nbytes()
+            saved = self._find(tensor, storage)
+            number = len(self._saved) if saved is None else saved.number
+            if self._stays(storage, Cut(True, STAYED, looks, size)):
+                number = STAYED
+            self._cut(Cut(True, number, looks, size))
+            packed = Stays(tensor) if number == STAYED else self._take(tensor, storage, saved)
+            if self._watch is not None:
+                self._watch.resume()
+            return packed
+
+    def unpack(self, packed: Handle | Stays) -> Tensor:
+        """Return what autograd asks for."""
+        if isinstance(packed, Stays):
+            return packed.unpack()
+        packed.check()
+        with self._lock:
+            self._mover.settle()
+            saved = packed.saved
+            if self._watch is None:
+                _require_counted()
+            if not self._over:
+                self._cut(Cut(False, saved.number))
+            if self._watch is not None:
+                self._try(saved, self._watch)
+            storage = self._bring(saved)
+            if self._watch is not None:
+                self._watch.resume()
+            return packed.tensor(storage)
+
+    def end(self) -> None:
+        """The step is over; what autograd still holds can still be asked for."""
+        with self._lock:
+            self._over, self._watch = True, None
+            self._recipes.clear()
+            course = self.course
+            if course is not None and self._at < len(course.recording.cuts):
+                self.missed = True
+            self.course = None
+
+    def fail(self) -> None:
+        """The step has failed; what autograd holds is gone."""
+        self._over = self._failed = True
+        self._watch = self.course = None
+        self._recipes.clear()
+        for saved in self._living():
+            saved.storage = saved.recipe = None
+
+    def forget_copies(self) -> None:
+        """Let go of copies that have ended, after a failure.
+
+        What one has raised holds the frames of the step, those hold its graph, and that holds what
+        was saved, where the garbage collector does not look.
+        """
+        for saved in self._living():
+            saved.out = saved.back = None
+
+    def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
+        """Return what is known of a storage, if no write to it has been counted since."""
+        place = storage._cdata
+        found = self._places.get(place)
+        saved = None if found is None else found()
+        there = None if saved is None else saved.here()
+        if saved is None or there is None or there._cdata != place:
+            return None
+        if saved.unchanged(tensor) is not False:
+            return saved
+        if self._watch is not None:
+            self._watch.replaced(saved)
+        return None
+
+    def _stays(self, storage: Any, cut: Cut) -> bool:
+        """Say whether a storage was there before the step."""
+        if self._watch is not None:
+            return not self._watch.born(storage)
+        if self._at == 0:
+            return cut in self._courses
+        if self.course is None or self._at >= len(self.course.recording.cuts):
+            return False
+        return self.course.recording.cuts[self._at] == cut
+
+    def _cut(self, cut: Cut) -> None:
+        """Do what is due at a cut."""
+        if self._watch is not None:
+            self._watch.cut(cut)
+            return
+        if self._at == 0:
+            self.course = self._courses.get(cut)
+            self.missed = self.course is None
+        course = self.course
+        if course is not None:
+            cuts = course.recording.cuts
+            if self._at >= len(cuts) or cuts[self._at] != cut:
+                self._leave_course()
+            elif course.stages is not None:
+                for number in course.step.made.get(self._at, ()):
+                    self._pass(course)
+                    self._make(number)
+                self._pass(course)
+        self._at += 1
+
+    def _pass(self, course: Course) -> None:
+        """Go from one stage to the next."""
+        assert course.stages is not None
+        before, after = course.stages[self._stage : self._stage + 2]
+        self._stage += 1
+        for saved in self._moving(course, before.outs):
+            self._mover.send(saved)
+        for saved in self._moving(course, after.frees):
+            self._mover.free(saved)
+        for saved in self._moving(course, after.ins):
+            self._mover.call(saved)
+
+    def _moving(self, course: Course, variables: Iterable[int]) -> Iterator[Saved]:
+        """Yield those of a stage's storages that can move: they live, and are not dropped.
+
+        What is made again later may be saved more than once before; a schedule moves it between,
+        and it was dropped when it was saved first.
+        """
+        for v in variables:
+            saved = self._saved[course.step.of[v]]()
+            if saved is not None and saved.recipe is None:
+                yield saved
+
+    def _take(self, tensor: Tensor, storage: Any, saved: Saved | None) -> Handle:
+        """Return a handle on a tensor that may leave."""
+        if saved is None:
+            saved = Saved(len(self._saved), self._mover.key(), tensor, self._mover.ended)
+            self._saved.append(weakref.ref(saved))
+            self._places[storage._cdata] = weakref.ref(saved)
+            if self._watch is not None:
+                self._watch.saved(saved)
+                self._watch.follow(saved)
+                if self._watch.tries and (recipe := read(tensor, self._mine)) is not None:
+                    self._recipes[saved.number] = recipe
+            if self.course is not None and saved.number in self.course.dropped:
+                self._drop(saved, tensor, self.course)
+            elif self._on_demand(saved):
+                self._mover.send_now(saved)
+        elif saved.unchanged(tensor) is None:
+            self._join(saved, tensor, storage)
+        handle = Handle(saved, tensor)
+        if self._watch is not None:
+            self._watch.handles(handle, storage)
+        return handle
+
+    def _join(self, saved: Saved, tensor: Tensor, storage: Any) -> None:
+        """Take in another count of writes: what was written under it is in no copy yet."""
+        saved.counts.append((probe(tensor), tensor._version))
+        if saved.recipe is None:
+            self._mover.renew(saved, storage)
+        else:  # what it makes is what was there before those writes
+            saved.recipe = None
+            saved.holds(storage)
+            self._leave_course()
+
+    def _bring(self, saved: Saved) -> Any:
+        """Return a storage, in memory."""
+        self._mover.arrived(saved)
+        storage = saved.here()
+        if storage is None:
+            if self._failed:
+                raise gone()
+            if self._watch is not None:
+                self._watch.lives(saved)
+            if saved.recipe is None:
+                self._mover.call_now(saved)
+            else:
+                saved.holds(self._follow(saved))
+            storage = saved.storage
+            if self._watch is not None:
+                self._watch.follow(saved)
+        self._places[storage._cdata] = weakref.ref(saved)
+        if self._on_demand(saved) and (saved.copied or saved.recipe is not None):
+            saved.storage = None
+        return storage
+
+    def _drop(self, saved: Saved, tensor: Tensor, course: Course) -> None:
+        """Give up a storage that is made again, if this step knows how."""
+        recipe = read(tensor, self._mine)
+        planned = course.recording.remakes[saved.number].sources
+        if recipe is None or any(one.number not in planned for one in recipe.sources()):
+            self._leave_course()
+            return
+        recipe.hold()
+        saved.recipe, saved.storage = recipe, None
+
+    def _make(self, number: int) -> None:
+        """Make a storage again, and keep it."""
+        saved = self._saved[number]()
+        if saved is not None:
+            storage = saved.here()
+            saved.holds(self._follow(saved) if storage is None else storage)
+            saved.recipe = None
+
+    def _follow(self, saved: Saved) -> Any:
+        """Return what a recipe makes."""
+        if self._failed:
+            raise gone()
+        self.remade += saved.size
+        return saved.recipe.storage(self._present)
+
+    def _present(self, source: Saved) -> Any:
+        """Return a storage that something is made from; off course nobody keeps it."""
+        self._mover.arrived(source)
+        storage = source.here()
+        if storage is None:
+            has = source.recipe is not None
+            storage = self._follow(source) if has else self._mover.fetch(source)
+        return storage
+
+    def _try(self, saved: Saved, watch: Watch) -> None:
+        """Follow the recipe of a storage, and see whether it gives what has left, bit for bit."""
+        recipe = self._recipes.pop(saved.number, None)
+        if recipe is None or saved.here() is not None or not recipe.good():
+            return
+        sources = recipe.sources()
+        away = sum(source.size for source in sources if source.here() is None)
+        if not watch.room(away + max(recipe.most(), 2 * saved.size)):
+            return
+        with watch.apart():
+            found = {source.number: self._present(source) for source in sources}
+            with watch.apart() as work:
+                start = self._mover.now()
+                try:
+                    storage = recipe.storage(lambda source: found[source.number])
+                except (RuntimeError, TypeError):  # not with tensors such as these
+                    storage = None
+                seconds = self._mover.now() - start
+            found.clear()
+            if storage is not None and same(storage, self._mover.fetch(saved)):
+                size = max(0, work.most - work.before - saved.size)
+                watch.cheap(saved.number, Remake(tuple(s.number for s in sources), seconds, size))
+            del storage
+
+    def _mine(self, saved: Saved) -> bool:
+        """Say whether a storage is one of this step."""
+        return saved.number < len(self._saved) and self._saved[saved.number]() is saved
+
+    def _on_demand(self, saved: Saved) -> bool:
+        """Say whether a storage leaves at once and returns when it is asked for."""
+        course = self.course
+        return course is None or course.stages is None or saved.number in course.recording.loose
+
+    def _leave_course(self) -> None:
+        """Let everything leave; nobody knows what comes next."""
+        self.course, self.missed = None, True
+        for saved in self._living():
+            if saved.storage is not None:
+                self._mover.arrived(saved)
+                self._mover.send_now(saved)
+
+    def _living(self) -> list[Saved]:
+        return [saved for ref in self._saved if (saved := ref()) is not None]
+
+
+def _require_counted() -> None:
+    """Require that no node asks for what was written after it was saved, where nobody watched."""
+    node: Any = torch._C._current_autograd_node()
+    if node is not None and name_of(node).startswith("RreluWithNoise") and node._saved_training:
+        raise uncounted("aten.rrelu_with_noise")

@@ -1,0 +1,89 @@
+"""When what leaves is awaited and returns: as late and as early as bytes allow.
+
+No clock is asked, so there is nothing to tune, and a schedule holds what it holds on any machine.
+
+    stay    of the gaps that were proposed, drop those without which everything fits
+    freed   await a copy at the last stage up to which there is room for it; the last copy first
+    back    begin a return at the first stage from which on there is room; the next use first
+
+Source: design 5.7; in the words of the paper, Swap-in as early, the wait for Swap-out as late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from anybatch.offload.draft import too_small
+from anybatch.offload.gaps import Gap
+from anybatch.offload.trace import Trace
+
+Room = npt.NDArray[np.int64]
+"""Bytes to spare at each stage."""
+
+Order = Callable[[Gap], tuple[float, ...]]
+"""What stays first has the smallest."""
+
+
+def fitted(trace: Trace, budget: int, gaps: Iterable[Gap], order: Order) -> list[Gap]:
+    """Return the gaps that are needed, with the stages at which they begin and end.
+
+    Args:
+        trace: the step.
+        budget: bytes.
+        gaps: proposed; with all of them the step must fit.
+        order: which are dropped first, if everything fits without them.
+
+    Raises:
+        BudgetError: with all of them it does not fit.
+    """
+    proposed = list(gaps)
+    room = budget - np.array([*trace.live, trace.in_the_end], np.int64)
+    for gap in proposed:
+        room[gap.freed : gap.next] += trace.size(gap.v)
+    if room.min() < 0:
+        raise too_small(trace, budget)
+    left = _needed(trace, proposed, room, order)
+    return _back_early(trace, _freed_late(trace, left, room), room)
+
+
+def _needed(trace: Trace, gaps: list[Gap], room: Room, order: Order) -> list[Gap]:
+    """Drop gaps without which everything fits; `room` is what is left beside them."""
+    left = []
+    for gap in sorted(gaps, key=lambda gap: (order(gap), gap.v, gap.next)):
+        size, away = trace.size(gap.v), room[gap.freed : gap.next]
+        if not gap.given and away.min() >= size:
+            away -= size
+        else:
+            left.append(gap)
+    return left
+
+
+def _freed_late(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
+    """Await every copy as late as there is room until then; `room` is what is left."""
+    found = []
+    for gap in sorted(gaps, key=lambda gap: (gap.last, gap.next), reverse=True):
+        size, freed = trace.size(gap.v), gap.freed
+        here = gap.last >= 0 or not gap.given  # or there is nothing to give up
+        while here and freed + 1 < gap.next and room[freed] >= size:
+            room[freed] -= size
+            freed += 1
+        found.append(replace(gap, freed=freed))
+    return found
+
+
+def _back_early(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
+    """Begin every return as early as there is room from there to its use."""
+    found = []
+    for gap in sorted(gaps, key=lambda gap: gap.next):
+        size, back = trace.size(gap.v), gap.next
+        least = gap.freed + (not gap.given)
+        returns = back <= len(trace.functions)
+        while returns and back > least and room[back - 1] >= size:
+            back -= 1
+            room[back] -= size
+        found.append(replace(gap, back=back))
+    return found

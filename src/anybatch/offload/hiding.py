@@ -1,0 +1,42 @@
+"""What hides its travel best leaves: the most seconds between two uses for its bytes.
+
+A copy and a return cost time only where they take longer than what is computed meanwhile. So of all
+times in which variables are not used, those with the fewest seconds a byte are spent on the device,
+as far as bytes allow, and in the others variables are away:
+
+    stays first:  (seconds from last to next use) / bytes    the smallest
+
+The paper's distance between two uses is such a ratio, too, with bytes in place of seconds. Belady's
+rule looks at the next use alone, and may let something large leave for a short time.
+
+Source: this project; Hayakawa and Narihira, section 3, for the distance.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from anybatch.offload.fit import fitted
+from anybatch.offload.gaps import Gap, all_gaps, as_schedule
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.trace import Trace
+
+
+def hiding(trace: Trace, budget: int) -> Schedule:
+    """Plan a step within a budget: what hides its travel best leaves.
+
+    Args:
+        trace: the step, with seconds; only their ratios count.
+        budget: bytes.
+
+    Raises:
+        BudgetError: one function alone needs more.
+    """
+    clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
+    clock.append(clock[-1])  # after the end
+
+    def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
+        return ((clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1),)
+
+    chosen = fitted(trace, budget, all_gaps(trace), seconds_a_byte)
+    return as_schedule("best hidden + fit", trace, budget, chosen)

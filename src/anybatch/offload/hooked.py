@@ -1,0 +1,74 @@
+"""A step under its hooks, and what becomes of it where it fails or is interrupted.
+
+Whatever ends the body, hooks and modes are gone and threads have ended afterwards. What a failed
+step has sent away is lost, for nobody can ask for it any more.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from anybatch.core.modules import eager
+from anybatch.core.undo import uninterrupted
+from anybatch.offload.execute import Step
+from anybatch.offload.mover import Mover
+from anybatch.offload.watch import Watch
+
+
+class Hooked:
+    """Runs the body under the hooks of a step.
+
+    Args:
+        step: what the hooks do.
+        mover: moves storages; after a failure what it has kept is lost.
+        watch: records the body; None where it is not recorded.
+    """
+
+    def __init__(self, step: Step, mover: Mover, watch: Watch | None) -> None:
+        self._step, self._mover, self._watch = step, mover, watch
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> Self:
+        step, watch = self._step, self._watch
+        try:
+            with uninterrupted():
+                hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
+                for mode in (hooks, *(() if watch is None else (eager(), watch))):
+                    mode.__enter__()
+                    self._entered.append(mode)
+        except BaseException:
+            self.give_up()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with uninterrupted(once=True):
+                self._leave()
+                if kind is not None:
+                    self.give_up()
+                else:
+                    self._mover.rest()
+                    self._step.end()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Leave the hooks, and give up all that has left; once more does no harm."""
+        self._leave()
+        self._step.fail()
+        self._mover.close()
+        self._step.forget_copies()
+
+    def _leave(self) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)

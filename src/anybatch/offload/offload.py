@@ -1,0 +1,258 @@
+"""`anybatch.offload`: a person's own forward and backward within a byte budget.
+
+    with off:   step 1   recorded: all that autograd saves leaves at once, and every byte is counted
+    with off:   step 2   planned: what must leave does, and returns before it is asked for
+    with off:   step 3   ...
+
+The hooks are `anybatch.offload.execute`, the plan `anybatch.offload.best`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from anybatch.core import accelerator
+from anybatch.core.accelerators import default_device
+from anybatch.core.units import parse_bytes
+from anybatch.memory.spill import maker
+from anybatch.memory.step_timeline import StepTimeline
+from anybatch.memory.stores import Store
+from anybatch.offload.course import Course, too_little
+from anybatch.offload.execute import Step
+from anybatch.offload.hooked import Hooked
+from anybatch.offload.known import Known, Recorded, link_of
+from anybatch.offload.mover import Mover
+from anybatch.offload.recording import Cut
+from anybatch.offload.unroll import of_course
+from anybatch.offload.watch import Watch
+
+
+@dataclass(frozen=True)
+class OffloadReport:
+    """What one step under `offload` has done.
+
+    Attributes:
+        kind: "recorded", "planned", or "on demand" where it was like none that was recorded, or
+            fits only with everything away.
+        predicted_bytes: the most bytes it was to hold; of a recorded step, those it held. None
+            where nothing is known of such a step.
+        out_bytes: bytes that have left.
+        back_bytes: bytes that have returned.
+        waited: seconds in which the step waited for copies.
+        remade_bytes: bytes that were dropped, and computed again from what was saved beside them.
+    """
+
+    kind: str
+    predicted_bytes: int | None
+    out_bytes: int
+    back_bytes: int
+    waited: float
+    remade_bytes: int = 0
+
+
+class Offload:
+    """What `offload` returns: enter it around every step.
+
+    Args:
+        memory: bytes of the budget.
+        make: returns a store.
+        device: whose tensors leave.
+        recompute: cheap results may be computed again.
+
+    Attributes:
+        memory: bytes of the budget.
+        last: what the last step has done; None before the first has ended.
+    """
+
+    def __init__(
+        self,
+        memory: int,
+        make: Callable[[], Store],
+        device: torch.device,
+        *,
+        recompute: bool = True,
+    ) -> None:
+        self.memory = memory
+        self._tries = memory if recompute else 0
+        self.last: OffloadReport | None = None
+        self._device, self._mover = device, Mover(make, device)
+        self._known = Known()
+        self._followed: Course | None = None
+        self._newest: Recorded | None = None
+        self._there = 0
+        self._inside: tuple[Hooked, Step, Watch | None] | None = None
+
+    def __enter__(self) -> Self:
+        if self._inside is not None:
+            raise RuntimeError(
+                "a step must end before the next begins, and this offload() is entered already: "
+                "make another for a step inside a step"
+            )
+        self._mover.begin()
+        self._there = allocated(self._device)
+        courses = self._courses()
+        watch = Watch(self._device, self._tries, self._there) if self._known.to_record else None
+        self._mover.require_room(max((course.sent for course in courses.values()), default=0))
+        step = Step(self._mover, self._device, watch, courses)
+        hooked = Hooked(step, self._mover, watch)
+        try:
+            self._inside = hooked, step, watch
+            hooked.__enter__()
+        except BaseException:  # an interrupt, maybe after the hooks were entered
+            hooked.give_up()
+            self._inside = None
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._inside is not None
+        hooked, step, watch = self._inside
+        course = step.course
+        try:
+            hooked.__exit__(kind, value, trace)
+        except BaseException:  # an interrupt, most likely before it was held back
+            hooked.give_up()
+            raise
+        finally:
+            self._inside = None
+        if kind is None:
+            self._learn(step, watch, course)
+
+    def timeline(self) -> StepTimeline:
+        """Return the last planned step as it passes: who holds how many bytes when, and what moves.
+
+        Each storage that leaves and returns, and when kernels and both ways of the link are busy:
+        as planned, from the seconds of the recorded step and the speed at which storages have
+        moved. After a recorded step it is the plan for the next one like it.
+
+        Returns:
+            The step; it prints as a chart, and its peak is what the plan predicts.
+
+        Raises:
+            RuntimeError: no step has been recorded yet.
+
+        Example:
+            >>> with off:
+            ...     loss_fn(model(x), y).backward()
+            >>> print(off.timeline())
+        """
+        newest, followed = self._newest, self._followed
+        course = followed if newest is None else newest.course(self.memory)
+        if course is None:
+            raise RuntimeError(
+                "a step must have been recorded before its timeline can be told, and none has "
+                "been: run one inside this offload()"
+            )
+        return of_course(course)
+
+    def close(self) -> None:
+        """Give up the file or the host memory that is kept from step to step."""
+        self._mover.close()
+
+    def _courses(self) -> dict[Cut, Course]:
+        """Return what the recorded steps do now, or have this one recorded.
+
+        More may be there than when they were (gradients), of which it is not known when it counts.
+        """
+        known, found = self._known, dict[Cut, Course]()
+        for cut, one in () if known.to_record else known.recorded.items():
+            course = one.course(self.memory, one.more(self._there))
+            if course is None:
+                known.to_record = 1
+                return {}
+            found[cut] = course
+        return found
+
+    def _learn(self, step: Step, watch: Watch | None, course: Course | None) -> None:
+        """Take in a step that has gone well."""
+        mover = self._mover
+        moved = mover.out, mover.back, mover.waited, step.remade
+        if watch is None:
+            planned = course is not None and course.stages is not None and not step.missed
+            predicted = None if course is None or step.missed else course.predicted
+            if predicted is not None:
+                self._followed, self._newest = course, None
+            self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
+            if step.missed:
+                self._known.missed()
+            return
+        recording = watch.recording(self._there)
+        most = max(recording.peak, watch.tried + recording.outside)
+        self.last = OffloadReport("recorded", most, *moved)
+        if recording.peak > self.memory:
+            raise too_little(recording.peak, self.memory)
+        one = Recorded(recording, link_of(mover), watch, self._there)
+        self._known.learn(one)
+        if recording.cuts:
+            self._newest = one
+
+
+def offload(
+    *,
+    memory: int | str,
+    store: str | PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    check: bool = False,
+    recompute: bool = True,
+) -> Offload:
+    """Keep a person's own forward and backward within a byte budget: what is saved leaves.
+
+    Autograd saves tensors in forward for backward, and holds them meanwhile. The first step under
+    one `offload` is recorded; from then on as much leaves as the budget asks for, what is asked for
+    last first, and returns before it is asked for. What is cheap to compute again from what is
+    saved anyway (normalisation, activations, sums) may be dropped instead, where the plan finds
+    that faster. Gradients are bit for bit those without it.
+    Weights stay, as do buffers, inputs and everything else that was there before the step.
+
+    Args:
+        memory: the most bytes that a step may hold, such as "4GiB": what it makes, and what was
+            there before and is used in it (parameters, buffers, inputs, gradients); on CUDA all
+            that the process has allocated. The first step is recorded with everything away.
+        store: where tensors go: "host" memory (pinned), a "file" in the system's folder for
+            temporary files, or a folder for that file. Default None: "host" from CUDA, "file" on
+            the CPU. The file has no name, and is gone when the process is.
+        device: whose tensors leave. Default None: CUDA if there is one, else the CPU.
+        check: for debugging, keep a checksum of every block that leaves, and compare it when the
+            block returns. Default False: what a disk or another program has changed is not seen.
+        recompute: cheap results may be computed again. Only those are that came out bit for bit
+            when that was tried, in the recorded step.
+
+    Returns:
+        A context manager to enter around forward and backward of every step, one at a time.
+
+    Raises:
+        ValueError: `memory` or `store` means nothing here.
+        BudgetError: on leaving a recorded step: with everything away it has held more. Its
+            gradients are right.
+        StoreError: in a step, or on entering it: there is no room, a write or a read has failed,
+            or what returns is not what had left (`check`).
+
+    Example:
+        >>> off = anybatch.offload(memory="4GiB")
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     with off:
+        ...         loss_fn(model(x), y).backward()
+        ...     optimizer.step()
+
+    Source: Hayakawa and Narihira, Out-of-core training, section 3.
+    """
+    where = torch.device(device) if device is not None else default_device()
+    make = maker(store, where, check=check)
+    return Offload(parse_bytes(memory), make, where, recompute=recompute)
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes that the process has allocated on a GPU; 0 for the CPU."""
+    return accelerator.of(device).allocated(device)

@@ -1,0 +1,292 @@
+"""`anybatch.offload_states`: what a training keeps is in memory only while it is used.
+
+AdamW keeps two tensors for every parameter, and looks at them once a step, for an instant. Between
+two steps they wait in host memory or in a file, and during a step they pass through memory a few at
+a time. Parameters and gradients can do the same. A person's loop stays as it is.
+
+    forward, backward    no state in memory; parameters and gradients as kernels ask for them
+    optimizer.step()     a part of it, the part before on its way out, the part behind on its way in
+
+Source: Hayakawa and Narihira, Out-of-core training, section 3: all variables are scheduled. Of
+today's programs ZeRO-Infinity (DeepSpeed) does the same over many GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn, optim
+
+from anybatch.core.optimizers import device_of, inner_step, state_bound
+from anybatch.core.prepared import bare, refuse_scaled
+from anybatch.core.undo import uninterrupted
+from anybatch.core.units import parse_bytes
+from anybatch.memory.spill import maker
+from anybatch.memory.stores import Store
+from anybatch.offload.states.keeper import Keeper
+from anybatch.offload.states.paging import PagedModel
+from anybatch.offload.states.parts import AT_A_TIME
+from anybatch.offload.states.seams import Seams
+from anybatch.offload.states.stepping import send_all, step_in_parts
+
+ROOM = 64 << 20
+"""Bytes of state that are in memory at a time where nobody has said."""
+
+
+@dataclass(frozen=True)
+class StatesReport:
+    """What one step of an optimizer has done whose state is away.
+
+    Attributes:
+        parts: how many the step was made in.
+        away_bytes: bytes of state that are away after it.
+        most_bytes: the most bytes of them that were in memory at a time; in the first step a bound.
+        out_bytes: bytes that have left.
+        back_bytes: bytes that have come back.
+        waited: seconds in which the step waited for copies.
+    """
+
+    parts: int
+    away_bytes: int
+    most_bytes: int
+    out_bytes: int
+    back_bytes: int
+    waited: float
+
+
+class OffloadedStates:
+    """What `offload_states` returns: an optimizer's state, away until `back` or `close`.
+
+    Args:
+        optimizer: whose state it is.
+        room: bytes of it that may be in memory at a time.
+        make: returns a store.
+        device: of the state.
+        paged: the model whose parameters and gradients leave too, or None.
+
+    Attributes:
+        last: what the last step has done; None before the first.
+    """
+
+    def __init__(
+        self,
+        optimizer: optim.Optimizer,
+        room: int,
+        make: Callable[[], Store],
+        device: torch.device,
+        paged: PagedModel | None,
+    ) -> None:
+        self._memory = room
+        self.last: StatesReport | None = None
+        self._optimizer, self._keeper = optimizer, Keeper(make, device)
+        self._open, self._paged = True, paged
+        self._entered = False
+        with uninterrupted():
+            self._seams = Seams(optimizer, self._step, self._snapshot, self._send, room)
+            try:
+                send_all(optimizer, self._keeper)
+            except BaseException:
+                self.back()
+                raise
+
+    @property
+    def memory(self) -> int:
+        """Bytes of state that may be in memory at a time; with a model of parameters, too."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, room: int) -> None:
+        self._memory = room
+        self._seams.room = room
+        if self.entered and self._paged is not None:
+            self._paged.pages.squeeze(room)
+
+    @property
+    def paged(self) -> bool:
+        """Whether parameters and gradients leave, too."""
+        return self._paged is not None
+
+    @property
+    def entered(self) -> bool:
+        """Whether parameters and gradients leave now, inside ``with states:``."""
+        return self._entered
+
+    def __enter__(self) -> Self:
+        if self._paged is not None and self._open and not self._entered:
+            with uninterrupted():
+                self._paged.enter()
+                self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.back()
+
+    def back(self) -> None:
+        """Bring all state into memory, and leave the optimizer as it was without `offload_states`.
+
+        Raises:
+            StoreError: it cannot be read; what was not read is still away.
+        """
+        states = self._optimizer.state.values()
+        with uninterrupted(once=True):
+            if self._open:
+                self._keeper.check(states)
+                try:
+                    for state in states:
+                        self._keeper.arrive(state)
+                finally:
+                    self._keeper.rest()
+            self.close()
+
+    def close(self) -> None:
+        """Give up the file or the host memory, and the optimizer's state that is in it.
+
+        Where some was away the optimizer must be given another before it can step or be saved.
+        Parameters and gradients come back.
+        """
+        with uninterrupted():
+            if not self._open:
+                return
+            self._open = False
+            if self._paged is not None and self._entered:
+                self._entered = False
+                self._paged.leave()
+            lost = self._keeper.away
+            self._keeper.close()
+            if not lost:
+                self._seams.remove()
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """Make one step of the optimizer; what its closure returned is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        optimizer, keeper = self._optimizer, self._keeper
+        inner = inner_step(optimizer)
+        if not self._open:
+            keeper.check(optimizer.state.values())
+            inner(optimizer)
+            return loss
+        with uninterrupted(once=True), self._beside() as (room, paged):
+            parts, most = step_in_parts(optimizer, inner, keeper, room, paged=paged)
+        moved = keeper.out, keeper.back, keeper.waited
+        self.last = StatesReport(parts, keeper.away, most, *moved)
+        return loss
+
+    @contextmanager
+    def _beside(self) -> Iterator[tuple[int, bool]]:
+        """Share the memory between the optimizer's state and the parameters for the body."""
+        if self._paged is None or not self._entered:
+            yield self.memory, False
+            return
+        pages = self._paged.pages
+        pages.squeeze(self.memory // 2)
+        try:
+            yield self.memory // 2, True
+        finally:
+            pages.room = self.memory
+            self._paged.look()
+            pages.ended()
+
+    def _snapshot(self) -> dict[Any, Any]:
+        """Return the state of the optimizer with all tensors here; what is away stays so."""
+        state = self._optimizer.state
+        self._keeper.check(state.values())
+        return {parameter: self._keeper.copied(one) for parameter, one in state.items()}
+
+    def _send(self) -> None:
+        """Let another state, which was loaded, leave."""
+        if self._open:
+            send_all(self._optimizer, self._keeper)
+
+
+def offload_states(
+    optimizer: optim.Optimizer,
+    *,
+    model: nn.Module | None = None,
+    memory: int | str | None = None,
+    store: str | PathLike[str] | None = None,
+) -> OffloadedStates:
+    """Keep the state of an optimizer out of memory, but for what its step uses at the moment.
+
+    ``optimizer.step()`` stays what it is in a person's loop, and gives the same parameters and the
+    same state bit for bit; it is made of several steps of a few parameters each, while the state of
+    the next ones is read and that of the last ones written. Hooks, closures, learning rate
+    schedules and `torch.amp.GradScaler` see one step. ``state_dict()``, copies and pickles of the
+    optimizer have real tensors, all in memory; ``load_state_dict()`` takes them.
+
+    In ``optimizer.state`` a tensor that is away is a tensor on the meta device: it shows its shape,
+    and whoever asks it for a value gets torch's error. Tensors below a block of the file (4 KiB)
+    stay in memory.
+
+    With `model` its parameters and gradients leave too, inside ``with states:``, which then goes
+    around a whole training. There every kernel of this thread is seen before it runs, and what it
+    reads is brought in; in the order of the step before, others are read ahead and written behind.
+    Tied weights, weights used outside their module, recomputation and gradient clipping are what
+    they are without it, and so are all bits. Inside, no other thread may read a parameter (its
+    memory is not there), whoever asks a tensor for its address (``numpy()``, pickling) makes it
+    stay, and what is compiled runs eagerly. Outside, everything is in memory.
+
+    Args:
+        optimizer: one of torch's that update each parameter by itself (AdamW, Adam, SGD, RMSprop,
+            Adagrad and so on). Its state, if it has any, leaves at once.
+        model: whose parameters and gradients leave too. Default None: they stay.
+        memory: the most bytes of state in memory at a time, such as "256MiB"; with `model` of
+            parameters, gradients and state together, of which a kernel's results (a new gradient,
+            an update's own tensors) are none yet. Default None: 64 MiB, or three times what the
+            largest parameter's state needs; with `model` twice that.
+        store: where it goes: "host" memory (pinned), a "file" in the system's folder for temporary
+            files, or a folder for that file. Default None: "host" from CUDA, "file" on the CPU. The
+            file has no name, and is gone when the process is.
+
+    Returns:
+        What has ``back()``, after which all is in memory again, as after ``with states:``; and
+        ``close()``, after which the optimizer's state that was away is lost.
+
+    Raises:
+        NotExactError: parts of this optimizer's step would not be its step; its ``step`` was
+            replaced; its parameters are on several devices.
+        BudgetError: in a step: the state of a single parameter is more than `memory` (half of it
+            with `model`), or a kernel reads more parameters and gradients at once.
+        StoreError: there is no room for the state, or a write or a read has failed; in a step the
+            parameters of earlier parts are stepped then, and no state is lost. What cannot be read
+            on leaving ``with`` is NaN.
+        ValueError: `memory` or `store` means nothing here.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with anybatch.offload_states(optimizer, model=model, memory="1GiB"):
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         loss_fn(model(x), y).backward()
+        ...         optimizer.step()
+
+    Source: Hayakawa and Narihira, Out-of-core training, section 3.
+    """
+    refuse_scaled(optimizer)
+    optimizer = bare(optimizer)
+    inner_step(optimizer)
+    device = device_of(optimizer)
+    room = default_room(optimizer) if memory is None else parse_bytes(memory)
+    room *= 2 if model is not None and memory is None else 1
+    make = maker(store, device)
+    paged = None if model is None else PagedModel(model, room, make)
+    return OffloadedStates(optimizer, room, make, device, paged)
+
+
+def default_room(optimizer: optim.Optimizer) -> int:
+    """Return the bytes of state that are in memory at a time where nobody has said."""
+    bounds = (state_bound(optimizer, g, p) for g in optimizer.param_groups for p in g["params"])
+    return max(ROOM, AT_A_TIME * max(bounds))

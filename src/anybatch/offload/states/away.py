@@ -1,0 +1,66 @@
+"""One tensor of an optimizer's state that is away, and what is said where it cannot be had."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.memory.copier import Job
+from anybatch.memory.stores import told as told_of
+
+WRITTEN = (
+    "an optimizer's state must not be written to while it is away, and a tensor that stands for a "
+    "part of it was: what was written is lost. Write between back() and a new offload_states(), or "
+    "replace the tensor by another"
+)
+GIVEN_UP = (
+    "an optimizer's state must be here or in its store, and the store was closed: load a state "
+    "with optimizer.load_state_dict(), or call back() instead of close() to keep it"
+)
+
+State = dict[Any, Any]
+"""What an optimizer keeps of one parameter: name -> tensor or number."""
+
+
+class Away:
+    """A tensor that has left, or is on its way.
+
+    Attributes:
+        state: where it stands.
+        name: under this name.
+        key: its name in the store.
+        size: bytes.
+        stand_in: a tensor of the same shape on the meta device.
+        tensor: it, while it is written or read; else None.
+        version: how often it had been written to when it began to leave.
+        job: that copy.
+    """
+
+    __slots__ = ("device", "job", "key", "name", "size", "stand_in", "state", "tensor", "version")
+
+    def __init__(self, state: State, name: Any, key: int, stride: tuple[int, ...]) -> None:
+        tensor: Tensor = state[name]
+        self.state, self.name, self.key = state, name, key
+        self.size, self.device, self.version = tensor.nbytes, tensor.device, tensor._version
+        self.stand_in = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
+        self.tensor: Tensor | None = tensor
+        self.job: Job | None = None
+
+    def empty(self) -> Tensor:
+        """Return a tensor like it, made by a kernel, so that who counts tensors counts it."""
+        like = self.stand_in
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+
+
+STATE = "an optimizer's state"
+told = partial(told_of, of=STATE, then="what was not written is still in memory")
+"""Says what a system's error means for an optimizer's state."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor, or a copy where its storage holds more than it."""
+    alone = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.storage_offset() == 0
+    return tensor if alone else tensor.clone()

@@ -1,0 +1,193 @@
+"""Parameters and gradients in a bounded memory: which leave, and which come ahead of their use.
+
+A tensor keeps its storage, and the storage gives its memory away (`anybatch.memory.hold`), so views
+that autograd has saved, tied weights and references stay what they are. Before a kernel runs, what
+it reads is brought in; what is used again last leaves (Belady's rule, by the order of the step
+before, in the first step what was used least recently), without a write where its copy is still
+good.
+
+Source: Hayakawa and Narihira, Out-of-core training, section 3; Belady (1966).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anybatch.core.errors import BudgetError
+from anybatch.core.units import show_bytes
+from anybatch.memory.hold import AWAY, COMING, HERE, LEAVING, Held, Hold
+from anybatch.offload.states.away import told
+from anybatch.offload.states.order import Order
+
+WINDOW = 256
+"""Uses that are looked ahead."""
+
+
+class Pages:
+    """Keeps storages within a number of bytes.
+
+    Args:
+        hold: moves them.
+        room: bytes that may be in memory at a time.
+        small: bytes below which a storage stays.
+
+    Attributes:
+        room: those bytes.
+        most: the most bytes that were here at a time.
+        fixed: bytes of those that must stay, because their address is known to somebody.
+    """
+
+    def __init__(self, hold: Hold, room: int, small: int) -> None:
+        self.room, self.most, self.fixed = room, 0, 0
+        self._hold, self._small, self._order = hold, small, Order()
+        self._clock = self._front = 0
+        hold.since = 1 << 62  # no lane ever gets there: none of its own is held back
+
+    @property
+    def moved(self) -> int:
+        """Bytes that were copied out and in."""
+        return self._hold.moved
+
+    @property
+    def here(self) -> int:
+        """Bytes that are here now."""
+        return self._hold.here + self.fixed
+
+    def has(self, key: int) -> bool:
+        """Say whether a storage is taken in, here or away."""
+        return key in self._hold.all
+
+    def fit(self, given: list[tuple[int, bool]]) -> bool:
+        """Say whether storages may be here together."""
+        sizes = {key: self._hold.all[key].size for key, _ in given if key in self._hold.all}
+        return sum(sizes.values()) + self.fixed <= self.room
+
+    def add(self, key: int, storage: Any, kind: int, number: int) -> None:
+        """Take in a storage that is here, under a name that is the same in every step."""
+        hold = self._hold
+        with told("written to"):
+            if hold.stirred():
+                hold.settle()
+            size = storage.nbytes()
+            if key in hold.all or size < self._small or not storage.resizable():
+                return
+            self._clock += 1
+            self._free(hold.rounded(size), "a tensor")
+            hold.add(key, storage, size, kind, number, self._clock)
+            self._note((kind, number))
+
+    def use(self, given: list[tuple[int, bool]], name: str) -> None:
+        """Make storages be here, before a kernel runs on them.
+
+        Args:
+            given: keys of storages, and whether they are written to.
+            name: of the kernel.
+
+        Raises:
+            BudgetError: all of them together are more than the room.
+        """
+        hold = self._hold
+        if hold.stirred():
+            with told("written to"):
+                hold.settle()
+        pages = [(key, hold.all[key], writes) for key, writes in given if key in hold.all]
+        if not pages:
+            return
+        self._clock += 1
+        for _, held, _ in pages:
+            held.used = self._clock
+        for key, held, writes in pages:
+            if held.state != HERE:
+                self._bring(key, held, name)
+            if writes and held.kept:
+                with told("written to"):
+                    hold.forget_copy(key, held)
+            self._note((held.lane, held.number))
+        if self._front < len(self._order):
+            with told("written to"):
+                self._look_ahead()
+
+    def keep(self, key: int) -> None:
+        """Bring a storage in for good: its address is known to somebody."""
+        self.use([(key, True)], "a read of its address")
+        held = self._hold.all.get(key)
+        if held is not None and not held.stays:
+            self._hold.stay(key, held)
+            self.fixed += held.size
+
+    def squeeze(self, room: int) -> None:
+        """Give up memory until no more than `room` is used."""
+        self.room = room
+        self._clock += 1
+        with told("written to"):
+            self._free(0, "what stays")
+
+    def ended(self) -> None:
+        """A step is over."""
+        self._order.ended()
+        self._front = 0
+
+    def _bring(self, key: int, held: Held, name: str) -> None:
+        if held.state == AWAY:
+            with told("written to"):
+                self._free(held.size, name)
+        with told("read from"):
+            self._hold.bring_back(key, held)
+
+    def _note(self, item: tuple[int, int]) -> None:
+        self.most = max(self.most, self._hold.here + self.fixed)
+        self._order.used(item)
+
+    def _free(self, size: int, name: str) -> None:
+        """Have room for so many bytes."""
+        hold = self._hold
+        while self._over(size) > hold.going and self._evict(-1):
+            pass
+        while self._over(size) > 0 and hold.wait():
+            pass
+        if self._over(size) > 0 and (size or self._over(0) > 0):
+            needed = hold.here + self.fixed + size
+            raise BudgetError(
+                f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
+                f"needs {show_bytes(needed)} at once, and {show_bytes(self.room)} is there: give "
+                f'memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a time',
+                needed=needed,
+                given=self.room,
+            )
+
+    def _over(self, size: int) -> int:
+        return self._hold.here + self.fixed + size - self.room
+
+    def _evict(self, beyond: int) -> bool:
+        """Let what is used again last leave, if that is beyond a place; say whether there was."""
+        hold, order = self._hold, self._order
+        if hold.stirred():  # what has died cannot leave
+            hold.settle()
+        best, last = None, (beyond, 0)
+        for key, held in hold.movable.items():
+            if held.used < self._clock and held.state in (HERE, COMING):
+                later = order.next((held.lane, held.number)), -held.used
+                if later[0] > beyond and (best is None or later > last):
+                    best, last = (key, held), later
+        if best is None:
+            return False
+        hold.send_away(*best)
+        return True
+
+    def _look_ahead(self) -> None:
+        """Bring in what is used next, as far as there is room, or others are used later."""
+        hold, order = self._hold, self._order
+        self._front = max(self._front, order.at)
+        while self._front < min(len(order), order.at + WINDOW):
+            found = hold.find(*order[self._front])
+            if found is not None and found[1].state == AWAY:
+                size = found[1].size
+                while self._over(size) > hold.going and self._evict(self._front):
+                    pass
+                if self._over(size) > 0:
+                    return
+                hold.call(*found)
+                self.most = max(self.most, hold.here + self.fixed)
+            elif found is not None and found[1].state == LEAVING:
+                hold.bring_back(*found)
+            self._front += 1

@@ -1,0 +1,208 @@
+"""What a training keeps that is away because a plan has it so.
+
+The optimizer's state leaves first. Where a step does not fit with that, parameters and gradients
+share a room with it, and the plan says how large that is: what they do not get is the
+micro-batch's, and what the micro-batch does not get spares them a way to the file and back.
+
+    a larger room           fewer bytes leave in a micro-batch
+    a larger micro-batch    fewer micro-batches
+
+Source: Hayakawa and Narihira, Out-of-core training, section 3: all variables are scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from os import PathLike
+
+from torch import nn, optim
+
+from anybatch.core import optimizers
+from anybatch.core.errors import BudgetError, NotYetError
+from anybatch.core.optimizers import device_of, inner_step, state_bound
+from anybatch.core.plan import Plan, States
+from anybatch.core.rounding import allocated
+from anybatch.core.units import parse_bytes
+from anybatch.memory.spill import maker
+from anybatch.offload.optimizer_states import OffloadedStates, default_room, offload_states
+
+
+def states_of(
+    store: str,
+    folder: str | PathLike[str] | None,
+    optimizer: optim.Optimizer | None,
+    memory: int | str | None,
+) -> States:
+    """Return where an optimizer's state will wait, as a plan has it.
+
+    Args:
+        store: "host" or "file".
+        folder: of the file, or None.
+        optimizer: whose state it is.
+        memory: the budget of a step: as much of it as parameters and gradients leave is halved
+            between the state and the rest of an update. None (default) is no budget.
+
+    Raises:
+        NotExactError: parts of this optimizer's step would not be its step.
+        ValueError: there is no optimizer, or the store means nothing here.
+    """
+    if optimizer is None:
+        raise ValueError(
+            f"states={store!r} says where an optimizer's state waits, and there is none: give "
+            "optimizer="
+        )
+    inner_step(optimizer)
+    if folder is not None and store == "file":
+        maker(folder, device_of(optimizer))
+    maker(store, device_of(optimizer))
+    room = default_room(optimizer)
+    if memory is not None:
+        every = [(g, p) for g in optimizer.param_groups for p in g["params"]]
+        left = parse_bytes(memory) - 2 * sum(allocated(p) for _, p in every)
+        largest = max(state_bound(optimizer, g, p) for g, p in every)
+        room = max(largest, min(room, left // 2))
+    return States(store, None if folder is None else str(folder), room)
+
+
+def away(
+    states: States, optimizer: optim.Optimizer | None, model: nn.Module | None = None
+) -> OffloadedStates:
+    """Let an optimizer's state leave as a plan has it.
+
+    Args:
+        states: where to.
+        optimizer: whose.
+        model: whose parameters and gradients leave too, inside what is returned, where the plan has
+            it so.
+
+    Raises:
+        ValueError: there is no optimizer.
+    """
+    if optimizer is None:
+        raise ValueError(
+            "a plan in which an optimizer's state leaves needs that optimizer: give optimizer="
+        )
+    where = states.folder if states.store == "file" and states.folder else states.store
+    model = model if states.model else None
+    return offload_states(optimizer, model=model, memory=states.room, store=where)
+
+
+def plan_away(
+    foresee: Callable[..., Plan],
+    where: States,
+    optimizer: optim.Optimizer,
+    model: nn.Module,
+    size: int,
+) -> Plan:
+    """Return the plan of a training whose optimizer's state leaves; all of the model if it has to.
+
+    Args:
+        foresee: as in `plan_with_model`, and so are the others.
+        where: where it goes.
+        optimizer: whose it is.
+        model: whose parameters and gradients go with it.
+        size: N_B, samples in the mini-batch.
+
+    Raises:
+        BudgetError: not even one sample fits.
+    """
+    try:
+        with away(where, optimizer):
+            return replace(foresee(), states=where)
+    except BudgetError as error:
+        try:
+            return plan_with_model(foresee, where, optimizer, model, size)
+        except BudgetError as least:
+            raise least from error
+        except NotYetError:  # over ranks
+            raise error from None
+
+
+def plan_with_model(
+    foresee: Callable[..., Plan],
+    where: States,
+    optimizer: optim.Optimizer,
+    model: nn.Module,
+    size: int,
+) -> Plan:
+    """Return the plan of a training whose parameters and gradients leave, too.
+
+    Args:
+        foresee: returns the plan of a step as things are; takes ``timed=False``.
+        where: where they go.
+        optimizer: whose state goes with them.
+        model: whose they are.
+        size: N_B, samples in the mini-batch.
+
+    Raises:
+        BudgetError: with the least room there can be not even one sample fits.
+    """
+    least = least_room(optimizer, model)
+    with away(replace(where, room=least, model=True), optimizer, model) as states:
+        found = _with_the_least(foresee, states)
+        memory, least = found.memory, states.memory
+        assert memory is not None
+        beside = {one.micro_batch: one.peak_bytes - least for one in memory.candidates}
+        beside.setdefault(found.micro_batch, memory.predicted - least)
+        room = best_room(beside, size, memory.budget, least, _pageable(model))
+        while True:
+            states.memory = room
+            try:
+                found = foresee()
+                break
+            except BudgetError:  # larger parts of an update have larger results
+                if room == least:
+                    raise
+                room = least if room - least < least // 8 else (room + least) // 2
+        return replace(found, states=replace(where, room=room, model=True))
+
+
+def best_room(beside: Mapping[int, int], size: int, budget: int, least: int, pageable: int) -> int:
+    """Return the room for parameters and gradients with which a step moves the fewest bytes.
+
+    Args:
+        beside: samples in a micro-batch -> bytes that a step holds beside the room.
+        size: N_B, samples in the mini-batch.
+        budget: bytes.
+        least: bytes that the room must have.
+        pageable: bytes of all parameters and gradients that may leave.
+
+    Returns:
+        What a budget leaves beside a micro-batch of n samples, for the n that minimises
+        ``ceil(N_B / n) * max(0, pageable - room(n))``; of equal ones the largest n.
+
+    Example:
+        >>> best_room({1: 10, 8: 60}, 64, budget=100, least=20, pageable=200)
+        40
+    """
+
+    def moved(n: int) -> int:
+        return -(-size // n) * max(0, pageable - (budget - beside[n]))
+
+    fits = [n for n, held in beside.items() if budget - held >= least]
+    n = min(fits, key=lambda n: (moved(n), -n))
+    return budget - beside[n]
+
+
+def least_room(optimizer: optim.Optimizer, model: nn.Module) -> int:
+    """Return the least room for a training: half of it takes a parameter's state while it steps."""
+    groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    sizes = [max(state_bound(optimizer, group, p), 2 * allocated(p)) for group, p in groups]
+    return int(2 * max([*sizes, *map(allocated, model.parameters())]))
+
+
+def _with_the_least(foresee: Callable[..., Plan], states: OffloadedStates) -> Plan:
+    """Return a plan with as little room as kernels that read several parameters allow."""
+    while True:
+        try:
+            return foresee(timed=False)
+        except BudgetError as error:
+            if error.given != states.memory or error.needed <= states.memory:
+                raise
+            states.memory = error.needed
+
+
+def _pageable(model: nn.Module) -> int:
+    every = [p for p in model.parameters() if p.nbytes >= optimizers.SMALL]
+    return sum(allocated(p) * (1 + p.requires_grad) for p in every)

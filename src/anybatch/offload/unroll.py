@@ -1,0 +1,187 @@
+"""A planned step under `offload` as it passes: who holds what when, and what is on its way.
+
+A schedule counts bytes stage by stage and has no clock; a simulation has the clock and one sum of
+bytes. Played together they tell of every storage where it is at each moment:
+
+    storage   made ── saved ── on its way out ── copied ── away ── on its way back ── saved ── dead
+                               └──── copy ───┘                     └──── copy ────┘
+
+Bytes count until they are given up, so a storage whose copy has ended is still there; and from the
+moment at which the schedule asks for them, so one that waits for its turn on the link is on its way
+back already. The sums are those that the schedule was planned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from anybatch.core.links import Interval, Link
+from anybatch.memory.step_timeline import Move, StepTimeline
+from anybatch.memory.timeline import Timeline
+from anybatch.offload.course import Course
+from anybatch.offload.schedule import Schedule
+from anybatch.offload.simulate import Simulation, simulate
+from anybatch.offload.trace import Trace
+
+THERE, REST, SAVED = "weights, inputs, gradients", "kernels, new gradients", "saved"
+LEAVING, COPIED, RETURNING = "on its way out", "copied, not given up", "on its way back"
+OWNERS = (THERE, REST, SAVED, LEAVING, COPIED, RETURNING)
+"""Who holds bytes: what was there before; what kernels work with and new gradients; and what
+autograd saves, in four states."""
+
+
+class _Turn(NamedTuple):
+    """From `time` on, variable `v` is `state`; "" for away or dead."""
+
+    time: float
+    v: int
+    state: str
+    why: str
+
+
+def unroll(trace: Trace, schedule: Schedule, link: Link, *, there: int = 0) -> StepTimeline:
+    """Return a scheduled step as it passes.
+
+    Args:
+        trace: the step; its functions have their seconds.
+        schedule: made for it.
+        link: how fast variables move.
+        there: bytes beside those of the trace, that are there all the time.
+
+    Raises:
+        ScheduleError: as from `simulate`.
+
+    Returns:
+        The step; its peak is `there` and that of the simulation.
+    """
+    run = simulate(trace, schedule, link)
+    turns = [_Turn(0.0, v, _owner(trace, v), "begin") for v in trace.before]
+    turns += _turns(trace, schedule, run)
+    sizes = [variable.size for variable in trace.variables]
+    moves = [
+        Move(trace.variables[v].name, sizes[v], back, one.begin, one.end)
+        for back, each in ((False, run.outs), (True, run.ins))
+        for v, one in each
+    ]
+    return _played(turns, sizes, there, schedule.budget + there, moves, run.runs, run.seconds)
+
+
+def of_course(course: Course) -> StepTimeline:
+    """Return a step under `offload` as it passes when it follows `course`."""
+    if course.stages is None:
+        return _on_demand(course)
+    schedule = Schedule("", course.budget - course.there, course.stages)
+    return unroll(course.step.trace, schedule, course.link, there=course.there)
+
+
+def _owner(trace: Trace, v: int) -> str:
+    variable = trace.variables[v]
+    return REST if variable.stays else SAVED
+
+
+def _turns(trace: Trace, schedule: Schedule, run: Simulation) -> Iterator[_Turn]:
+    """Yield what becomes of every variable; whatever changes a sum is in the order of time."""
+    outs, ins = iter(run.outs), iter(run.ins)
+    copied: dict[int, float] = {}
+    here: dict[int, float] = {}
+    last = {v: i for i, stage in enumerate(schedule.stages) for v in stage.frees}
+    clock = 0.0
+    for i, stage in enumerate(schedule.stages):
+        for v in stage.frees:
+            clock = max(clock, copied[v], here.pop(v, 0.0))
+            yield _Turn(clock, v, "", "free")
+        for v in stage.ins:
+            _, way = next(ins)
+            here[v] = way.end
+            yield _Turn(clock, v, RETURNING, "bring")
+            yield _Turn(way.end, v, SAVED, "there again")
+        if i == len(trace.functions):
+            return
+        function, at = trace.functions[i], run.runs[i]
+        clock = at.end
+        for v in function.makes:
+            here[v] = at.end
+            yield _Turn(at.begin, v, _owner(trace, v), function.name)
+        for v in trace.dies[i]:
+            yield _Turn(at.end, v, "", function.name)
+        for v in stage.outs:
+            _, way = next(outs)
+            copied[v] = way.end
+            yield _Turn(way.begin, v, LEAVING, "leave")
+            wanted = last.get(v, -1) <= i  # again, before its bytes were
+            yield _Turn(way.end, v, SAVED if wanted else COPIED, "copied")
+
+
+def _on_demand(course: Course) -> StepTimeline:
+    """Return a step in which everything leaves as soon as it can and returns when it is needed.
+
+    What an interval uses and the most of its rest need not be there at once: the recorded peak
+    bounds their sum.
+    """
+    recording, link = course.recording, course.link
+    room = recording.peak - recording.outside
+    stored = len(recording.sizes)
+    sizes, turns, moves = list(recording.sizes), list[_Turn](), list[Move]()
+    runs, clock, away = list[Interval](), 0.0, set[int]()
+    last = {k: i for i, used in enumerate(recording.used) for k in used}
+    for i, used in enumerate(recording.used):
+        before = recording.used[i - 1] if i else frozenset()
+        for k in sorted(used - before):
+            if k in away:
+                turns.append(_Turn(clock, k, RETURNING, "bring"))
+                begin, clock = clock, clock + sizes[k] / link.back
+                moves.append(Move(f"storage {k}", sizes[k], True, begin, clock))
+            turns.append(_Turn(clock, k, SAVED, "there"))
+        sizes.append(max(0, min(recording.rest[i], room - sum(sizes[k] for k in used))))
+        runs.append(Interval(clock, clock + recording.seconds[i]))
+        turns.append(_Turn(clock, stored + i, REST, f"interval {i}"))
+        clock = runs[-1].end
+        turns.append(_Turn(clock, stored + i, "", f"interval {i}"))
+        after = recording.used[i + 1] if i + 1 < len(recording.used) else frozenset()
+        for k in sorted(used - after):
+            if last[k] > i and k not in away:
+                away.add(k)
+                turns.append(_Turn(clock, k, LEAVING, "leave"))
+                begin, clock = clock, clock + sizes[k] / link.out
+                moves.append(Move(f"storage {k}", sizes[k], False, begin, clock))
+            turns.append(_Turn(clock, k, "", "free"))
+    return _played(turns, sizes, course.there, course.budget, moves, runs, clock)
+
+
+def _played(
+    turns: list[_Turn],
+    sizes: list[int],
+    there: int,
+    budget: int,
+    moves: list[Move],
+    runs: tuple[Interval, ...] | list[Interval],
+    end: float,
+) -> StepTimeline:
+    """Return the step of some turns, taken in the order of time and, at one time, as they came."""
+    state, row = dict[int, str](), dict.fromkeys(OWNERS, 0)
+    row[THERE] = there
+    rows, events, seconds = [list(row.values())], ["begin"], [0.0]
+    for turn in sorted(turns, key=lambda turn: turn.time):
+        before = state.get(turn.v, "")
+        if before == turn.state or (not before and turn.why in ("leave", "copied")):
+            continue
+        state[turn.v] = turn.state
+        for owner, sign in ((before, -1), (turn.state, 1)):
+            if owner:
+                row[owner] += sign * sizes[turn.v]
+        rows.append(list(row.values()))
+        events.append(turn.why)
+        seconds.append(turn.time)
+    ledger = Timeline(OWNERS, tuple(events), np.array(rows, np.int64))
+    return StepTimeline(
+        title="a step under offload",
+        ledger=ledger,
+        budget=budget,
+        seconds=tuple(seconds),
+        end=end,
+        runs=tuple(runs),
+        moves=tuple(sorted(moves, key=lambda move: (move.begin, move.end))),
+    )

@@ -1,0 +1,255 @@
+"""The recording of a step: every live byte, cut where autograd saves and asks.
+
+A dispatch mode counts what lives (`anybatch.memory.meter`). What autograd alone would hold is away
+while a step is recorded, so what is counted is what no hook can move. It is counted apart: the
+storages that may move while somebody works with them, and the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import accelerator
+from anybatch.core.rounding import rounded
+from anybatch.memory.meter import FOREIGN, Meter, tensors_in
+from anybatch.offload.recording import Cut, Recording, Remake
+from anybatch.offload.saved import Handle, Saved
+
+RRELU = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_noise_.default)
+RRELU_TAKES = ("self", "noise", "lower", "upper", "training")
+
+
+class Apart:
+    """What was done apart.
+
+    Attributes:
+        before: bytes that lived when it began.
+        most: the most bytes that lived meanwhile.
+    """
+
+    def __init__(self, before: int) -> None:
+        self.before = self.most = before
+
+
+class Watch(Meter):  # type: ignore[no-untyped-call]
+    """Records a step while everything leaves as soon as it can.
+
+    Args:
+        device: of the tensors that count.
+        tries: bytes within which it is tried to make storages again; by default it is not.
+        there: bytes that were allocated before and count among these, where known; None where
+            `tries` is for what the step makes alone.
+
+    Attributes:
+        tried: the most bytes that the step made while something was tried.
+        asides: the kernels, as they were counted, in which it was tried.
+        outside: bytes that were there before, and were used.
+        leaves: weak references on the leaves among them that want a gradient.
+        gradients: bytes of the gradients that these had.
+    """
+
+    def __init__(self, device: torch.device, tries: int = 0, there: int | None = 0) -> None:
+        self.outside = self.gradients = self.tried = 0
+        self.tries = tries
+        self.asides: list[range] = []
+        self._there = there
+        self._remakes: dict[int, Remake] = {}
+        self._behind = False  # somebody writes to results behind autograd's back
+        self._standing: list[int] = []
+        self.leaves: dict[int, weakref.ref[Tensor]] = {}
+        super().__init__(device)
+        self._moving = self._most = 0
+        self._alive: dict[int, Any] = {}
+        self._handles: dict[int, list[weakref.ref[Handle]]] = {}
+        self._cuts: list[Cut] = []
+        self._sizes: list[int] = []
+        self._used: list[set[int]] = [set()]
+        self._rest = [0]
+        self._seconds: list[float] = []
+        self._ends: dict[int, int] = {}  # storage -> the interval in which its last handle died
+        self._asked: set[int] = set()
+        self._loose: set[int] = set()
+        self._place = device
+        self._since = perf_counter()
+
+    def born(self, storage: Any) -> bool:
+        """Say whether a storage was made in this step."""
+        span = self._open.get(storage._cdata)
+        return span is not None and span.owner != FOREIGN
+
+    def cut(self, cut: Cut) -> None:
+        """Begin a new interval."""
+        self._seconds.append(self._now() - self._since)
+        self._cuts.append(cut)
+        if not cut.saves:
+            self._asked.add(cut.number)
+        self._used.append(set(self._alive))
+        self._rest.append(self.live - self._moving)
+        self._standing.append(self._rest[-1])
+
+    def room(self, size: int) -> bool:
+        """Say whether there is room for so many bytes to try something."""
+        beside = 0 if self._there is None else max(self.outside, self._there)
+        return self.live + beside + size <= self.tries
+
+    @contextmanager
+    def apart(self) -> Iterator[Apart]:
+        """Count what is done meanwhile apart: it is no part of the step."""
+        found = Apart(self.live)
+        peak, rest, begin = self.peak, self._rest[-1], self.events
+        self.peak = self.live
+        try:
+            yield found
+        finally:
+            found.most = self.peak
+            self.tried = max(self.tried, self.peak)
+            self.asides.append(range(begin, self.events))
+            self.peak, self._rest[-1] = peak, rest
+
+    def cheap(self, number: int, remake: Remake) -> None:
+        """A storage was made again bit for bit."""
+        self._remakes[number] = remake
+
+    def resume(self) -> None:
+        """Let the clock go on after a cut."""
+        self._since = self._now()
+
+    def _now(self) -> float:
+        """Return the time when the device has come to its end: it computes on its own."""
+        accelerator.of(self._place).synchronise(self._place)
+        return perf_counter()
+
+    def saved(self, saved: Saved) -> None:
+        """Take in a storage that autograd saves for the first time."""
+        self._sizes.append(self._rounded(saved.size))
+        self.lives(saved)
+        number = saved.number
+        weakref.finalize(saved, self._dropped, number).atexit = False
+        self._rest[-1] = self.live - self._moving
+
+    def handles(self, handle: Handle, storage: Any) -> None:
+        """Take in what autograd was given for a tensor on a storage that lives."""
+        self._handles.setdefault(storage._cdata, []).append(weakref.ref(handle))
+
+    def lives(self, saved: Saved) -> None:
+        """A storage that may move is in memory, or will be at once."""
+        number = saved.number
+        if number not in self._alive:
+            self._moving += self._rounded(saved.size)
+            self._used[-1].add(number)
+            self._alive[number] = None
+
+    def follow(self, saved: Saved) -> None:
+        """Be told when a storage is in memory no longer."""
+        storage = saved.here()
+        self._alive[saved.number] = weakref.ref(storage, partial(self._gone, saved.number))
+
+    def replaced(self, saved: Saved) -> None:
+        """A storage was written to: what was saved before counts for nothing."""
+        self._loose.add(saved.number)
+        self._gone(saved.number)
+
+    def recording(self, there: int = 0) -> Recording:
+        """Return what was recorded; `there`: bytes that were allocated before, where known."""
+        outside = max(self.outside, there)
+        self._seconds.append(self._now() - self._since)
+        last = {number: i for i, used in enumerate(self._used) for number in used}
+        for number in range(len(self._sizes)):
+            end = self._ends.get(number)
+            if number not in self._asked or end is None or end > last[number]:
+                self._loose.add(number)
+        remakes = {
+            number: remake
+            for number, remake in self._remakes.items()
+            if not (self._behind or self._loose.intersection((number, *remake.sources)))
+        }
+        return Recording(
+            cuts=tuple(self._cuts),
+            sizes=tuple(self._sizes),
+            used=tuple(map(frozenset, self._used)),
+            rest=tuple(max(0, rest) for rest in self._rest),
+            seconds=tuple(self._seconds),
+            loose=frozenset(self._loose),
+            outside=outside,
+            peak=self.peak + outside,
+            standing=tuple(max(0, rest) for rest in self._standing),
+            remakes=remakes,
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel, and count."""
+        if func._schema.is_mutable and not torch.is_grad_enabled():
+            self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))
+        if func._schema.is_mutable:
+            for tensor in _written(func, args, kwargs or {}):
+                self._writes(str(func), tensor)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._rest[-1] = max(self._rest[-1], self.live - self._moving)
+        return result
+
+    def _writes(self, kernel: str, tensor: Tensor) -> None:
+        """Note a write to what is saved; where autograd counts it, that is another error."""
+        for storage in self._storages(tensor):
+            for ref in self._handles.get(storage._cdata, ()):
+                handle = ref()
+                there = None if handle is None else handle.saved.here()
+                if handle is None or there is None or there._cdata != storage._cdata:
+                    continue  # it has died, and another has its address
+                if handle.writer is None and handle.overlaps(tensor):
+                    handle.writer = kernel
+
+    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> None:
+        if owner == FOREIGN and tensor.requires_grad and tensor.is_leaf:
+            key = id(tensor)
+            if key not in self.leaves and self._counts(tensor):
+                self.leaves[key] = weakref.ref(tensor)
+                self.gradients += gradient_bytes(tensor)
+        super()._see(tensor, owner, least)
+
+    def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
+        super()._begin(storage, owner, size, told)
+        if owner == FOREIGN:
+            self.outside += self._rounded(told)
+
+    def _gone(self, number: int, _watch: Any = None) -> None:
+        if number in self._alive:
+            del self._alive[number]
+            self._moving -= self._sizes[number]
+
+    def _dropped(self, number: int) -> None:
+        self._ends[number] = len(self._cuts)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a kernel writes to; RReLU draws noise in training alone."""
+    if func in RRELU and not dict(zip(RRELU_TAKES, args, strict=False), **kwargs).get("training"):
+        return
+    for i, one in enumerate(func._schema.arguments):
+        if one.alias_info is not None and one.alias_info.is_write:
+            yield from tensors_in(args[i] if i < len(args) else kwargs.get(one.name))
+
+
+def _is_result(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf
+
+
+def gradient_bytes(leaf: Tensor) -> int:
+    """Return the bytes of a leaf's gradient."""
+    grad = leaf.grad
+    if grad is None or grad.layout != torch.strided:
+        return 0
+    return rounded(grad.untyped_storage().nbytes(), grad.device)

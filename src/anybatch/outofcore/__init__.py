@@ -1,1 +1,0 @@
-"""Training with less memory than one micro-batch needs: traces, schedules, and their simulation."""

@@ -1,0 +1,72 @@
+"""What is to be planned: a batch of some kind, and what can be asked about it.
+
+A planner gets questions, not answers: rehearsing a case, trying whether a batch may be divided and
+timing a step in lanes all cost something, so each is done when a decision hangs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from anybatch.core.errors import NotExactError, NotYetError
+from anybatch.execution.case import Case
+from anybatch.execution.kinds import Kind
+from anybatch.planner.contest import StepTimer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        kind: of the batch.
+        case: returns what is rehearsed.
+        optimizer: its state counts, as it will be.
+        refuse_division: raises where the batch must not be divided.
+        time_step: times a whole step of it.
+    """
+
+    kind: Kind
+    case: Callable[[], Case]
+    optimizer: torch.optim.Optimizer | None
+    refuse_division: Callable[[], None]
+    time_step: StepTimer
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether micro-batches that know nothing of each other would be another training."""
+        return self.kind.lanes or self.undivided
+
+    def streamed(self, n: int) -> float | None:
+        """Return the seconds of a step whose micro-batches of `n` stay, one after another."""
+        return self.time_step(n, None, None)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the parameters are, over ranks."""
+        return self.kind.everyone > 0 and self.case().sharded is not None
+
+    def refuse_spread(self) -> None:
+        """Refuse parameters that are spread over ranks, where saved tensors are to leave.
+
+        Raises:
+            NotYetError: they are.
+        """
+        if self.spread:
+            raise NotYetError(
+                "saved tensors do not leave the device today where parameters are spread over "
+                'ranks: plan with offload="off", or let every rank keep all parameters'
+            )
+
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether the batch must not be divided."""
+        try:
+            self.refuse_division()
+        except NotExactError:
+            return True
+        return False

@@ -1,0 +1,116 @@
+"""The bytes that a step may hold: the default, and the error where they are too few.
+
+A budget counts what the step's own tensors hold already, and all that the step allocates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from anybatch.core import accelerator, accelerators
+from anybatch.core.absent import AbsentDevice, absent, enough
+from anybatch.core.errors import BudgetError
+from anybatch.core.rounding import allocated, rounded
+from anybatch.core.units import show_bytes
+from anybatch.execution.case import Case
+from anybatch.memory.limits import left
+from anybatch.memory.paged import paged
+from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
+from anybatch.planner.ladder import SMALL
+from anybatch.planner.probe import workspace
+from anybatch.planner.updates import state_bytes
+
+CUBLAS = "cuBLAS"
+"""The owner of its workspaces, as they are assumed of a device that is not there."""
+
+
+def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> BudgetError:
+    """Return the error that says what is needed, what was given, and what would fit."""
+    n, floor = foreseen.least(size)
+    owners = sorted(foreseen.owners(n, size).items(), key=lambda pair: -pair[1])
+    listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
+    cut = "undivided" if n == size else "with micro-batches of one sample"
+    workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
+    return BudgetError(
+        f"a step must fit in memory, and {cut} it needs "
+        f"{show_bytes(floor)} ({listed}), and {show_bytes(budget)} is there ({source}): give "
+        f"{enough(floor)} or more, {workspace}a smaller model, smaller samples, or "
+        "an optimizer that keeps less",
+        needed=floor,
+        given=budget,
+    )
+
+
+def on_cuda(
+    found: Forecast,
+    case: Case,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: int,
+    size: int,
+) -> Forecast:
+    """Return the forecast with what only CUDA's allocator knows: workspace, and other tensors.
+
+    Args:
+        found: without them.
+        case: the real one.
+        optimizer: whose state is there.
+        budget: bytes: workspace is measured at the most samples that fit, too.
+        size: N_B, samples in the mini-batch.
+    """
+    states = _bytes_of_states(case)
+    # Those of other threads and streams would count twice: a step makes its own.
+    accelerators.clear_workspaces()
+    other = accelerator.of(case.device).allocated(case.device) - states - state_bytes(optimizer)
+    of_last_step = rounded(LOSS, case.device)  # which `Engine.last` has while the next one runs
+    found = found.with_more("other tensors", max(0, other) + of_last_step)
+    measured = dict[int, int]()
+    n = min(SMALL, size)
+    while n and n not in measured:  # what kernels take for few samples is not what more need
+        run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
+        measured[n] = workspace(run, found.look, n, _made_alone(found, n, size))
+        most = max(measured.values())
+        found = found.with_constant({"workspace": most}) if most else found
+        n = found.largest(budget, size)
+    return found
+
+
+def on_absent(found: Forecast, case: Case, device: AbsentDevice) -> Forecast:
+    """Return the forecast with what a device that is not there is assumed to take beside it."""
+    found = found.with_more("other tensors", rounded(LOSS, case.device))
+    return found.with_more(CUBLAS, device.workspace)
+
+
+def _made_alone(found: Forecast, n: int, size: int) -> int:
+    """Return the bytes that a micro-batch of `n` allocates where no other is on its way."""
+    line = found.divided.at(n) if n < size else found.undivided.at(n)
+    held = line.at_peak()
+    there = held.get("parameters", 0) + held.get("buffers", 0)
+    return sum(held.values()) - there - (held.get("inputs", 0) // 2 if n < size else 0)
+
+
+def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple[int, str]:
+    """Return what is left on the device, and what the step's own tensors hold already."""
+    device = absent()
+    if device is not None:
+        return device.budget(None)
+    free, words = left(case.device)
+    return free + _bytes_of_states(case) + state_bytes(optimizer), words
+
+
+def _bytes_of_states(case: Case) -> int:
+    """Return the bytes of parameters, buffers and gradients that are here."""
+    pages = paged()
+    held: dict[int, Tensor] = {id(leaf): leaf for leaf in case.leaves}
+    for _, module in case.modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and not is_lazy(tensor):
+                held[id(tensor)] = tensor
+    states = list(held.values())
+    states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
+    here = sum(allocated(t) for t in states if not pages.holds(t)) + pages.here
+    return here + (case.sharded.bytes if case.sharded is not None else 0)

@@ -1,0 +1,112 @@
+"""A decision with what the plan tells of it: who holds what, and the sizes that were not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anybatch.core.memory import Candidate, Memory, Room
+from anybatch.execution.kinds import Allowed
+from anybatch.memory.room import least
+from anybatch.planner.choice import step_seconds
+from anybatch.planner.forecast import Forecast, total
+from anybatch.planner.touching import lane_of, step_of
+
+
+def describe(
+    foreseen: Forecast,
+    n: int,
+    size: int,
+    timed: Mapping[int, float],
+    *,
+    budget: int,
+    source: str,
+    trains: bool,
+    confirmed: bool,
+) -> Allowed:
+    """Return how a batch is run, and why.
+
+    Args:
+        foreseen: what its steps hold.
+        n: samples in a micro-batch, as was chosen.
+        size: N_B, samples in the mini-batch.
+        timed: micro-batch -> seconds, where they were taken.
+        budget: bytes.
+        source: where these come from, in words.
+        trains: with backward; else forward only.
+        confirmed: rehearse the size that was chosen, where that costs no memory.
+    """
+    owners = foreseen.owners(n, size)
+    peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
+    apart, lanes = False, foreseen.look.lanes and n < size
+    if trains and n < size and not lanes:
+        kept = foreseen.apart(n, size, confirmed=confirmed)
+        apart, peak = kept <= budget, max(peak, kept) if kept <= budget else peak
+    more = peak - sum(owners.values())
+    owner = "gradients" if apart and more > 0 else "activations"
+    owners[owner] = more + owners.get(owner, 0)
+    room: Room = 0
+    predicted = peak
+    if lanes:
+        room = _room(budget - peak, owners, -(-size // n))
+        shown = _shown(foreseen, n, size, budget, confirmed=confirmed)
+        owners, room = (owners, room) if shown is None else shown
+        predicted = min(budget, peak + foreseen.of_samples(size))
+        predicted = predicted if shown is None else total(owners)
+    memory = Memory(
+        budget=budget,
+        source=source,
+        predicted=predicted,
+        room=room,
+        owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+        floor=foreseen.peak(1, size),
+        whole=foreseen.peak(size, size),
+        how=foreseen.how,
+        candidates=candidates(foreseen, n, size, timed, budget),
+    )
+    coupled = foreseen.look.coupled and not lanes
+    return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
+
+
+def _shown(
+    foreseen: Forecast, n: int, size: int, budget: int, *, confirmed: bool
+) -> tuple[dict[str, int], Room] | None:
+    """Return who holds what at the peak of a step in lanes, and the room of what waits.
+
+    None where what a lane touches is not known.
+    """
+    lane = lane_of(foreseen, n, size, rehearsed=confirmed)
+    if lane is None:
+        return None
+    step, room = step_of(lane, foreseen, n, size, budget)
+    if least(room) < 0:
+        return None
+    return max([step.at_peak(), *foreseen.beside(n, size)], key=total), room
+
+
+SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")
+"""Owners of what is there once for all lanes."""
+
+
+def _room(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
+    """Return what waiting lanes may hold; None where they could hold no more if all of it stayed.
+
+    Args:
+        left: bytes of the budget beside a lane at its peak.
+        owners: who holds what at that peak.
+        lanes: how many.
+    """
+    lane = sum(count for owner, count in owners.items() if owner not in SHARED)
+    return None if left >= (lanes - 1) * lane else max(0, left)
+
+
+def candidates(
+    foreseen: Forecast, n: int, size: int, timed: Mapping[int, float], budget: int
+) -> tuple[Candidate, ...]:
+    """Return the sizes worth a line: what was timed, and the first that does not fit."""
+    doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
+    fits = [k for k in doubling if foreseen.peak(k, size) <= budget]
+    too_large = [k for k in doubling if k not in fits][:1]
+    return tuple(
+        Candidate(k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None)
+        for k in sorted({n, size, *too_large, *(timed or fits)})
+    )

@@ -1,0 +1,312 @@
+"""What a step will hold, for every size of its micro-batches: the lines through its rehearsals.
+
+A forecast is data and arithmetic. It has the timelines of a divided and of an undivided step as
+functions of the samples, and what is there beside them: the optimizer's state, copies of buffers,
+the first look, the update. How it is made is `anybatch.planner.ladder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from anybatch.conv.heard import Hearing
+from anybatch.execution.case import MICRO_BATCHES, Case, first_rows
+from anybatch.execution.dice.weigh import largest_draw
+from anybatch.memory.room import Lane
+from anybatch.memory.timeline import Line, Timeline
+from anybatch.planner import rehearse
+from anybatch.planner.rehearse import Look
+
+ASIDE = "gradients set aside"
+"""The owner of gradients that were there before a step; at the update the sums are in them."""
+
+DRAW = "a draw of the whole batch"
+"""The owner of what is there while every micro-batch draws as the whole batch would."""
+
+GATHERED = "gathered of all samples"
+"""The owner of rows that a model gathers, and that no micro-batch may send away."""
+
+SHARDS = "shards"
+"""The owner of what stays of parameters that were gathered, and of this rank's gradients."""
+
+WORKSPACE = "workspace"
+"""The owner of what convolutions allocate beside their operands and results."""
+
+OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
+"""Owners of what a rehearsed update has itself, or has not at all."""
+
+STATES = ("parameters", "buffers", "gradients")
+"""Owners of a rehearsal's bytes that are there once, however many micro-batches wait."""
+
+DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
+"""Phases of a step, as `Forecast.phases` names them."""
+
+SHARE = 24
+"""Of the bytes of a look masks hold this part, or less: a byte for a row of a tensor, or a few."""
+
+LOSS = 8
+"""Bytes of the loss that a step returns, which is still there during the update."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Live bytes of a step as a function of the samples in its micro-batches.
+
+    Attributes:
+        how: the rung of the ladder, in words.
+        looked: the first look at the model, at units of two samples.
+        divided: three micro-batches.
+        undivided: a step that is not divided.
+        kept: the divided step with an accumulator, where it was rehearsed; else None.
+        update: ``optimizer.step()``; None where there is none, or it cannot be rehearsed.
+        constant: owner -> bytes that are there during all of a step.
+        copied: bytes of the buffers, which a step copies.
+        gradients: bytes of a set of gradients.
+        look: what the first look found out.
+        case: the fakes, where there are some: a size can be rehearsed exactly.
+        entries: bytes that a sample adds to sparse gradients, whose sums grow.
+        draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
+        everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
+        pieces: bytes of the small gradients, which ranks sum in pieces.
+        indivisible: the model takes no fewer samples than the batch has.
+        grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
+        confirmed: sizes that were rehearsed just as they are, and the timelines of these.
+        heard: sizes whose convolutions were listened to, and these.
+        lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
+            it was rehearsed; None where that tells nothing.
+    """
+
+    how: str
+    looked: Line
+    divided: Line
+    undivided: Line
+    kept: Line | None
+    update: Timeline | None
+    constant: Mapping[str, int]
+    copied: int
+    gradients: int
+    look: Look
+    case: Case | None = field(repr=False)
+    entries: int = 0
+    draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    everyone: int = 0
+    pieces: int = 0
+    indivisible: bool = False
+    grain: int = 1
+    confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    heard: dict[int, Hearing] = field(default_factory=dict, repr=False, compare=False)
+    lanes: dict[tuple[int, int], Lane | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    @property
+    def meets_ranks(self) -> bool:
+        """Whether more samples on other ranks are more bytes here."""
+        return self.look.coupled or self.look.lanes
+
+    def owners(self, n: int, size: int) -> dict[str, int]:
+        """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
+        return max(self._peaks(n, size), key=lambda found: sum(found.values()))
+
+    def peak(self, n: int, size: int) -> int:
+        """Return the bytes of that peak."""
+        return sum(self.owners(n, size).values())
+
+    def least(self, size: int) -> tuple[int, int]:
+        """Return the size of micro-batches that needs the fewest bytes, and these.
+
+        One sample, or all: a small batch undivided has no sums of gradients beside it.
+        """
+        found = {n: max(self.peak(n, size), self.confirm(n, size)) for n in (1, size)}
+        n = min(found, key=lambda n: (found[n], n))
+        return n, found[n]
+
+    def largest(self, budget: int, size: int) -> int:
+        """Return the most samples in a micro-batch with which a step stays within `budget` bytes.
+
+        Args:
+            budget: bytes.
+            size: N_B, samples in the mini-batch.
+
+        Returns:
+            `size` where the batch need not be divided; 0 where nothing fits.
+        """
+        if self.peak(size, size) <= budget:
+            return size
+        fixed = sum(self.held(size, divided=True).values())
+        n = min(self.divided.largest(budget - fixed), size - 1)
+        while n > 0 and self.peak(n, size) > budget:  # the look, or the update
+            n -= 1 if n <= 8 else n // 8
+        return n
+
+    def apart(self, n: int, size: int, *, confirmed: bool) -> int:
+        """Return the bytes of the peak where gradients are summed in an accumulator.
+
+        Args:
+            n: samples in a micro-batch, fewer than `size`.
+            size: N_B, samples in the mini-batch.
+            confirmed: rehearse it, where that costs no memory; else a bound will do.
+        """
+        if self.kept is not None:
+            line = self.summed(self.kept.at(n))
+            held = total(line) + total(self.held(size, divided=True)) + self.grown(n, size)
+            return max(held, *map(total, self.beside(n, size)))
+        if self.case is None or not confirmed:
+            return self.peak(n, size) + self.gradients
+        return max(self._rehearsed(n, size, apart=True), *map(total, self.beside(n, size)))
+
+    def confirm(self, n: int, size: int) -> int:
+        """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
+        if self.case is None:
+            return self.peak(n, size)
+        return max(self._rehearsed(n, size, apart=False), *map(total, self.beside(n, size)))
+
+    def _rehearsed(self, n: int, size: int, *, apart: bool) -> int:
+        """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
+        key = n, size, self.everyone, apart
+        found = self.confirmed.get(key)
+        if found is None:
+            found = self.confirmed[key] = self._rehearse(n, size, apart=apart)
+        held = self.held(size, divided=self.divides(n, size))
+        return total(self.summed(found)) + total(held)
+
+    def _rehearse(self, n: int, size: int, *, apart: bool) -> Timeline:
+        assert self.case is not None
+        if not self.divides(n, size):
+            return rehearse.whole(self.case, size, self.look)
+        case = replace(first_rows(self.case, size), everyone=self.everyone)
+        return rehearse.divided(case, n, self.look, apart=apart)
+
+    def convolutions(self, n: int) -> Hearing | None:
+        """Return the convolutions of a micro-batch of `n`; None where there are no fakes to tell.
+
+        Those of a step are that of all its micro-batches: `n`, and what the last one has.
+        """
+        if self.case is None:
+            return None
+        if n not in self.heard:
+            self.heard[n] = rehearse.kernels(self.case, n, self.look)
+        return self.heard[n]
+
+    def with_constant(self, more: Mapping[str, int]) -> Forecast:
+        """Return the forecast with more bytes that are there all the time, by owner."""
+        return replace(self, constant={**self.constant, **more})
+
+    def with_more(self, owner: str, count: int) -> Forecast:
+        """Return the forecast with `count` more bytes of one owner."""
+        return self.with_constant({owner: self.constant.get(owner, 0) + count})
+
+    def phases(self, n: int, size: int, *, apart: bool = False) -> dict[str, Timeline]:
+        """Return a step of `size` samples in micro-batches of `n`, phase by phase.
+
+        Args:
+            n: samples in a micro-batch.
+            size: N_B, samples in the mini-batch.
+            apart: gradients are summed in an accumulator, where that was rehearsed.
+
+        Returns:
+            Name -> its timeline; of a divided step the first three micro-batches. The peak of all
+            is `peak`, where `apart` is False.
+        """
+        found = dict[str, Timeline]()
+        divided = self.divides(n, size)
+        held = self.held(size, divided=divided)
+        if divided:
+            found["first look"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
+        line = self.divided if divided else self.undivided
+        step = (self.kept if apart and self.kept is not None else line).at(n if divided else size)
+        if self.everyone:
+            step = step.ended("sum over ranks", {"gradients": self.pieces})
+        found[DIVIDED if divided else UNDIVIDED] = step.plus(
+            {**held, "gradients": self.grown(n, size)}
+        )
+        if self.update is not None:
+            found["update"] = self.update.plus(self._beside_update())
+        return found
+
+    def divides(self, n: int, size: int) -> bool:
+        """Say whether a step goes the way of several micro-batches; over ranks it always does."""
+        return n < size or self.everyone > 0
+
+    def summed(self, line: Timeline) -> dict[str, int]:
+        """Return who holds what at the peak of a step, up to where ranks sum their gradients."""
+        held = line.at_peak()
+        if not self.everyone:
+            return held
+        ended = merged(line.final(), {"gradients": self.pieces})
+        return max(held, ended, key=total)
+
+    def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
+        """Return the peak of the step itself, and of what comes before and after it."""
+        divided = self.divides(n, size)
+        held = merged(self.summed(self._line(n, size)), self.held(size, divided=divided))
+        if grown := self.grown(n, size):
+            held = merged(held, {"gradients": grown})
+        return [held, *self.beside(n, size)]
+
+    def _line(self, n: int, size: int) -> Timeline:
+        """Return a step of `size` samples in micro-batches of `n`, or the first three of them."""
+        found = self.confirmed.get((n, size, self.everyone, False))
+        if found is not None:
+            return found
+        return self.divided.at(n) if self.divides(n, size) else self.undivided.at(size)
+
+    def of_samples(self, size: int) -> int:
+        """Return the most bytes that `size` samples hold at once: no states, and no gradients."""
+        line = self._line(size, size)
+        own = [owner not in STATES for owner in line.owners]
+        return int(line.live[:, own].sum(1).max(initial=0)) + self.constant.get("activations", 0)
+
+    def grown(self, n: int, size: int) -> int:
+        """Return what sparse sums grow by after the micro-batches of a rehearsal: old and new."""
+        if n >= size:
+            return 0
+        return 2 * self._rounded(self.entries * max(0, size - MICRO_BATCHES * n))
+
+    def beside(self, n: int, size: int) -> list[dict[str, int]]:
+        """Return the peaks of the first look, where there is one, and of the update."""
+        found: list[dict[str, int]] = [{}]
+        if self.divides(
+            n, size
+        ):  # in units of two rows, at most four: `anybatch.execution.look.two_sizes`
+            looked = merged(self.looked.at(min(n, 2)).at_peak(), self._masks(n))
+            found.append(merged(looked, self.held(size, divided=True)))
+        if self.update is not None:
+            found.append(merged(self.update.at_peak(), self._beside_update()))
+        return found
+
+    def _masks(self, n: int) -> dict[str, int]:
+        """Return what the masks of tensors hold while a model is looked at."""
+        peak = total(self.looked.at(min(n, 2)).at_peak())
+        return {"activations": peak // SHARE}
+
+    def _beside_update(self) -> dict[str, int]:
+        """Return what is there during the update and is not its own."""
+        outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
+        return merged(outside, {"activations": self._rounded(LOSS)})
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.grain) * self.grain
+
+    def held(self, size: int, *, divided: bool) -> dict[str, int]:
+        """Return who holds what during all of a step of `size` samples."""
+        copies = self.copied * (2 if divided else 1)
+        counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
+        shared = any(found) and divided
+        draw = self._rounded(largest_draw(found, counts, max(size, self.everyone))) if shared else 0
+        gathered = self._rounded(self.look.gathers * max(size, self.everyone)) if divided else 0
+        beside = {"buffers": copies, DRAW: draw, GATHERED: gathered}
+        return merged(self.constant, {owner: count for owner, count in beside.items() if count})
+
+
+def total(owners: Mapping[str, int]) -> int:
+    """Return the bytes of all owners."""
+    return sum(owners.values())
+
+
+def merged(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Return owner -> bytes of both together."""
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

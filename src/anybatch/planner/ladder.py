@@ -1,0 +1,388 @@
+"""What a step will hold, for every size of its micro-batches, before it is run: a ladder.
+
+    1  two rehearsals on tensors without data: n = 2 and 3    costs no memory, exact at every event
+    2  two rehearsals on a few real rows: n = 2 and 3         where a value is read, or 1 is wrong
+    3  the peaks of a few small steps, on a line              where events differ from run to run
+
+Whether rung 1 is right is not believed: one real rehearsal at two samples is measured beside it (a
+kernel may keep a workspace that no fake knows of; that of the CPU's LSTM is known by now, see
+`anybatch.memory.hidden`). Rung 3 is a guess with a margin, and says so; what is wrong with it, a
+step's own way out of an out-of-memory error mends.
+
+Source: design of this project, section 5.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import torch
+
+from anybatch.core import tree
+from anybatch.core.errors import AnybatchError, NotExactError
+from anybatch.core.modules import tensors_of
+from anybatch.core.norm.counters import BatchStatisticsError
+from anybatch.core.optimizers import room_of
+from anybatch.core.rounding import allocated, rounded, rounding
+from anybatch.distributed.pieces import copied_bytes, small_bytes
+from anybatch.execution.case import MICRO_BATCHES, Case, as_fakes, few
+from anybatch.execution.kinds import bytes_of
+from anybatch.lockstep.parts import values_of_a_part
+from anybatch.memory.paged import OWNER
+from anybatch.memory.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
+from anybatch.planner import rehearse, updates
+from anybatch.planner.forecast import SHARDS, Forecast
+from anybatch.planner.stage import unharmed
+
+SMALL = 2
+"""Samples of the smaller of two rehearsals; one is often a special case."""
+
+NEAR = 4
+"""Samples of the smaller of two more rehearsals on real rows: kernels round what they allocate."""
+
+FARTHER = {16: 1.01, 8: 1.05}
+"""Samples of the larger one, if there is room -> what the bytes a sample are multiplied by."""
+
+NEAR_MARGIN = 1.2
+"""The same, where there is room for neither: rounded up weighs most."""
+
+ROUNDING = 16384
+"""Bytes that a kernel may round an allocation up by, between sizes that were rehearsed: 4 pages."""
+
+MARGIN = 1.1
+"""What a line through measured peaks is multiplied by: their events may move."""
+
+SLACK = 4096
+"""Bytes of scalars that a real step may hold and a fake one not."""
+
+UNKNOWN_STATE = 2
+"""Copies of its parameters that an optimizer nobody knows is expected to keep, as Adam does."""
+
+COLLECTIVES = 16384
+"""Bytes of the numbers that ranks tell each other."""
+
+FIXED = ("parameters", "buffers", "gradients", "rounding")
+"""Owners whose bytes do not depend on the samples."""
+
+FAKE = "two rehearsals on tensors without data"
+REAL = "two rehearsals on a few real rows"
+PEAKS = "a line through measured peaks, and a tenth"
+UNDIVIDED = "a rehearsal of the whole batch on tensors without data, as it takes no fewer samples"
+
+
+def forecast(
+    case: Case,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    room: int,
+    verify: bool,
+) -> Forecast:
+    """Foresee the memory of a step.
+
+    Args:
+        case: the real one.
+        optimizer: its state is counted as it will be after its first step.
+        room: bytes that a rehearsal on real rows may take.
+        verify: measure one small real step, and do not believe a rehearsal that it contradicts;
+            without, nothing real is run, so there is only the first rung.
+
+    Returns:
+        The forecast of the highest rung that holds.
+
+    Raises:
+        Exception: what the step itself raises on real rows; without `verify`, on fakes.
+    """
+    update, held = _state(case, optimizer)
+    state = update, held | _shards(case) | ({OWNER: case.room} if case.room else {})
+    try:
+        fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), room))
+        found = _rehearsed(fakes, state, FAKE)
+    except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
+        raise
+    except Exception:  # whatever fakes cannot do: the next rung
+        if not verify:
+            raise
+        found = None
+    if found is not None:
+        missing = _missing(found, case, room) if verify else 0
+        if missing <= SLACK:
+            return found.with_more("activations", missing) if missing > 0 else found
+    try:
+        return _on_rows(case, state, room)
+    except (AnybatchError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # the step itself raises it, or the model takes batches of its own size alone
+        undivided = _undivided(case, state)
+        if undivided is None:
+            with values_of_a_part():
+                raise
+        return undivided
+
+
+def _on_rows(case: Case, state: State, room: int) -> Forecast:
+    """Return the forecast of rehearsals on a few real rows."""
+    one = _of_one(case, state)
+    if one is not None and _held_at(one, case, SMALL + 1) > room:
+        return one
+    found = _on_real(case, state)
+    # Two small steps know little of what larger ones round up, and these have an accumulator too.
+    far = next(
+        (n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) + found.gradients <= room),
+        None,
+    )
+    if far is not None:
+        return _farther(found, few(case, far * MICRO_BATCHES), far)
+    return replace(found, divided=_roughly(found.divided), undivided=_roughly(found.undivided))
+
+
+def _spare(case: Case, held: int, room: int) -> int:
+    """Return the bytes that are left of `room` beside what is there: states and gradients."""
+    modules = [module for _, module in case.modules]
+    every = [tensors_of(modules, kind) for kind in ("_parameters", "_buffers")]
+    there = {id(t): t for t in (*chain(*every), *case.leaves)}.values()
+    gradients = (t.grad for t in there if t.grad is not None)
+    return max(0, room - held - sum(map(allocated, (*there, *gradients))))
+
+
+State = tuple[Timeline | None, dict[str, int]]
+"""The update of an optimizer, and what is there beside a step: its state, a piece that is sent."""
+
+
+def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    update, held = _state_of(case, optimizer)
+    if not case.everyone:
+        return update, held
+    sent = rounded(copied_bytes(case.leaves), case.device) if case.trains else 0
+    return update, held | {"transfer buffers": sent + COLLECTIVES}
+
+
+def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    if optimizer is None:
+        return None, {}
+    update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
+    there = updates.state_bytes(optimizer)
+    coming = update.final().get("optimizer", 0) if update is not None else 0
+    if update is None and not there:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        coming = UNKNOWN_STATE * sum(map(allocated, stepped))
+        coming = min(coming, room_of(optimizer) or coming)
+    count = max(there, coming)
+    return update if case.trains else None, {"optimizer": count} if count else {}
+
+
+def _shards(case: Case) -> dict[str, int]:
+    """Return the bytes beside a model that was gathered: its shards, and their gradients."""
+    if case.sharded is None:
+        return {}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
+
+
+def _of_one(case: Case, state: State) -> Forecast | None:
+    """Return a guess from real steps of one sample; None where the model cannot take one."""
+    try:
+        return _rehearsed(few(case, MICRO_BATCHES), state, PEAKS, (1,))
+    except (AnybatchError, torch.OutOfMemoryError):
+        raise
+    except (ValueError, IndexError, RuntimeError, torch.jit.Error):  # scripts raise what they like
+        return None
+
+
+def _undivided(case: Case, state: State) -> Forecast | None:
+    """Return the forecast of a batch that cannot be divided, from fakes of it; None without.
+
+    A micro-batch of any size holds what all of it holds: the batch fits as it is, or not at all.
+    """
+    if case.lazy or case.everyone:
+        return None
+    try:
+        fakes = as_fakes(case)
+        size = case.size
+        peak = _line([rehearse.whole(replace(fakes, size=size), size)], (size,), PEAKS)
+    except Exception:  # the step raises what there is to say
+        return None
+    fixed = AffineTimeline(peak.owners, peak.events, peak.at(size).live, 0 * peak.slope)
+    return Forecast(
+        how=UNDIVIDED,
+        looked=fixed,
+        divided=fixed,
+        undivided=fixed,
+        kept=None,
+        update=state[0],
+        constant=state[1],
+        copied=0,
+        gradients=_gradients(case) if case.trains else 0,
+        look=rehearse.Look((), copies=False),
+        case=None,
+        indivisible=True,
+    )
+
+
+def _on_real(case: Case, state: State) -> Forecast:
+    """Return what rehearsals on a few real rows say."""
+    real = few(case, MICRO_BATCHES * (SMALL + 1))
+    try:
+        return _rehearsed(real, state, REAL)
+    except NotAffineError:
+        return _rehearsed(real, state, PEAKS)
+    except (AnybatchError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:  # torch does not optimise every script under a dispatch mode
+        if not any(isinstance(module, torch.jit.ScriptModule) for _, module in case.modules):
+            raise
+        raise NotExactError(
+            "the kernels of a step must be counted for a budget, and a torch.jit.ScriptModule "
+            f"failed there ({str(error).splitlines()[0]}): use the module it was made of, or give "
+            "micro_batch= instead of memory="
+        ) from error
+
+
+def _rehearsed(
+    case: Case, state: State, how: str, sizes: tuple[int, ...] = (SMALL, SMALL + 1)
+) -> Forecast:
+    """Return what rehearsals, at two and three samples, say.
+
+    Raises:
+        NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
+    """
+    looks = [rehearse.look(case, 2 * n if n > 1 else 1) for n in sizes]
+    seen = rehearse.watch_loss(case, looks[0][1])
+    case = unharmed(case, case.rows.size, writes=seen.copies)
+    buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
+    return Forecast(
+        how=how,
+        looked=_line((held for held, _ in looks), sizes, how),
+        divided=_line((rehearse.divided(case, n, seen, apart=False) for n in sizes), sizes, how),
+        undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
+        kept=None,
+        update=state[0],
+        constant=state[1],
+        copied=sum(rounded(b.untyped_storage().nbytes(), b.device) for b in buffers.values()),
+        gradients=_gradients(case) if case.trains else 0,
+        look=seen,
+        case=case if case.fake else None,
+        entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
+        draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
+        everyone=case.everyone,
+        pieces=_pieces(case) if case.everyone and case.trains else 0,
+        grain=rounding(case.device),
+    )
+
+
+def _pieces(case: Case) -> int:
+    """Return the bytes of the small gradients, which ranks sum in pieces."""
+    return rounded(small_bytes(case.leaves), case.device)
+
+
+def _gradients(case: Case) -> int:
+    """Return the bytes of a set of gradients, but for those whose memory comes and goes."""
+    return sum(allocated(p) for p in case.leaves if id(p) not in case.paged)
+
+
+def _roughly(line: Line) -> AffineTimeline:
+    """Return the line of two small real steps with room for what larger ones round up."""
+    assert isinstance(line, AffineTimeline)
+    steeper = np.where(line.slope > 0, np.ceil(NEAR_MARGIN * line.slope), line.slope)
+    slope = steeper.astype(np.int64)
+    base = line.base + SMALL * (line.slope - slope)
+    column = np.full((len(base), 1), ROUNDING)
+    return AffineTimeline(
+        (*line.owners, "rounding"),
+        line.events,
+        np.hstack([base, column]),
+        np.hstack([slope, 0 * column]),
+    )
+
+
+def _held_at(found: Forecast, case: Case, n: int) -> int:
+    """Return the bytes of a rehearsal at `n` samples, with rows that are made for it."""
+    rows = 0 if case.rows.size >= n * MICRO_BATCHES else n * MICRO_BATCHES
+    pair = (case.rows.inputs, case.rows.targets)
+    row = sum(bytes_of(t[:1]) for _, t in tree.tensors(pair) if t.dim())
+    return found.peak(n, max(case.size, n + 1)) + rows * row
+
+
+def _farther(found: Forecast, case: Case, far: int) -> Forecast:
+    """Return the forecast with lines through larger real steps: what is rounded up weighs less."""
+
+    def bent(few_samples: Line, steps: list[Timeline]) -> BentTimeline:
+        assert isinstance(few_samples, AffineTimeline)
+        low, *_, near, high = steps
+        both = near, high
+        if _alike(steps):
+            ends = [(low, SMALL), (high, far)]
+            column = near.rounded(ends, NEAR, ROUNDING)
+            both = column, high.beside(column, "rounding")
+        try:
+            return BentTimeline(few_samples, _line(both, (NEAR, far), found.how), NEAR)
+        except NotAffineError:
+            return BentTimeline(few_samples, _line(both, (NEAR, far), PEAKS), NEAR)
+
+    def divided(*, apart: bool) -> list[Timeline]:
+        return [
+            rehearse.divided(case, n, found.look, apart=apart and case.trains)
+            for n in (SMALL, SMALL + 1, NEAR, far)
+        ]
+
+    kept = divided(apart=True)
+    first = _line(kept[:2], (SMALL, SMALL + 1), found.how) if _alike(kept) else None
+    return replace(
+        found,
+        divided=bent(found.divided, divided(apart=False)),
+        undivided=bent(
+            found.undivided, [rehearse.whole(case, n, found.look) for n in (SMALL, NEAR, far)]
+        ),
+        kept=None if first is None else bent(first, kept),
+    )
+
+
+def _alike(steps: list[Timeline]) -> bool:
+    return all(step.events == steps[0].events for step in steps)
+
+
+def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> AffineTimeline:
+    """Return the line through two timelines, or through the peaks of one or more."""
+    found = list(steps)
+    if how != PEAKS:
+        low, high = found
+        margin = FARTHER.get(sizes[1], 1.0)
+        return AffineTimeline.through(low, high, sizes[0], sizes[1], margin=margin)
+    every = [(line.peak, line.at_peak(), n) for line, n in zip(found, sizes, strict=True)]
+    fixed = max(sum(held.get(owner, 0) for owner in FIXED) for _, held, _ in every)
+    slope = max(math.ceil(MARGIN * max(0, peak - fixed) / n) for peak, _, n in every)
+    return AffineTimeline(("all",), ("peak",), np.array([[fixed]]), np.array([[slope]]))
+
+
+def _missing(found: Forecast, case: Case, room: int) -> int:
+    """Return the bytes that a small real step holds at its peak and the forecast does not know.
+
+    Where not even one sample has room, nothing is run, and the forecast is taken as it is.
+    """
+    fakes = found.case
+    assert fakes is not None
+    n = next((n for n in (SMALL, 1) if _held_at(found, case, n) <= room), 0)
+    if n == 0:
+        return 0
+    real = unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, writes=found.look.copies)
+    try:  # what all outputs need may hide what a micro-batch needs, so undivided too
+        if n == SMALL:
+            divided, whole = found.divided.at(n).peak, found.undivided.at(n).peak
+        else:
+            divided, whole = _divided(fakes, found, n), _whole(fakes, found, n)
+        return max(_divided(real, found, n) - divided, _whole(real, found, n) - whole)
+    except AnybatchError:
+        raise
+    except (ValueError, IndexError):  # two rows are too few for it: there is nothing to compare
+        return 0
+
+
+def _divided(case: Case, found: Forecast, n: int) -> int:
+    return rehearse.divided(case, n, found.look, apart=False).peak
+
+
+def _whole(case: Case, found: Forecast, n: int) -> int:
+    return rehearse.whole(case, n, found.look).peak

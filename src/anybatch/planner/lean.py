@@ -1,0 +1,315 @@
+"""A step whose saved tensors all leave, rehearsed: its floor, and what a budget makes of it.
+
+A rehearsal on tensors without data says what a step holds; with hooks that send whatever autograd
+saves to nowhere it says what is left of that: the floor of a step out of core. The same rehearsal
+records each micro-batch as planners take it, so a budget is turned into what leaves and what stays
+before anything has run. On real rows, with a real store, it also tells seconds.
+
+    ledger   states, gradients, inputs ... │ mu_0: floor ... course ... │ mu_1 ...
+    budget   M - what is there beside it  = the room of a micro-batch
+
+Source: design of this project, sections 2 (one ledger) and 5.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from anybatch.core.errors import BudgetError, NotYetError
+from anybatch.core.links import Link
+from anybatch.execution.case import MICRO_BATCHES, Case, few, first_rows
+from anybatch.memory.meter import Meter
+from anybatch.memory.stores import BLOCK, Store
+from anybatch.memory.timeline import Timeline
+from anybatch.offload.chain import Stretch
+from anybatch.offload.course import Course, set_course
+from anybatch.offload.execute import Step
+from anybatch.offload.hooked import Hooked
+from anybatch.offload.keeping import alone
+from anybatch.offload.known import FAST, link_of
+from anybatch.offload.mover import Mover
+from anybatch.offload.recording import Recording
+from anybatch.offload.watch import Watch
+from anybatch.planner import rehearse
+from anybatch.planner.forecast import Forecast, merged, total
+
+LINK = Link(out=FAST, back=FAST)
+"""Between a rehearsal without data and nowhere."""
+
+
+class Part(NamedTuple):
+    """One micro-batch of a rehearsal.
+
+    Attributes:
+        first: it found no sums of gradients.
+        there: bytes that were live when it began.
+        begin: kernels counted before it.
+        end: kernels counted after it.
+        recording: what it made itself.
+    """
+
+    first: bool
+    there: int
+    begin: int
+    end: int
+    recording: Recording
+
+
+@dataclass(frozen=True)
+class Lean:
+    """A step with its saved tensors away.
+
+    Attributes:
+        owners: who holds what at its peak.
+        between: the most bytes that are live while no micro-batch is computed.
+        parts: its first micro-batches.
+        link: how fast saved tensors went and returned.
+        held: bytes that are there beside all this.
+        beside: who holds what at the peak of what comes before and after the step.
+        clocked: it was run, so its seconds are those of a step.
+    """
+
+    owners: dict[str, int]
+    between: int
+    parts: tuple[Part, ...]
+    link: Link
+    held: dict[str, int]
+    beside: dict[str, int]
+    clocked: bool
+
+    @property
+    def floor(self) -> int:
+        """Return the fewest bytes with which such a step can be made."""
+        alone = max(part.there + part.recording.peak for part in self.parts)
+        return max(total(self.all_owners), total(self.held) + alone)
+
+    @property
+    def all_owners(self) -> dict[str, int]:
+        """Return who holds them."""
+        return max(merged(self.owners, self.held), self.beside, key=total)
+
+    @property
+    def saved(self) -> int:
+        """Return the bytes of the saved tensors of a micro-batch that can leave."""
+        return max(sum(part.recording.sizes) for part in self.parts)
+
+    @property
+    def most(self) -> int:
+        """Return the bytes that must have room where they go, in blocks."""
+        return max(sum(size + BLOCK for size in part.recording.sizes) for part in self.parts)
+
+    def within(self, budget: int) -> Fitted:
+        """Return what leaves within a budget.
+
+        Raises:
+            BudgetError: it is below the floor.
+        """
+        if self.floor > budget:
+            raise BudgetError("below the floor", needed=self.floor, given=budget)
+        held = total(self.held)
+        courses = [
+            set_course(part.recording, budget - held - part.there, self.link) for part in self.parts
+        ]
+        predicted = max(
+            total(self.beside),
+            held + self.between,
+            *(held + p.there + c.predicted for p, c in zip(self.parts, courses, strict=True)),
+        )
+        return Fitted(predicted, self._rooms(predicted), self.parts, tuple(courses))
+
+    def stretches(self, fitted: Fitted) -> tuple[Stretch, ...]:
+        """Return the micro-batches as they pass, beside what is there."""
+        held = total(self.held)
+        pairs = zip(self.parts, fitted.courses, strict=True)
+        return tuple(Stretch(held + part.there, course) for part, course in pairs)
+
+    def _rooms(self, predicted: int) -> tuple[int, int]:
+        """Return what the first micro-batch may make, and any other."""
+        first = [part.there for part in self.parts if part.first]
+        others = [part.there for part in self.parts if not part.first] or first
+        most = predicted - total(self.held)
+        return most - max(first or others), most - max(others)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What leaves in a step.
+
+    Attributes:
+        predicted: bytes that it holds at most.
+        rooms: bytes that its first micro-batch may make, and any other.
+        parts: its first micro-batches.
+        courses: of each of them.
+    """
+
+    predicted: int
+    rooms: tuple[int, int]
+    parts: tuple[Part, ...]
+    courses: tuple[Course, ...]
+
+    def sent(self, count: int) -> int:
+        """Return the bytes that leave in a step of `count` micro-batches."""
+        return sum(course.sent for course in self._all(count))
+
+    def remade(self, count: int) -> int:
+        """Return the bytes that are computed again in such a step, neither kept nor sent."""
+        return sum(course.remade for course in self._all(count))
+
+    def stall(self, count: int) -> float:
+        """Return the seconds in which such a step waits for copies."""
+        return sum(course.stall for course in self._all(count))
+
+    def _all(self, count: int) -> list[Course]:
+        """Return the course of every micro-batch; those that were not rehearsed are the last."""
+        found = list(self.courses[:count])
+        return found + [self.courses[-1]] * (count - len(found))
+
+
+def lean(
+    foreseen: Forecast,
+    case: Case,
+    n: int,
+    size: int,
+    make: Callable[[], Store] | None = None,
+    tries: int = 0,
+) -> Lean:
+    """Rehearse a step with its saved tensors away.
+
+    Args:
+        foreseen: what is known of such steps.
+        case: on fakes, or the real one.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        make: returns the store of a real one; None (default) keeps nothing, for fakes.
+        tries: bytes that a real one may hold while it is tried what is cheap to compute again.
+            Default 0: nothing is, for fakes have no values to compare.
+    """
+    recorders: list[Recorder] = []
+    divided, seen = foreseen.divides(n, size), foreseen.look
+    held = foreseen.held(size, divided=divided)
+    if not divided and foreseen.copied:  # seen on real rows inside a step, which has its own copy
+        held = merged(held, {"buffers": foreseen.copied})
+    if grown := foreseen.grown(n, size):
+        held = merged(held, {"gradients": grown})
+    inside = tries - total(held) if make is not None else 0
+
+    def sends(meter: Meter) -> Recorder:
+        recorders.append(Recorder(case, meter, make, inside))
+        return recorders[0]
+
+    try:
+        if divided:
+            case = replace(first_rows(_rows(case, n, size), size), everyone=foreseen.everyone)
+            line = rehearse.divided(case, n, seen, apart=False, sends=sends)
+        else:
+            line = rehearse.whole(_rows(case, size, size), size, seen, sends=sends)
+    finally:
+        for recorder in recorders:
+            recorder.close()
+    parts = tuple(recorders[0].parts)
+    live, tried = line.live.sum(1), recorders[0].tried
+    spans = [range(part.begin, part.end) for part in parts]
+    outside = [int(b) for t, b in enumerate(live) if not any(t in span for span in spans)]
+    return Lean(
+        owners=foreseen.summed(_without(line, tried)),
+        between=max([*outside, total(line.final())]),
+        parts=parts,
+        link=LINK if make is None else recorders[0].link,
+        held=held,
+        beside=max(foreseen.beside(n, size), key=total),
+        clocked=make is not None,
+    )
+
+
+def _without(line: Timeline, tried: set[int]) -> Timeline:
+    """Return a step without the events in which something was tried: they are no part of it."""
+    kept = [t for t in range(len(line.events)) if t not in tried]
+    return Timeline(line.owners, tuple(line.events[t] for t in kept), line.live[kept])
+
+
+def _rows(case: Case, n: int, size: int) -> Case:
+    """Return the case with rows enough, where they are real."""
+    count = MICRO_BATCHES * n if n < size else n
+    return case if case.fake else few(case, min(count, max(size, n)))
+
+
+class Recorder:
+    """Sends away all that micro-batches save, and records each.
+
+    Args:
+        case: what is rehearsed.
+        meter: counts its bytes.
+        make: returns a store; None keeps nothing.
+        tries: bytes that may be live while it is tried what is cheap to compute again.
+
+    Attributes:
+        parts: the micro-batches so far.
+        tried: the events in which it was tried to compute something again.
+    """
+
+    def __init__(
+        self, case: Case, meter: Meter, make: Callable[[], Store] | None, tries: int
+    ) -> None:
+        self._device, self._meter, self._tries = case.device, meter, tries
+        self._mover = Mover(make or Nowhere, case.device)
+        self.parts: list[Part] = []
+        self.tried: set[int] = set()
+
+    @property
+    def link(self) -> Link:
+        """Return how fast saved tensors went and returned."""
+        return link_of(self._mover)
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples."""
+        del size
+        there, begin = self._meter.live, self._meter.events
+        watch = Watch(self._device, max(0, self._tries - there), None)
+        with Hooked(Step(self._mover, self._device, watch, {}), self._mover, watch):
+            work()
+        if self._meter.events - begin != watch.events:
+            raise NotYetError(
+                "where saved tensors are to leave, each kernel of a step must be seen twice, and "
+                "some are seen once (sparse gradients make others): give more memory, so that none "
+                "has to leave, or sparse=False"
+            )
+        self.tried.update(begin + t for aside in watch.asides for t in aside)
+        self.parts.append(Part(first, there, begin, self._meter.events, alone(watch)))
+
+    def close(self) -> None:
+        """Give up what was kept."""
+        self._mover.close()
+
+
+class Nowhere:
+    """A store of tensors without data."""
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what does nothing."""
+        del key, storage
+        return _nothing
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return what does nothing."""
+        del key, storage
+        return _nothing
+
+    def put(self, key: Hashable, data: Tensor) -> None:
+        """Keep nothing."""
+
+    def get(self, key: Hashable, out: Tensor) -> None:
+        """Fill nothing."""
+
+    def drop(self, key: Hashable) -> None:
+        """Forget nothing."""
+
+    def close(self) -> None:
+        """Forget nothing."""
+
+
+def _nothing() -> None:
+    """Copy nothing."""

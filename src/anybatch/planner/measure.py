@@ -1,0 +1,95 @@
+"""The bytes that a real step holds at its peak, as the device or the meter counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from anybatch.core import accelerator
+from anybatch.core.modules import Modules, eager, tensors_of
+from anybatch.core.undo import Before
+from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.memory.paged import paged, uncounted
+from anybatch.planner.updates import state_tensors
+
+
+@contextmanager
+def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[[], int | None]]:
+    """Read what a device's allocator has handed out at most in the body.
+
+    Its statistic is the person's, too, and cannot be put back once it was reset. It tells this peak
+    where it grows in the body, and where nothing above what is allocated now was ever in it.
+
+    Args:
+        device: without such a statistic, nothing is known.
+        anew: reset the statistic where it would not tell. Default False.
+
+    Yields:
+        What returns the bytes; None where they are not known.
+    """
+    counts = accelerator.of(device)
+    if not counts.peaks:
+        yield lambda: None
+        return
+    before = counts.peak(device)
+    known = before == counts.allocated(device)
+    if anew and not known:
+        counts.reset_peak(device)
+        known = True
+
+    def peak() -> int | None:
+        found = counts.peak(device)
+        return found if known or found > before else None
+
+    yield peak
+
+
+@contextmanager
+def measured(
+    device: torch.device,
+    modules: Modules,
+    optimizer: torch.optim.Optimizer | None,
+    before: Before,
+    shards: list[Tensor],
+) -> Iterator[Callable[[], int]]:
+    """Count what the body holds at its peak, and what is there beside it.
+
+    Args:
+        device: an allocator that tells its peak counts for itself; elsewhere the body runs under
+            the meter.
+        modules: their tensors are there.
+        optimizer: and its state.
+        before: and the gradients that were there.
+        shards: and what stays of parameters that were gathered.
+
+    Yields:
+        What returns the bytes once the body is done.
+    """
+    if accelerator.of(device).peaks:
+        with read_peak(device, anew=True) as peak:
+            yield lambda: peak() or 0
+        return
+    every = [module for _, module in modules]
+    pages = paged()
+    there = [*tensors_of(every, "_parameters"), *shards]
+    gradients = [gradient for _, gradient in before.gradients if gradient is not None]
+    known = {
+        FOREIGN: [t for t in (*there, *gradients) if pages.holds(t)],
+        "parameters": there,
+        "buffers": [
+            *tensors_of(every, "_buffers"),
+            *(b.values for b in before.buffers if b.values is not None),
+        ],
+        "optimizer": [] if optimizer is None else state_tensors(optimizer),
+        "gradients": gradients,
+    }
+    leaves = [leaf for leaf, _ in before.gradients]
+    with (
+        eager(),
+        Meter(device, known) as meter,
+        uncounted(meter, leaves, pages.ids(leaves)),
+    ):
+        yield lambda: int(meter.peak) + pages.most

@@ -1,0 +1,166 @@
+"""Which storages of a lane its turn has touched: noted where a pager would move them.
+
+A pager (`anybatch.memory.pager`) hears of every kernel what it needs and what it has made. Here
+somebody hears the same, and only writes it down: for each storage of the lane the turn that needed
+it last, until it dies. And a meeting of one lane, which ends a turn where BatchNorm would wait.
+
+    use, take ──> turn of each storage ──> untouched: those of earlier turns
+
+Source: design of this project, sections 5.3 and 5.5.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerator import home
+from anybatch.core.norm.moments import Moments
+from anybatch.core.rounding import rounded
+
+
+class Noted:
+    """One storage of a lane: its bytes, the turn that has touched it last, and how it stays."""
+
+    __slots__ = ("shared", "size", "stays", "turn", "watch")
+
+    def __init__(self, size: int, turn: int, *, shared: bool) -> None:
+        self.size, self.turn, self.shared, self.stays = size, turn, shared, False
+        self.watch: Any = None
+
+
+class Notes:
+    """Stands where the pager would, and lets everything stay.
+
+    Args:
+        device: of the storages that could leave.
+
+    Attributes:
+        limit: None, as for a pager that keeps to none within a turn.
+        turn: of the lane, from 0.
+        unknown: the lane has met for something else than BatchNorm.
+        ever: sizes of the storages that there were in this turn, and how many of each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.limit: int | None = None
+        self.turn, self.unknown = 0, False
+        self._device, self._sharing = device.type, False
+        self._all: dict[int, Noted] = {}
+        self.ever: Counter[int] = Counter()
+
+    def before(self, keys: Iterable[int]) -> None:
+        """There is no limit to keep to."""
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """A kernel of this turn needs a storage."""
+        del writes
+        if key in self._all:
+            self._all[key].turn = self.turn
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """A kernel of this turn has made a storage."""
+        if key in self._all or tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        noted = self._all[key] = Noted(
+            rounded(storage.nbytes(), tensor.device), self.turn, shared=self._sharing
+        )
+        self.ever[noted.size] += 1
+        noted.watch = weakref.ref(storage, partial(self._died, key))
+
+    def keep(self, key: int) -> None:
+        """A storage does not leave any more."""
+        self.use(key, True)
+        if key in self._all:
+            self._all[key].stays = True
+
+    def give_up(self, key: int) -> None:
+        """Somebody else keeps a storage from now on."""
+        self._all.pop(key, None)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Take what is made in the body for memory that all lanes share."""
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing = False
+
+    def sizes(self) -> Counter[int]:
+        """Return the sizes of the storages that there are, and how many of each."""
+        return Counter(one.size for one in self._all.values())
+
+    @property
+    def untouched(self) -> int:
+        """Bytes that this turn has not touched, and that may be away."""
+        return sum(one.size for one in self._leaving() if one.turn < self.turn)
+
+    @property
+    def holds(self) -> int:
+        """Bytes that may leave."""
+        return sum(one.size for one in self._leaving())
+
+    @property
+    def known(self) -> int:
+        """Bytes that all lanes share, or that may leave."""
+        return sum(one.size for one in self._all.values() if one.shared or not one.stays)
+
+    def _leaving(self) -> Iterator[Noted]:
+        return (one for one in self._all.values() if not (one.stays or one.shared))
+
+    def _died(self, key: int, _watch: Any) -> None:
+        self._all.pop(key, None)
+
+
+class Alone:
+    """A meeting of one lane: what all lanes would find together has the same shapes.
+
+    Args:
+        notes: of the lane.
+        ended: told that a turn has ended.
+    """
+
+    def __init__(self, notes: Notes, ended: Callable[[], None]) -> None:
+        self._notes, self._ended = notes, ended
+
+    def reduce(
+        self, key: Any, part: Any, add: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
+    ) -> Any:
+        """End a turn; what is made of all parts is made once for all lanes."""
+        del key, add
+        self._ended()
+        with self._notes.sharing():
+            total = finish(part)
+            if isinstance(total, Moments):
+                _ = total.variance  # it is kept with them
+        return total
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Do it alone; what all would hold is not known."""
+        del key
+        self._notes.unknown = True
+        return combine([part])[0]
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """The same."""
+        del key
+        self._notes.unknown = True
+        return rows, 0
+
+
+def shapes_of_moments(rows: Tensor) -> Moments:
+    """Return moments as they are made of rows with data, past all modes.
+
+    They count one value more a channel, as there are other rows.
+    """
+    mean = rows.new_zeros(rows.shape[1], dtype=torch.float64, device=home(rows.device))
+    return Moments(rows.numel() // max(rows.shape[1], 1) + 1, mean, torch.zeros_like(mean))

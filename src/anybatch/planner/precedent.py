@@ -1,0 +1,57 @@
+"""What earlier batches have settled for later ones: these are run alike, whatever kind they are.
+
+Only the first batch is timed. Later ones take its size over, as work that is done at once: of
+samples half as large twice as many. And where saved tensors have left, they may have to again.
+
+    timed: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anybatch.execution.kinds import Kind
+from anybatch.planner.choice import even
+
+
+@dataclass
+class Precedent:
+    """How batches are run.
+
+    Attributes:
+        fixed: samples in a micro-batch that must be kept to; None (default) chooses.
+        best: samples in the micro-batch that was chosen first, and elements of each; None (default)
+            before that.
+        sends: whether saved tensors have left.
+        decided: forecasts made, and decisions of a plan that was given.
+    """
+
+    fixed: int | None = None
+    best: tuple[int, int] | None = None
+    sends: bool = False
+    decided: int = 0
+
+    def sent(self, n: int, kind: Kind) -> None:
+        """Note that saved tensors leave, in micro-batches of `n`: the first size is remembered."""
+        self.sends = True
+        if self.best is None:
+            self.best = n, kind.elements
+
+    def keeps_away(self, kind: Kind) -> bool:
+        """Say whether saved tensors leave as before, where they have: not under another plan."""
+        return self.sends and not kind.most
+
+    def fixed_for(self, kind: Kind) -> int | None:
+        """Return the samples of a micro-batch that must be kept to; None where none are given."""
+        return None if self.fixed is None else min(self.fixed, kind.largest)
+
+    def pick(self, kind: Kind, cap: int) -> int:
+        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
+        if self.fixed is not None:
+            return min(self.fixed, cap)
+        if self.best is None:
+            return even(kind.size, cap)
+        n, elements = self.best
+        if elements == kind.elements:
+            return min(cap, n)
+        return max(1, min(cap, round(n * elements / max(kind.elements, 1))))

@@ -1,0 +1,155 @@
+"""Seconds of a micro-batch: a candidate is run on the device, and everything is put back.
+
+A model of time would have to know caches, allocators and kernels. So each size is run: once to warm
+up (kernels are chosen, pages are mapped), then a few times, and the median counts. What a long one
+takes is told well enough by a single run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from anybatch.core import accelerator, accelerators, tree
+from anybatch.core.batch import MicroBatch
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.execution.case import Case, few
+from anybatch.execution.device import link_to
+from anybatch.execution.discover import discoverer
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.parts import Parts
+from anybatch.execution.step import Away, Step
+from anybatch.planner.measure import read_peak
+from anybatch.planner.rehearse import Look
+from anybatch.planner.stage import make_step, put_back, unharmed
+
+RUNS = 3
+"""Timed runs of which the median counts."""
+
+RECORDED = 2
+"""Micro-batches that are recorded: one that finds no sums of gradients, and one that does.
+
+Of a size that a batch has once it is one. The next one decides what leaves, which takes longer than
+to do it, so it is not timed either."""
+
+LONG = 0.5
+"""Seconds after which a first run is taken as it is."""
+
+
+def seconds(
+    case: Case,
+    seen: Look,
+    n: int,
+    *,
+    apart: bool = False,
+    away: Away | None = None,
+    enough: float = LONG,
+) -> float | None:
+    """Time forward and backward of one micro-batch, as one of many or as the only one of its size.
+
+    Args:
+        case: the real one; its model, gradients and dice are put back.
+        seen: what the first look found out.
+        n: samples in the micro-batch.
+        apart: its gradients are added to an accumulator, which small micro-batches pay for more
+            often. Default False.
+        away: where its saved tensors may go; the first of each kind are recorded, and one more is
+            planned: these are not timed.
+        enough: seconds after which a first run is taken as it is. Default: those of a long one.
+
+    Returns:
+        Seconds; None where it ran out of memory.
+    """
+    try:
+        alone, once_only = n >= case.size, 2 * n > case.size
+        case = unharmed(few(case, n), n, writes=seen.copies)
+        with put_back(case) as before, torch.set_grad_enabled(case.trains):
+            apart = apart and not alone
+            gradients = Gradients(case.leaves, wide=not alone, apart=apart) if case.trains else None
+            step = make_step(case, link_to(case.device), n, gradients, 1)
+            step.layout, step.copies = seen.layout, seen.copies
+            step.discover = discoverer(step, before)
+            step.away, step.coupled = away, seen.coupled and not alone
+            (micro,) = step.feed()
+
+            def once() -> float:
+                if once_only and step.gradients is not None:
+                    step.gradients.restart()  # it comes first, and finds no sums
+                return _timed(step, micro)
+
+            for _ in range(0 if away is None else 2 if once_only else RECORDED + 1):
+                once()
+            return told(once, enough)
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+    return None
+
+
+def told(once: Callable[[], float], enough: float = LONG) -> float:
+    """Return the seconds of what is run: the median of a few times, or the first if it is long.
+
+    Args:
+        once: runs it, and returns its seconds.
+        enough: seconds after which the first are taken as they are.
+    """
+    first = once()
+    return first if first > min(LONG, enough) else median(once() for _ in range(RUNS))
+
+
+def workspace(case: Case, seen: Look, n: int, held: int) -> int:
+    """Return what CUDA's allocator takes in a micro-batch beyond the tensors that are known.
+
+    Args:
+        case: the real one.
+        seen: what the first look found out.
+        n: samples in the micro-batch.
+        held: bytes of tensors that it holds at its peak, beside what is allocated before.
+
+    Returns:
+        Bytes of workspace; 0 on a device that does not tell.
+    """
+    there = accelerator.of(case.device)
+    if not there.peaks:
+        return 0
+    accelerators.clear_workspaces()
+    before = there.allocated(case.device)
+    with read_peak(case.device, anew=True) as peak:
+        seconds(case, seen, n)
+    # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
+    stays = max(0, there.allocated(case.device) - before)
+    return stays + max(0, (peak() or 0) - before - stays - held)
+
+
+def _timed(step: Step, micro: MicroBatch) -> float:
+    """Run one micro-batch, and return its seconds; its gradients stay."""
+    finish(step.device)
+    start = perf_counter()
+
+    def train(micro: MicroBatch) -> None:
+        parts = Parts(step, micro.inputs)
+        if step.coupled:  # such a loss is never called with a part of the batch
+            _train_in_parts(step, parts, micro)
+            return
+        loss = step.loss.whole(step.forward(micro), micro)
+        step.backward([loss], [torch.ones_like(loss)])
+
+    step.under(train)(micro)
+    finish(step.device)
+    return perf_counter() - start
+
+
+def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:
+    """Run each part, and backward from it: where a loss of all outputs begins is another matter."""
+    for at in range(len(parts)):
+        roots = [t for _, t in tree.tensors(parts.forward(micro, at)) if t.requires_grad]
+        step.pull(roots, [torch.ones_like(root) for root in roots])
+        del roots
+
+
+def finish(device: torch.device) -> None:
+    """Wait for a device that computes on its own."""
+    accelerator.of(device).synchronise(device)

@@ -1,0 +1,303 @@
+"""A step on tensors without data, or on a few rows, under the meter: what it would hold, and when.
+
+What a formula for activations forgets (a loss's intermediates, the gradient that waits to be added,
+what is kept of a first pass) the step itself knows. So nothing is modelled: the mechanism that will
+run the batch is run, on fakes of the model, the loss and the rows, for three micro-batches: the
+first finds no gradients, the second finds them and another micro-batch on its way, the third is
+like the second. The events of later ones are the same again.
+
+    look: forward, forward of fewer │ mu_0 │ mu_1 │ mu_2 │ update        bytes live at every kernel
+
+Real tensors go the same way where fakes cannot (a value is read, a kernel hides its workspace).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from anybatch.conv.heard import Hearing
+from anybatch.core import tree
+from anybatch.core.batch import MicroBatch
+from anybatch.core.norm.alone import AloneNorms, HeardNorms
+from anybatch.distributed.everyone import Absent, Rows
+from anybatch.execution.case import MICRO_BATCHES, Case, Claiming, first_rows
+from anybatch.execution.dice.weigh import Weighing
+from anybatch.execution.discover import discoverer
+from anybatch.execution.gather import COUPLED
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.kinds import bytes_of
+from anybatch.execution.look import layout_of, two_sizes, written
+from anybatch.execution.parts import Lap, Parts, feed, laps
+from anybatch.execution.second_pass import pull, shares
+from anybatch.execution.step import Away, Layout, Step
+from anybatch.execution.stream import stream
+from anybatch.execution.taken import loss_of_all, value_of_all
+from anybatch.execution.undivided import undivided
+from anybatch.loss.writes import Writes
+from anybatch.memory.meter import Meter
+from anybatch.memory.timeline import Timeline
+from anybatch.planner.stage import claim_gradients, make_step, metered, own_rows, unharmed
+
+COMPARED = 6
+"""Copies of the fewer outputs that a comparison makes."""
+
+WATCHED = 2
+"""Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the first look finds out.
+
+    Attributes:
+        layout: where the outputs hold the samples.
+        copies: forward writes to its inputs, or the loss to its targets, so it gets copies.
+        coupled: the loss needs all outputs at once.
+        loss: the loss in words.
+        lanes: micro-batches wait for each other.
+        shows: bytes of the outputs of a sample.
+        gathers: bytes that forward gathers of all samples, for each of them.
+    """
+
+    layout: Layout
+    copies: bool
+    coupled: bool = False
+    loss: str = ""
+    lanes: bool = False
+    shows: int = 0
+    gathers: int = 0
+
+
+def look(case: Case, n: int) -> tuple[Timeline, Look]:
+    """Rehearse the first look at a model, as `anybatch.execution.look` takes it.
+
+    Args:
+        case: what is rehearsed.
+        n: samples in a micro-batch.
+
+    Returns:
+        What it holds, and what it finds out.
+    """
+    heard = case.batchnorm == "exact" and not case.lanes
+    with metered(case) as (meter, _), torch.no_grad(), HeardNorms([]) if heard else nullcontext():
+        step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
+        whole, part = two_sizes(step)
+        outputs, gathered = step.forward(whole), _gathered_so_far()
+        fewer = step.forward(part)
+        layout = layout_of(outputs, fewer, whole.size, part.size) if step.loss.takes_outputs else ()
+        compared = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
+        del compared
+        if case.draws:  # what learning them compares is there while forward runs again
+            kept = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
+            step.forward(whole)
+            del kept
+    copies = written(whole) or written(part)
+    shows = -(-sum(bytes_of(t) for _, t in tree.tensors(outputs)) // whole.size)
+    gathers = -(-gathered // case.together)
+    found = Look(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
+    return meter.timeline(), found
+
+
+def _gathered_so_far() -> int:
+    """Return the bytes of the rows of all samples that forward has gathered."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return max((mode.gathered for mode in modes if isinstance(mode, AloneNorms)), default=0)
+
+
+Sends = Callable[[Meter], Away]
+"""Returns where the saved tensors of a rehearsal go."""
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""Returns what something is run in."""
+
+
+def divided(
+    case: Case,
+    n: int,
+    seen: Look,
+    *,
+    apart: bool,
+    sends: Sends | None = None,
+    around: Around = nullcontext,
+) -> Timeline:
+    """Rehearse the first micro-batches of a divided step.
+
+    Args:
+        case: what is rehearsed.
+        n: samples in a micro-batch.
+        seen: what the first look found out.
+        apart: gradients are summed in an accumulator.
+        sends: where saved tensors go; None (default) lets them stay.
+        around: returns what a loss of all outputs is taken in. Default nothing.
+    """
+    with metered(case) as (meter, before):
+        gradients = Gradients(case.leaves, apart=apart) if case.trains else None
+        step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
+        step.layout, step.copies = seen.layout, seen.copies
+        step.discover = discoverer(step, before)
+        step.away = None if sends is None else sends(meter)
+        with torch.set_grad_enabled(case.trains):
+            coupled = seen.coupled
+            if not coupled and stream(step) is None:  # as these rows tell, and fewer did not
+                step.restart()
+                coupled = True
+            if coupled:
+                _gathered(step, case, around)
+        claim_gradients(meter, gradients)
+    return meter.timeline()
+
+
+def kernels(case: Case, n: int, seen: Look) -> Hearing:
+    """Return what was heard of the convolutions of a micro-batch; the case is made of fakes.
+
+    Args:
+        case: what is rehearsed.
+        n: samples in the micro-batch.
+        seen: what the first look found out.
+    """
+    hearing = Hearing(case.model)
+
+    @contextmanager
+    def mode() -> Iterator[None]:
+        with case.mode(), hearing:
+            yield
+
+    whole(replace(first_rows(case, n), mode=mode), n, seen)
+    return hearing
+
+
+def watch_loss(case: Case, seen: Look) -> Look:
+    """Return what was seen, and what the loss is and does, as half of four rows tells."""
+    rows = own_rows(case, 2 * WATCHED)
+    tried = replace(case, rows=rows, size=rows.size)
+    with metered(case) as (meter, _), torch.no_grad():
+        step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
+        step.layout, step.copies = seen.layout, seen.copies
+        coupled = stream(step) is None
+        (micro,) = step.feed()
+        given = [t for _, t in tree.tensors(rows.targets)]
+        with Writes(given) as heard:
+            step.loss.whole(step.forward(micro), micro)
+    writes = bool(heard) or any(t._version > 0 for t in given)
+    loss = COUPLED if coupled else step.found
+    return replace(seen, coupled=coupled, loss=loss, copies=seen.copies or writes)
+
+
+def draws(case: Case, n: int) -> list[int]:
+    """Return the bytes of each draw of a forward of `n` samples; none where they are not shared."""
+    if not case.draws:
+        return []
+    with metered(case) as (meter, _), torch.no_grad():
+        step = make_step(case, Claiming(case.device, meter), n, None, 1)
+        (micro,) = step.feed()
+        with Weighing() as weighing:
+            step.forward(micro)
+    found: list[int] = weighing.bytes
+    return found
+
+
+def entries(case: Case, n: int, seen: Look) -> int:
+    """Return the bytes that a sample adds to sparse gradients; 0 where they are dense."""
+    if not case.trains:
+        return 0
+    with metered(case) as (meter, before):
+        gradients = Gradients(case.leaves)
+        step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
+        step.layout, step.copies = seen.layout, seen.copies
+        step.discover = discoverer(step, before)
+        with torch.enable_grad():
+            (micro,) = step.feed()
+            loss = step.loss.whole(step.forward(micro), micro)
+            step.pull([loss], [torch.ones_like(loss)])
+        there = [p.grad for p in gradients.parameters if p.grad is not None and p.grad.is_sparse]
+        return -(-sum(map(bytes_of, there)) // n)
+
+
+def whole(
+    case: Case, size: int, seen: Look | None = None, *, sends: Sends | None = None
+) -> Timeline:
+    """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
+    case = case if seen is None else unharmed(case, size, writes=seen.copies)
+    alone = replace(case, size=0, meets=0)  # nothing but these samples is gathered
+    with metered(alone) as (meter, before):
+        gradients = Gradients(case.leaves, wide=False) if case.trains else None
+        step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
+        step.discover = discoverer(step, before)
+        step.away = None if sends is None else sends(meter)
+        with torch.set_grad_enabled(case.trains):
+            undivided(step)
+        claim_gradients(meter, gradients)
+    return meter.timeline()
+
+
+def _gathered(step: Step, case: Case, around: Around) -> None:
+    """Rehearse both passes of a coupled loss: few micro-batches, and the loss of all samples.
+
+    Over ranks what is joined here is sent to where the samples of all of them are.
+    """
+    rows, micro_batches = case.rows, step.feed()
+    first = next(micro_batches)
+    with torch.no_grad():
+        outputs = step.forward(first)
+    own = size = max(step.batch.size, first.size)
+    kept = _rows_of_all(step, outputs, size)
+    parts, trains = Parts(step, first.inputs), step.gradients is not None
+    found = parts.outputs(first, graph=trains) if step.away is None else []
+    places = [0, *accumulate(len(tree.flat(one)) for one in found)]
+    last = found[-1:]
+    del found
+    cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
+    with around():
+        every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+        del kept
+        if case.everyone:
+            here = every, targets
+            size = max(size, case.everyone)
+            every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+            del here
+        del outputs
+        whole = Rows(every, targets, size, 0, leads=True, here=own)
+        alone, step.everyone = step.everyone, Absent(size) if case.everyone else step.everyone
+        if step.gradients is None:
+            value_of_all(step, whole)
+            return
+        taken, step.everyone = loss_of_all(step, whole), alone
+    for graph in map(tree.flat, last):
+        place = len(taken.gradients) - len(graph)
+        step.pull(*shares(step, graph, taken.gradients, 0, place))
+        del graph
+    last.clear()
+
+    def again(micro: MicroBatch, lap: Lap) -> None:
+        pull(step, micro, taken.gradients, 0, lap=lap, place=places[lap or 0])
+
+    for lap in laps(step):
+        for micro in chain([first], micro_batches) if lap is None else feed(step, lap):
+            step.under(partial(again, lap=lap))(micro)
+    step.finish()
+
+
+def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
+    """Return outputs of `size` samples like those of a few."""
+    axes = iter(step.layout or ())
+
+    def grown(tensor: Tensor) -> Tensor:
+        axis, shape = next(axes), list(tensor.shape)
+        if axis is not None:
+            shape[axis] = size
+        return tensor.new_zeros(shape)
+
+    return tree.map_tensors(grown, outputs)
+
+
+def _targets_of_all(few: Any, size: int) -> Any:
+    return tree.map_tensors(lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, few)

@@ -1,0 +1,147 @@
+"""Where a step is tried: its case is made ready and metered, and whatever it moved is put back.
+
+    gradients set aside │ hooks of parameters off │ what modules keep is noted │ the step │ all back
+
+Fakes are thrown away, so of these only what forward keeps elsewhere is put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from anybatch.core import tree
+from anybatch.core.batch import TensorBatch
+from anybatch.core.errors import LossError
+from anybatch.core.kept import Kept
+from anybatch.core.modules import renormalised, tensors_of
+from anybatch.core.norm.alone import AloneNorms
+from anybatch.core.norm.counters import counters
+from anybatch.core.undo import Before, no_optimizer_step, uninterrupted
+from anybatch.execution.buffers import ForwardBuffers
+from anybatch.execution.case import Case
+from anybatch.execution.device import Link
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.look import quietly
+from anybatch.execution.step import Step
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.holders import Depth
+from anybatch.loss.watched import Rehearsed, Watched
+from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.memory.paged import uncounted
+
+
+def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
+    """Return the case with rows of its own, where forward `writes` to those it is given."""
+    return case if case.fake or not writes else replace(case, rows=own_rows(case, rows))
+
+
+def own_rows(case: Case, rows: int) -> TensorBatch:
+    """Return the first rows as copies, but for leaves that receive a gradient."""
+    pair = (case.rows.inputs, case.rows.targets)
+    count = min(rows, case.rows.size)
+    with case.mode():
+        inputs, targets = tree.map_tensors(
+            lambda t: t if t.requires_grad else t.clone(), tree.rows(pair, 0, count, case.rows.size)
+        )
+    return TensorBatch(inputs, targets, count)
+
+
+@contextmanager
+def put_back(case: Case) -> Iterator[Before]:
+    """Run the body on a case without its gradients, and put back whatever it moved.
+
+    Raises:
+        LossError: the loss draws from an iterator, which cannot be put back.
+    """
+    if case.state is not None and case.state.iterators:
+        raise LossError(
+            "a loss must have state that can be restored where a step is rehearsed, and it reaches "
+            f"an iterator ({', '.join(case.state.iterators)}): give micro_batch=, which rehearses "
+            "nothing, or count in an attribute"
+        )
+    before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
+    kept = Kept()
+    kept.modules((module for _, module in case.modules), attributes=not case.fake)
+    state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
+    try:
+        before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
+        Gradients(case.leaves).set_aside()
+        for _, module in [] if case.fake else renormalised(case.modules):
+            module.max_norm = None  # or a rehearsal would write to its weight
+        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
+            yield before
+    finally:
+        with uninterrupted():
+            kept.put_back()
+            if case.state is not None and state is not None:
+                case.state.restore(state)
+            failures = before.put_back()
+        for failure in failures:
+            raise failure
+
+
+def _alone(case: Case) -> AbstractContextManager[Any]:
+    """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
+    return AloneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
+
+
+def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
+    """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
+    return uninterrupted() if case.fake else nullcontext()
+
+
+@contextmanager
+def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
+    """Run the body as `put_back` does, under a meter that knows the tensors of the model."""
+    modules = [module for _, module in case.modules]
+    every = [*tensors_of(modules, "_parameters"), *case.leaves]
+    known = {
+        "parameters": [p for p in every if id(p) not in case.paged],
+        "buffers": tensors_of(modules, "_buffers"),
+        FOREIGN: [p for p in every if id(p) in case.paged],
+    }
+    with (
+        quietly(),
+        put_back(case) as before,
+        _large_kept(case),
+        Meter(case.device, known, spare=case.spare) as meter,
+        uncounted(meter, case.leaves, case.paged),
+    ):
+        yield meter, before
+
+
+def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count: int) -> Step:
+    """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
+    buffers = tensors_of((module for _, module in case.modules), "_buffers")
+    return Step(
+        model=case.model,
+        loss=Rehearsed(case.loss) if type(case.loss) is Watched else case.loss,
+        batch=case.batch(count),
+        micro_batch=n,
+        link=link,
+        buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
+        gradients=gradients,
+        batchnorm=case.batchnorm,
+        calls=_calls(case),
+    )
+
+
+def _large_kept(case: Case) -> AbstractContextManager[None]:
+    state = case.state
+    return nullcontext() if case.fake or state is None else state.large_kept()
+
+
+def _calls(case: Case) -> LossCalls | None:
+    state = case.state
+    if state is None or not (state or state.written_by_person):
+        return None
+    return LossCalls(state, twice=False)
+
+
+def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
+    """Say whose the gradients are that there are."""
+    if gradients is not None:
+        meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))

@@ -1,0 +1,286 @@
+"""What each turn of a lane touches: one is rehearsed on tensors without data, alone.
+
+A turn goes from one place where samples meet to the next. What a lane has made in earlier turns may
+be away until a kernel asks for it (`anybatch.memory.pager`), so the memory of a lane that runs is
+what its turn has touched so far. Which tensors these are nobody needs to model: the lane runs as it
+will, through the same BatchNorm and under the same mode, and in place of the pager somebody takes
+notes.
+
+    kernels      conv  relu  conv │ meet │ norm  relu  conv │ meet │ ...
+    touched      a,x   ab    abc  │      │ cd    cde   cdef │      │
+    untouched    -     -     -    │      │ ab    ab    ab   │      │
+
+Where turns end otherwise than in BatchNorm, or more than one lane is needed to know what is there,
+nothing is said.
+
+Source: design of this project, sections 5.3 and 5.5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from anybatch.core import accelerator
+from anybatch.core.absent import type_of
+from anybatch.core.batch import count_micro_batches
+from anybatch.core.meeting import meeting_in
+from anybatch.core.norm.counters import counters
+from anybatch.execution.case import MICRO_BATCHES, Case, few, first_rows
+from anybatch.execution.gradients import HALF, gradient_dtype
+from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
+from anybatch.memory.meter import STEP, Meter
+from anybatch.memory.paging import Paging, keep
+from anybatch.memory.room import Lane, Sizes
+from anybatch.memory.timeline import Bytes, Timeline
+from anybatch.planner import rehearse
+from anybatch.planner.forecast import Forecast, merged, total
+from anybatch.planner.notes import Alone, Notes, shapes_of_moments
+
+GRADIENTS = "gradients"
+"""The owner of the sums in ``.grad``, as `anybatch.planner.rehearse` counts them."""
+
+LOSS = "the loss of all outputs"
+"""The event at which all outputs are joined."""
+
+
+def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) -> Lane | None:
+    """Return a lane of `n` samples; None where that cannot be told without running others.
+
+    Args:
+        foreseen: what is known of such steps; it remembers the lanes that were rehearsed.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        rehearsed: rehearse it where that was not done before. Default True.
+    """
+    key, case = (n, size if foreseen.look.coupled else 0), foreseen.case
+    if rehearsed and key not in foreseen.lanes:
+        foreseen.lanes[key] = None if case is None else _rehearsed(foreseen, case, n, size)
+    return foreseen.lanes.get(key)
+
+
+def step_of(
+    lane: Lane, foreseen: Forecast, n: int, size: int, budget: int
+) -> tuple[Timeline, tuple[int, ...] | None]:
+    """Return a step in lanes as it passes, and the room of what waits in it.
+
+    Args:
+        lane: one of them.
+        foreseen: what is there beside them.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        budget: bytes.
+
+    Returns:
+        The step at the kernels of a lane, and the room; None where all that waits may stay,
+        negative where there is no room for one lane that runs.
+    """
+    lanes, shown = count_micro_batches(size, n), size * foreseen.look.shows
+    joins = shown if foreseen.look.coupled else 0  # by one lane, so they do not leave any more
+    held = merged(foreseen.held(size, divided=True), {STEP: lane.others(lanes) + joins})
+    waits = lane.waits(lanes, shown - joins)
+    room = lane.room(budget - total(held), waits)
+    return lane.step(held, waits, room), room
+
+
+def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None:
+    if not _alike(foreseen, case):
+        return None
+    with case.mode():  # or there would be fewer of them than three, or the last one smaller
+        case = few(case, n * MICRO_BATCHES)
+    case = first_rows(case, n * MICRO_BATCHES)
+    coupled = foreseen.look.coupled
+    case = replace(case, size=size) if coupled else case
+    watched: list[Turns] = []
+
+    def sends(meter: Meter) -> Turns:
+        watched.append(Turns(meter, case, coupled=coupled))
+        return watched[0]
+
+    line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
+    (turns,) = watched
+    lane = turns.lane(line)
+    return lane if lane is None or not coupled else turns.with_loss(lane, line)
+
+
+def _alike(foreseen: Forecast, case: Case) -> bool:
+    """Say whether a lane that is alone does what each of many does."""
+    elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
+    if elsewhere or not case.trains or not accelerator.of(type_of(case.device)).host:
+        return False
+    half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between turns
+    return not half and not torch.is_autocast_enabled(case.device.type)
+
+
+class Touching(Paging):  # type: ignore[no-untyped-call]
+    """Notes after every kernel what is untouched.
+
+    Args:
+        notes: of the lane.
+        meter: counts events, inside this.
+
+    Attributes:
+        untouched: event -> bytes; of an event in which several kernels ran, the fewest.
+        most: the most bytes that may leave since this was last set.
+        makes: the most bytes that a kernel has made since this was last set.
+        outside: the most bytes that may not leave since this was last set, whoever has them.
+    """
+
+    def __init__(self, notes: Notes, meter: Meter) -> None:
+        super().__init__(notes)
+        self._notes, self._meter = notes, meter
+        self.untouched: dict[int, int] = {}
+        self.most = self.makes = self.outside = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel."""
+        before = self._meter.live
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.makes = max(self.makes, self._meter.live - before)
+        event, now = self._meter.events - 1, self._notes.untouched
+        self.untouched[event] = min(now, self.untouched.get(event, now))
+        holds = self._notes.holds
+        self.most = max(self.most, holds)
+        self.outside = max(self.outside, self._meter.live - holds)
+        return result
+
+
+class Turns:
+    """Runs each micro-batch of a rehearsal as a lane; the last of them counts.
+
+    Args:
+        meter: counts the bytes of the rehearsal.
+        case: what is rehearsed.
+        coupled: in some turn lanes wait once more, for the loss of all outputs.
+    """
+
+    def __init__(self, meter: Meter, case: Case, *, coupled: bool) -> None:
+        self._meter, self._case, self._coupled = meter, case, coupled
+        self._notes = Notes(case.device)
+        self._touching = Touching(self._notes, meter)
+        self._ends: list[tuple[int, int, int]] = []
+        self._first_ends: list[int] = []
+        self._begin = self._there = self._stays = 0
+        self._first: int | None = None
+        self._makes: list[int] = []
+        self._shared: list[int] = []
+        self._storages: list[tuple[Sizes, Sizes]] = []
+        self._began: Sizes = Counter()
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
+        del size
+        self._notes = notes = Notes(self._case.device)
+        self._begin, self._there = self._meter.events, self._meter.live
+        self._first = self._begin if self._first is None else self._first
+        self._stays, self._ends = 0, []
+        self._makes, self._shared, self._storages, self._began = [], [], [], Counter()
+        tracked = Tracked(counters(self._case.modules))
+        norms = MeetingNorms(tracked, partial(keep, notes), moments=shapes_of_moments)
+        self._touching = Touching(notes, self._meter)
+        with self._touching, meeting_in(Alone(notes, self._end)), norms:
+            work()
+        self._end()
+        if first:
+            self._first_ends = [event for event, *_ in self._ends]
+
+    def _end(self) -> None:
+        """A turn of the lane has ended."""
+        most = self._touching.most if self._coupled else 0
+        self._makes.append(self._touching.makes)
+        self._shared.append(max(0, self._touching.outside - self._there))
+        ended = self._notes.sizes()
+        self._storages.append((self._began | ended, self._notes.ever))
+        self._began, self._notes.ever = ended, ended.copy()
+        self._touching.most = self._touching.makes = self._touching.outside = 0
+        self._ends.append((self._meter.events, self._notes.holds, most))
+        self._stays = max(self._stays, self._meter.live - self._there - self._notes.known)
+        self._notes.turn += 1
+
+    def lane(self, line: Timeline) -> Lane | None:
+        """Return the lane, of which `line` is the rehearsal; None where it has met for more."""
+        if self._notes.unknown:
+            return None
+        end = self._ends[-1][0]
+        live, events = line.live[self._begin : end].copy(), line.events[self._begin : end]
+        notes = self._touching.untouched
+        untouched = np.array([notes.get(self._begin + t, 0) for t in range(len(events))])
+        column = line.owners.index(STEP)
+        untouched = np.minimum(untouched, live[:, column]).astype(np.int64)
+        live[:, column] -= untouched
+        if GRADIENTS in line.owners:
+            column = line.owners.index(GRADIENTS)
+            live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
+        kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
+        turns, storages = self._numbers(len(events)), tuple(self._storages)
+        each = tuple(self._makes), tuple(self._shared)
+        return Lane(kept, untouched, apart, turns, self._stays, *each, storages)
+
+    def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
+        """Return the bytes of gradients that come into being after the turn of each event.
+
+        The lane that counts has found sums of earlier ones. A step begins without any, and lanes
+        are in the same turn: what is there by the end of a turn, the first lane has shown.
+
+        Args:
+            rehearsed: [events of the rehearsal] bytes of gradients.
+            there: [events of the lane] of them.
+        """
+        found, begin = np.zeros(len(there), np.int64), 0
+        if len(self._first_ends) != len(self._ends):
+            return found
+        made = rehearsed[self._first_ends[-1] - 1]
+        for shown, (event, *_) in zip(self._first_ends, self._ends, strict=True):
+            end = event - self._begin
+            found[begin:end] = made - rehearsed[shown - 1]
+            begin = end
+        return np.clip(found, 0, there)
+
+    def with_loss(self, lane: Lane, line: Timeline) -> Lane:
+        """Return the lane with the loss of all outputs, which the last of them computes.
+
+        It came before all lanes in the rehearsal. Where in a turn it comes does not matter: it is
+        counted beside the most that a turn has touched, and the most that waits.
+        """
+        before, kept = line.live[: self._first], lane.kept
+        if not self._first:
+            return lane
+        row, own, there = before[int(before.sum(1).argmax())].copy(), kept.live.sum(1), self._there
+        if GRADIENTS in kept.owners:  # none of them is there before backward
+            column = kept.owners.index(GRADIENTS)
+            own, there = own - kept.live[:, column], there - int(line.live[self._begin, column])
+        row[kept.owners.index(STEP)] += int(own.max()) - min(there, int(own.min()))
+        events, live = (*kept.events, LOSS), np.vstack([kept.live, row])
+        untouched = np.append(lane.untouched, lane.untouched.max())
+        apart = np.append(lane.apart, lane.apart.max())
+        turns = np.append(lane.turns, 0)
+        return Lane(Timeline(kept.owners, events, live), untouched, apart, turns, lane.stays)
+
+    def _numbers(self, events: int) -> Bytes:
+        """Return the number of the turn of each event."""
+        found, begin = np.zeros(events, np.int64), 0
+        for number, (event, *_) in enumerate(self._ends, 1):
+            found[begin : event - self._begin] = number
+            begin = event - self._begin
+        return found
+
+    def _apart(self, events: int) -> Bytes:
+        """Return what a lane holds at the begin of the turn of each event, or at its end."""
+        found, before, begin = np.zeros(events, np.int64), 0, 0
+        for event, holds, most in self._ends:
+            end = event - self._begin
+            found[begin:end] = max(before, holds, most)
+            before, begin = holds, end
+        return found

@@ -1,0 +1,163 @@
+"""What an optimizer keeps, and what its update holds: rehearsed on fakes, before it has stepped.
+
+The state is made by the first ``optimizer.step()``; until then only a rehearsal tells its bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import accelerator, tree
+from anybatch.core.absent import type_of
+from anybatch.core.modules import local, tensors_of
+from anybatch.core.optimizers import SMALL, inner_step, room_of, state_bound
+from anybatch.core.rounding import rounded
+from anybatch.distributed.sharded import Sharded
+from anybatch.execution.look import quietly
+from anybatch.memory.fakes import Fakes, interrupted_between_functions
+from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.memory.paged import large, paged
+from anybatch.memory.timeline import Timeline
+from anybatch.offload.states.parts import parts_of, widest
+
+IN_PARTS = "optimizer, in parts"
+"""The owner of state that passes through memory."""
+
+
+def update(
+    optimizer: torch.optim.Optimizer, modules: list[nn.Module], sharded: Sharded | None = None
+) -> Timeline | None:
+    """Rehearse the first ``optimizer.step()``, on fakes, with every gradient there.
+
+    Args:
+        optimizer: the real one.
+        modules: all that a step runs; their tensors are there too.
+        sharded: has made them whole for the step alone. Default None.
+
+    Returns:
+        What it holds, in parts where its state is away; None where the optimizer is not torch's
+        own, or reads a value.
+    """
+    fakes = Fakes()
+    twin = fakes.optimizer(optimizer)
+    if twin is None:
+        return None
+    stepped = [p for group in twin.param_groups for p in group["params"]]
+    device = next((p.device for p in stepped), torch.device("cpu"))
+    try:
+        there = {id(p) for p in stepped}
+        stay = _parameters(modules, sharded)
+        trained = [fakes.of(p) for p in stay if p.requires_grad]
+        others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
+        pages = paged()
+        real = [*(p for group in optimizer.param_groups for p in group["params"]), *stay]
+        away = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
+        with interrupted_between_functions(), fakes.mode:
+            beside = [torch.empty_like(p) for p in others]
+            for parameter in stepped:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        foreach = accelerator.of(type_of(device)).facts.foreach
+        for group in twin.param_groups:
+            if foreach and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch does there, and not for fakes
+        pairs = [*zip(others, beside, strict=True), *((p, p.grad) for p in stepped)]
+        made = [(p, gradient) for p, gradient in pairs if gradient is not None]
+        known = {
+            FOREIGN: _paged(made, [*stepped, *map(fakes.of, stay)], away),
+            "parameters": [*stepped, *map(fakes.of, stay)],
+            "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
+            "gradients": [gradient for _, gradient in made],
+        }
+        room = room_of(optimizer)
+        with (
+            interrupted_between_functions(),
+            quietly(),
+            torch.no_grad(),
+            fakes.mode,
+            Meter(device, known) as meter,
+        ):
+            if room is None:
+                type(twin).step(twin)
+            else:
+                _step_in_parts(twin, room, meter, both=bool(away))
+    except Exception:  # whatever an optimizer does that fakes cannot
+        return None
+    meter.claim("optimizer", state_tensors(twin))
+    found: Timeline = meter.timeline()
+    return found if room is None else _with_room(found, 0 if away else room)
+
+
+def _paged(
+    made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], away: frozenset[int]
+) -> list[Tensor]:
+    """Return parameters whose memory comes and goes, and such gradients."""
+    gradients = [gradient for p, gradient in made if id(p) in away and large(gradient)]
+    return [*(p for p in parameters if id(p) in away), *gradients]
+
+
+def _step_in_parts(
+    twin: torch.optim.Optimizer,
+    room: int,
+    meter: Meter,
+    *,
+    both: bool,
+) -> None:
+    """Step a few parameters at a time; of their state only what is small stays.
+
+    Args:
+        twin: the optimizer, of fakes.
+        room: bytes of state that may be in memory at a time.
+        meter: counts.
+        both: parameters and gradients come and go in half of that room.
+    """
+    every, inner = twin.param_groups, inner_step(twin)
+    size_of = partial(state_bound, twin)
+    size_of, room = (partial(widest, size_of), room // 2) if both else (size_of, room)
+    for part in parts_of(twin, size_of, room):
+        twin.param_groups = part.groups(every)
+        inner(twin)
+        for _, parameter in part.members:
+            state = twin.state.get(parameter, {})
+            large = [k for k, v in state.items() if isinstance(v, Tensor) and v.nbytes >= SMALL]
+            meter.claim(IN_PARTS, [state.pop(name) for name in large])
+    twin.param_groups = every
+
+
+def _with_room(found: Timeline, room: int) -> Timeline:
+    """Return a timeline in which all the room is taken, since parts come and go beside each other.
+
+    What all the state needs is the most that can be in it. A room that parameters share with it is
+    counted where theirs is.
+    """
+    live = found.live.copy()
+    if IN_PARTS in found.owners:
+        live[:, found.owners.index(IN_PARTS)] = 0
+    sizes, grain = [size for o, size, *_ in found.spans if o == IN_PARTS], found.grain
+    made = sum(-(-size // grain) * grain for size in sizes)
+    return replace(found, live=live).plus({IN_PARTS: min(room, made)})
+
+
+def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tensor]:
+    """Return the parameters that are there at an update."""
+    every = tensors_of(modules, "_parameters")
+    if sharded is None:
+        return every
+    return [*(p for p in every if not sharded.holds(p)), *sharded.shards]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every tensor of an optimizer's state that is here, and not away."""
+    states = optimizer.state.values()
+    every = [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
+    return [tensor for tensor in every if not tensor.is_meta]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of that state."""
+    held = [] if optimizer is None else state_tensors(optimizer)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
+    return sum(rounded(one.nbytes(), one.device) for one in storages.values())

@@ -1,0 +1,219 @@
+"""How much of a lane must be there at once: what its widest kernel needs, and what it makes.
+
+Where all of a lane may leave between two kernels (`anybatch.memory.pager`), a step holds what is
+there once for all lanes, what the next kernel needs, and what it makes. A rehearsal without data
+tells all three, and how much a lane would hold if nothing left.
+
+    kernel t     needs a, b (made by this lane) ──> makes c         widest: max needs, max makes
+
+A loss of all outputs is computed by one lane, and what it makes may leave as well.
+
+Source: design of this project, sections 2 (one ledger) and 5.7 (the storage-level pager).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.core import tree
+from anybatch.core.batch import count_micro_batches
+from anybatch.core.rounding import rounded, rounding
+from anybatch.execution.case import Case, first_rows
+from anybatch.execution.kinds import bytes_of
+from anybatch.memory.meter import Meter, tensors_in
+from anybatch.memory.timeline import Bytes, Timeline
+from anybatch.planner import rehearse
+from anybatch.planner.forecast import Forecast, merged, total
+
+
+@dataclass(frozen=True)
+class Widths:
+    """A step in lanes of which everything may leave between two kernels; all of it in bytes.
+
+    Attributes:
+        there: owner -> what is there once for all lanes, the inputs of one among it.
+        beside: owner -> the peak of what comes before and after the step.
+        needs: the most that a kernel needs of what its lane has made.
+        makes: the most that a kernel makes.
+        events: kernels of a lane, forward and backward.
+        held: what it has after each of them.
+        joined: the most that a loss of all outputs has at once, which one of the lanes computes.
+    """
+
+    there: dict[str, int]
+    beside: dict[str, int]
+    needs: int
+    makes: int
+    events: tuple[str, ...]
+    held: tuple[int, ...]
+    joined: int
+
+    @property
+    def holds(self) -> int:
+        """Return the most that a lane has at once."""
+        return max(self.held)
+
+    def every(self, lanes: int) -> int:
+        """Return the most that so many lanes have at once."""
+        return lanes * self.holds + self.joined
+
+    @property
+    def floor(self) -> int:
+        """Return the fewest bytes with which such a step can be made."""
+        return max(total(self.there) + self.needs + self.makes, total(self.beside))
+
+    def limit(self, budget: int) -> int:
+        """Return what all lanes may hold before a kernel runs, within a budget."""
+        return budget - total(self.there) - self.makes
+
+
+def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
+    """Rehearse a lane.
+
+    Args:
+        foreseen: what is known of such steps.
+        fakes: the case without data.
+        n: samples in a micro-batch; all of them only where other ranks have more.
+        size: N_B, samples in the mini-batch.
+    """
+    watched: list[Watched] = []
+
+    def sends(meter: Meter) -> Watched:
+        watched.append(Watched(meter))
+        return watched[0]
+
+    case = replace(first_rows(fakes, size), everyone=foreseen.everyone)
+    line = rehearse.divided(
+        case, n, foreseen.look, apart=False, sends=sends, around=lambda: watched[0].joins
+    )
+    (seen,) = watched
+    last = len(seen.spans) - 1
+    full = max(range(last + 1), key=lambda i: (seen.sizes[i], i))  # the last may be smaller
+    (begin, end), before = seen.spans[full], _before(line, full, seen)
+    most = np.maximum(before, _before(line, last, seen))  # of inputs, and of gradients
+    there = dict(zip(line.owners, map(int, most), strict=True))
+    own = line.live[begin:end] - before
+    if full == 0 < last:  # it makes the gradients, which are there once
+        own = own[:, [owner != "gradients" for owner in line.owners]]
+    lane = own.sum(1)
+    held = foreseen.held(size, divided=True)
+    if len(seen.spans) == 1:  # the only one of this rank makes the gradients
+        held = merged(held, {"gradients": foreseen.gradients})
+    outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in seen.spans)]
+    between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(map(int, most))
+    # All lanes bring what a loss of all outputs is taken of, which is sent to other ranks, too.
+    brought = _brought(foreseen, case, n, size) if foreseen.look.coupled else 0
+    return Widths(
+        there={owner: count for owner, count in merged(there, held).items() if count},
+        beside=max(foreseen.beside(n, size), key=total),
+        needs=max(
+            seen.needs,
+            seen.joins.needs + brought,
+            foreseen.pieces,  # of gradients, when lanes hold nothing
+        ),
+        makes=max(seen.makes, seen.joins.makes),
+        events=line.events[begin:end],
+        held=tuple(max(0, int(count)) for count in lane),
+        joined=max(0, between) if foreseen.look.coupled else 0,
+    )
+
+
+def _brought(foreseen: Forecast, case: Case, n: int, size: int) -> int:
+    """Return the bytes of the outputs and targets of all samples, in micro-batches of `n`."""
+    there = [t for _, t in tree.tensors(case.rows.targets) if t.dim()]
+    row = foreseen.look.shows + sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
+    tensors = count_micro_batches(size, n) * (len(foreseen.look.layout) + len(there))
+    return size * row + tensors * (rounding(case.device) - 1)
+
+
+def _before(line: Timeline, i: int, seen: Watched) -> Bytes:
+    """Return what is there when the i-th micro-batch begins: for the last one gradients, too."""
+    begin, _ = seen.spans[i]
+    there: Bytes = line.live[begin - 1] if begin else 0 * line.live[0]
+    return there
+
+
+class Watched:
+    """Watches the kernels of micro-batches; nothing leaves.
+
+    Args:
+        meter: counts the bytes of the rehearsal.
+
+    Attributes:
+        needs: the most bytes that a kernel has needed of what its micro-batch has made.
+        makes: the most bytes that a kernel has made.
+        spans: where each micro-batch begins and ends, in kernels.
+        sizes: samples of each.
+        joins: watches the kernels of a loss of all outputs.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter, self.joins = meter, Kernels(meter)
+        self.needs = self.makes = 0
+        self.spans: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples."""
+        del first
+        begin = self._meter.events
+        with Kernels(self._meter) as kernels:
+            work()
+        self.needs, self.makes = max(self.needs, kernels.needs), max(self.makes, kernels.makes)
+        self.spans.append((begin, self._meter.events))
+        self.sizes.append(size)
+
+
+class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what each kernel needs and makes.
+
+    Args:
+        meter: counts bytes, around this.
+
+    Attributes:
+        needs: the most bytes that one has needed of what was made under this mode.
+        makes: the most bytes that one has made.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.needs = self.makes = 0
+        self._meter = meter
+        self._made: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            given = _storages((args, kwargs))
+            self.needs = max(self.needs, sum(self._made.get(key, 0) for key in given))
+            before = self._meter.live
+            result = func(*args, **kwargs)
+            made = {key: size for key, size in _storages(result).items() if key not in given}
+        self._made |= made
+        self.makes = max(self.makes, self._meter.live - before)
+        return result
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """Return address and bytes of the storages of all strided tensors in `values`."""
+    found: dict[int, int] = {}
+    for tensor in tensors_in(values):
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = rounded(storage.nbytes(), tensor.device)
+    return found

@@ -1,0 +1,168 @@
+"""The workspace of convolutions in a plan: counted before anything is known, and then as it is.
+
+Until a size has been chosen a step may take all the workspace that was given. Which kernels a size
+has is heard on fakes. They are chosen before it is timed, so its seconds are those it will have;
+and of the size that was taken the plan counts what its kernels really allocate.
+
+    whole workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
+
+What was given is a ceiling. Where it leaves too little for a step, kernels may take half of what
+the budget has above that step without them, and where even that is too much, nothing.
+
+Source: u-cuDNN, section III; the trade of a smaller micro-batch for a faster algorithm is the
+guide's, section 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from anybatch.conv.chooser import Chooser
+from anybatch.conv.engaged import Engaged
+from anybatch.conv.heard import sizes_of
+from anybatch.conv.network import Key
+from anybatch.core.errors import BudgetError
+from anybatch.core.memory import Memory, Room
+from anybatch.core.plan import Away
+from anybatch.execution.kinds import Allowed
+from anybatch.planner.contest import StepTimer
+from anybatch.planner.forecast import WORKSPACE, Forecast, total
+
+
+class Workspaces:
+    """What a planner knows of convolutions.
+
+    Attributes:
+        engaged: what computes them; None while nobody has said.
+        kernels: those of all steps that were planned, as far as they were heard.
+    """
+
+    def __init__(self) -> None:
+        self.engaged: Engaged | None = None
+        self.kernels: set[Key] = set()
+
+    @property
+    def chooser(self) -> Chooser | None:
+        """What chooses kernels now; None where convolutions are torch's."""
+        return None if self.engaged is None else self.engaged.chooser
+
+    def most(self, foreseen: Forecast) -> int:
+        """Return the most bytes that any convolution of a step may take; 0 where there is none."""
+        chooser = self.chooser
+        if chooser is None or not chooser.most:
+            return 0
+        heard = foreseen.convolutions(1)
+        return 0 if heard is not None and not heard.keys else chooser.most
+
+    def within(self, budget: Callable[[], int], decide: Callable[[], Allowed]) -> Allowed:
+        """Decide, with less workspace than was given where nothing fits beside all of it.
+
+        Args:
+            budget: returns the bytes that a step may hold, when that is known.
+            decide: returns how a step is run.
+
+        Raises:
+            BudgetError: nothing fits without any workspace either.
+        """
+        try:
+            return decide()
+        except BudgetError as error:
+            own = None if self.engaged is None else self.engaged.yields
+            if own is None or not own.most:
+                raise
+            needed = error.needed - own.most
+        for workspace in (max(0, budget() - needed) // 2, 0):
+            own.limit(min(own.most, workspace))
+            try:
+                return decide()
+            except BudgetError as error:
+                last = error
+            if not own.most:
+                break
+        raise last
+
+    def ready(self, foreseen: Forecast, n: int) -> None:
+        """Choose how the convolutions of a micro-batch are computed, before it is timed."""
+        chooser = self.chooser
+        heard = None if chooser is None else foreseen.convolutions(n)
+        if chooser is not None and heard is not None:
+            chooser.choose(heard.keys)
+
+    def before(self, foreseen: Callable[[], Forecast | None], time_step: StepTimer) -> StepTimer:
+        """Return what times a step once its convolutions have been chosen.
+
+        Args:
+            foreseen: returns what is known when it is timed.
+            time_step: times it.
+        """
+
+        def timed(n: int, room: Room, away: Away | None) -> float | None:
+            known = foreseen()
+            if known is not None:
+                self.ready(known, n)
+            return time_step(n, room, away)
+
+        return timed
+
+    def settle(
+        self,
+        found: Allowed,
+        foreseen: Forecast | None,
+        size: int,
+        beside: Callable[[int], Forecast],
+    ) -> Allowed:
+        """Choose how all convolutions of a step are computed, and count what they really take.
+
+        Where micro-batches wait, saved tensors leave or a network shares its workspace, all of it
+        stays counted.
+
+        Args:
+            found: how the step is run.
+            foreseen: its forecast; None where there is none that tells its kernels.
+            size: N_B, samples in the mini-batch.
+            beside: returns the forecast with so many bytes of workspace.
+        """
+        chooser = self.chooser
+        if chooser is None:
+            return found
+        chooser.forget()  # what only planning has run
+        if foreseen is None or chooser.found.shared:
+            return found
+        every = [foreseen.convolutions(n) for n in sizes_of(size, found.micro_batch)]
+        keys = [key for heard in every if heard is not None for key in heard.keys]
+        chooser.choose(keys)
+        self.kernels.update(keys)
+        owners = dict(found.memory.owners)
+        if not keys or WORKSPACE not in owners or found.lanes or found.away is not None:
+            return found
+        used = chooser.used(keys)
+        less = min(owners[WORKSPACE], chooser.most) - used
+        predicted = found.memory.predicted - less
+        owners[WORKSPACE] -= less
+        after = beside(used).owners(found.micro_batch, size)
+        if total(after) > predicted:  # now it is the update that holds most
+            owners, predicted = after, total(after)
+        rows = tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
+        return replace(found, memory=_settled(found, predicted, rows))
+
+
+def _settled(found: Allowed, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
+    """Return what is known of memory, the chosen candidate with the bytes that it will hold.
+
+    The others keep all the workspace that they may take: theirs was not looked at.
+    """
+    memory = found.memory
+    candidates = tuple(
+        replace(one, peak_bytes=min(one.peak_bytes, predicted))
+        if (one.micro_batch, one.away) == (found.micro_batch, False)
+        else one
+        for one in memory.candidates
+    )
+    return replace(
+        memory,
+        predicted=predicted,
+        owners=rows,
+        candidates=candidates,
+        floor=min(memory.floor, predicted),
+    )

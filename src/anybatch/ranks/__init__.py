@@ -1,1 +1,0 @@
-"""The batch over several processes: what they tell each other in a step."""

@@ -1,1 +1,0 @@
-"""How large a system is worth it: mini-batch and algorithms, GPUs, parameter servers."""

@@ -1,1 +1,0 @@
-"""Training with less memory than an optimizer's state needs: it waits elsewhere."""

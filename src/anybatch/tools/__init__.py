@@ -1,0 +1,7 @@
+"""Questions about a training: check, plan, profile, and how far it scales.
+
+This folder asks an engine. No part of a step knows it.
+
+Read `check` and `diagnose`, `planning` and `question`, `profile` with `profiled` and `stages`, then
+`scaled`, `gpus`, `loop`, `servers` and `minibatch` (the guide's equations and lemmas).
+"""

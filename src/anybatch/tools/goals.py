@@ -1,0 +1,156 @@
+"""What a person wants of more GPUs, and what a plan answers.
+
+Words and numbers of a person are read here, once: a goal, a network, a training's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from numbers import Real
+from operator import index
+from typing import Any
+
+import torch
+
+from anybatch.core.plan import Plan
+from anybatch.core.scale import Scale
+from anybatch.core.units import parse_bandwidth
+from anybatch.planner.choice import between
+from anybatch.tools.costs import Link
+from anybatch.tools.loaders import length_of
+from anybatch.tools.profiled import Profile
+from anybatch.tools.scaled import Goal, scaled
+
+
+def goal_of(
+    gpus: int | None,
+    speedup: float | None,
+    deadline: float | None,
+    *,
+    epochs: int = 1,
+    loader: Any,
+    network: str | None = None,
+) -> Goal:
+    """Return what is wanted of more GPUs.
+
+    Args:
+        gpus: as for `anybatch.plan`, and so are the others.
+        speedup: over one.
+        deadline: seconds.
+        epochs: of the training.
+        loader: of the training.
+        network: as it was given.
+
+    Raises:
+        ValueError: there are several goals, or one that means nothing, or no loader to measure by.
+    """
+    given = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise ValueError(f"at most one goal can be reached, and {sorted(named)} came: leave one")
+    gpus = None if gpus is None else _count("gpus", gpus)
+    speedup = None if speedup is None else _above_0("speedup", speedup)
+    deadline = None if deadline is None else _above_0("deadline", deadline)
+    epochs = _count("epochs", epochs)
+    if network is not None:
+        parse_bandwidth(network)
+    asked = [*named, *([] if network is None else ["network"])]
+    if loader is None and asked:
+        raise ValueError(
+            "what more GPUs bring follows from steps of the real loop, and there is no loader for "
+            f"{', '.join(asked)}: give loader="
+        )
+    steps = 0
+    if deadline is not None:
+        length = length_of(loader)
+        if length is None:
+            raise ValueError(
+                "a deadline is for a number of steps, and the loader does not know its length: "
+                "give a speedup instead"
+            )
+        steps = epochs * length
+    return Goal(gpus, speedup, deadline, steps)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        found = 0 if isinstance(value, bool) else index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, and it is {value!r}")
+    return found
+
+
+def _above_0(name: str, value: Any) -> float:
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not isfinite(value) or value <= 0:
+        unit = " of seconds" if name == "deadline" else ""
+        raise ValueError(f"{name} must be a number{unit} above 0, and it is {value!r}")
+    return float(value)
+
+
+def scale_of(
+    plan: Plan,
+    profile: Profile,
+    optimizer: torch.optim.Optimizer,
+    goal: Goal,
+    network: str | None,
+    size: int,
+) -> Scale:
+    """Return what more GPUs would make of a training.
+
+    Args:
+        plan: of its steps.
+        profile: of some of them.
+        optimizer: whose parameters' gradients are summed.
+        goal: what is wanted.
+        network: what carries them; None costs nothing.
+        size: N_B, samples of the mini-batch that was planned.
+
+    Raises:
+        ValueError: there are fewer samples in a mini-batch than GPUs that are asked for.
+    """
+    if goal.gpus is not None and goal.gpus > profile.samples:
+        raise ValueError(
+            f"gpus must be at most the {profile.samples} samples of a mini-batch, which they "
+            f"share, and it is {goal.gpus}: ask for fewer, or give larger mini-batches"
+        )
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    nbytes = sum(p.nbytes for p in parameters.values() if p.requires_grad)
+    rows = () if plan.memory is None else plan.memory.candidates
+    away = plan.offload is not None
+    taken = {
+        one.micro_batch: one.seconds
+        for one in rows
+        if one.seconds is not None and one.away == away and one.micro_batch <= size
+    }
+    timed = of_micro_batches(taken, size)
+    link = None if network is None else Link(parse_bandwidth(network))
+    return scaled(profile, plan.micro_batch, timed, nbytes, link, goal)
+
+
+def of_micro_batches(steps: Mapping[int, float], size: int) -> dict[int, float]:
+    """Return the seconds of one micro-batch, from those of a step that it divides.
+
+    A step is as many whole ones as there are, and one of the rest, which lies between smaller sizes
+    (`anybatch.planner.choice.step_seconds`); so they are taken by size, the smallest first.
+
+    Args:
+        steps: samples in a micro-batch -> seconds of a step.
+        size: N_B, samples of the step.
+    """
+    found: dict[int, float] = {}
+    for n, seconds in sorted(steps.items()):
+        count, rest = divmod(size, n)
+        below = max(found, default=0)
+        if not rest or rest in found or rest < below:
+            known, weight = (between(found, rest) if rest else 0.0), 0.0
+        elif found:  # on the line from the size below to this one
+            weight = (rest - below) / (n - below)
+            known = (1 - weight) * found[below]
+        else:
+            known, weight = 0.0, 1.0
+        found[n] = max(0.0, seconds - known) / (count + weight)
+    return {n: seconds for n, seconds in found.items() if seconds > 0}

@@ -1,0 +1,211 @@
+"""`plan`: what a training step would do, hold and take, before any training.
+
+Like a database's EXPLAIN: the decision the engine would make for a batch, with the sizes it would
+not take and why. Nothing is left behind: gradients, buffers and dice are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.absent import AbsentDevice, parse_device
+from anybatch.core.batch import LazyBatch
+from anybatch.core.errors import NotYetError
+from anybatch.core.plan import Plan
+from anybatch.core.prepared import bare
+from anybatch.engine.crew import several
+from anybatch.engine.engine import BatchNormMode, Engine, RngMode
+from anybatch.lockstep.adaptive import Adaptive
+from anybatch.loss.declared import Loss
+from anybatch.tools.goals import goal_of, scale_of
+from anybatch.tools.profile import pace_of, profile
+from anybatch.tools.question import AUTO, Question
+from anybatch.tools.scaled import Goal
+
+NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
+STEPS, ENOUGH = 20, 5.0
+"""Steps of a loop that are measured at most, and seconds after which no further one is begun."""
+
+
+def plan(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor] | Loss | None,
+    batch: Any,
+    *,
+    memory: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    micro_batch: int | None = None,
+    batchnorm: BatchNormMode | Adaptive = "exact",
+    rng: RngMode = "lane",
+    timed: bool = True,
+    states: Literal["host", "file", "auto"] | None = None,
+    offload: str = "auto",
+    spill: str | PathLike[str] | None = None,
+    workspace: int | str | None = None,
+    loader: Iterable[Any] | None = None,
+    split: Callable[[Any], tuple[Any, Any]] | None = None,
+    gpus: int | None = None,
+    speedup: float | None = None,
+    deadline: float | None = None,
+    epochs: int = 1,
+    network: str | None = None,
+    device: str | None = None,
+) -> Plan:
+    """Return the plan that an `Engine` would make for a batch, without training on it.
+
+    The memory is foreseen by rehearsals on tensors without data, checked against one real step of
+    two samples; the sizes that fit are timed on the device, a few micro-batches each. A model that
+    FSDP has sharded is gathered for it, so there all ranks must call it.
+
+    Args:
+        model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch`,
+            `batchnorm` and `rng`.
+        loss_fn: the loss.
+        batch: ``(inputs, targets)`` as for `Engine.backward`, or a `LazyBatch`.
+        memory: bytes, or a text such as "6GiB"; None (default) is what is left on the device.
+        optimizer: its state is counted as it will be after its first step.
+        micro_batch: samples; None (default) chooses.
+        batchnorm: as in `Engine`.
+        rng: "lane" (default) or "batch".
+        timed: time the sizes that fit. Default True; if False the plan takes the largest that
+            fits.
+        offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one
+            sample does not fit with them, and where larger micro-batches or lanes, or the
+            undivided batch instead of lanes, have been timed to be faster so; "host" (from a GPU)
+            or "file" in any case; "off" never. Without timing, the size is then the
+            one of which the least leaves.
+        states: where the optimizer's state waits between its steps, as `offload_states` does it:
+            "host" memory from CUDA, a "file" on the CPU. Where a step does not fit with that, the
+            parameters and gradients of the model leave too, and the plan says how many bytes of all
+            of them are in memory; such a plan is obeyed inside ``with engine.states:``. "auto"
+            lets them leave where nothing fits otherwise. Default None: they stay on the device.
+        spill: folder of these files, which have no name and are gone with the process. Default
+            None: the system's folder for temporary files.
+        workspace: as in `Engine`: what one convolution may allocate so that it is faster. It
+            counts; the plan says how each is divided, and one that is obeyed measures nothing.
+            "auto" shares the budget with them where a step is faster so
+            (`anybatch.planner.sharing`).
+        loader: of the training's mini-batches; a few steps of the loop with it are measured as
+            `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch,
+            unless the optimizer's state is to wait elsewhere, which it says. It needs `optimizer`.
+            Default None: the plan tells those of candidates only. With it the plan also tells what
+            more GPUs would bring, at the same mini-batch.
+        split: what takes its mini-batches apart, as in `anybatch.profile`. Default: pairs.
+        gpus: how many of them are wanted. Default None: the table alone.
+        speedup: how many times as fast as one GPU they are to be.
+        deadline: seconds that all `epochs` may take; the loader must know its length.
+        epochs: Default 1.
+        network: what carries gradients between GPUs, in bits a second: "10Gbit". Default None:
+            summing them is taken to cost nothing, and the plan says so.
+        device: a CUDA device that is not there, by the size of its memory: "cuda:24GiB". The model
+            and the batch stay on the host; the dry run counts what that device would, nothing is
+            timed, and the plan says what was assumed and what was not measured. Default None: the
+            device that the model is on.
+
+    Returns:
+        The plan; give it to ``Engine(plan=...)`` to have it obeyed.
+
+    Raises:
+        BudgetError: a micro-batch of one sample does not fit, whatever leaves.
+        StoreError: what leaves does not fit where it goes.
+        NotYetError: `workspace="auto"` with a `LazyBatch` or over ranks; a goal over ranks.
+        AnybatchError: what `Engine.backward` would refuse.
+        ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
+            `optimizer`; there is a goal and no loader, or several goals; `offload`, `states` or
+            `spill` is nothing here, or there is no optimizer whose state could leave; `device` is
+            no such text, or comes with what only a device can measure; or as for `Engine`.
+
+    Example:
+        >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))
+    """
+    if isinstance(batch, LazyBatch):
+        inputs, targets = batch, None
+    elif isinstance(batch, tuple) and len(batch) == 2:
+        inputs, targets = batch
+    else:
+        raise ValueError(
+            "batch must be a pair (inputs, targets), with None for no targets, or a LazyBatch, "
+            f"and it is {type(batch).__name__}"
+        )
+
+    wanted = goal_of(gpus, speedup, deadline, epochs=epochs, loader=loader, network=network)
+    if loader is not None and optimizer is None:
+        raise ValueError(
+            "a loader is given for the seconds of whole steps, and no optimizer that takes them: "
+            "give optimizer="
+        )
+
+    target = None if device is None else _absent_device(device, loader)
+    _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
+    question = Question(
+        *(model, bare(optimizer), (inputs, targets)),
+        make=partial(Engine, model, loss_fn, optimizer=optimizer, batchnorm=batchnorm, rng=rng),
+        memory=memory,
+        micro_batch=micro_batch,
+        offload=offload,
+        spill=spill,
+        device=target,
+    )
+    found = question.answer(workspace, states, timed=timed)
+    if loader is None:
+        return found
+    if found.states is not None:
+        return replace(found, reasons=(*found.reasons, NOT_MEASURED))
+    assert optimizer is not None
+    enough = inf if several() else ENOUGH  # whose clocks differ
+    steps = profile(
+        loader, question.make(plan=found), optimizer, steps=STEPS, enough=enough, split=split
+    )
+    scale = None if several() else scale_of(found, steps, optimizer, wanted, network, question.size)
+    return replace(found, pace=pace_of(steps, loader), scale=scale)
+
+
+def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:
+    """Return the device that is not there.
+
+    Raises:
+        ValueError: `device` does not describe one, or a loop is to be measured on it.
+    """
+    found = parse_device(device)
+    if found is None:
+        raise ValueError(
+            'device must be a CUDA device with the size of its memory, such as "cuda:24GiB", and '
+            f"it is {device!r}: leave it out to plan for the device that the model is on"
+        )
+    if loader is not None:
+        raise ValueError(
+            f"a loop is measured on its device, and a device of {found.size} is not there: leave "
+            "loader out"
+        )
+    return found
+
+
+def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
+    """Refuse what one process can do with a batch that is there, and others cannot.
+
+    Raises:
+        NotYetError: ranks would find other seconds, or a batch can be run once only.
+    """
+    if shares and isinstance(batch, LazyBatch):
+        raise NotYetError(
+            "a budget is shared with convolutions by running steps of a mini-batch, and a "
+            "LazyBatch can be run once only: give a pair of tensors, or a workspace in bytes"
+        )
+    if shares and several():
+        raise NotYetError(
+            "a budget is not shared with convolutions over ranks today, whose clocks differ: give "
+            "a workspace in bytes"
+        )
+    if foresees and several():
+        raise NotYetError(
+            "what more GPUs bring is foreseen from one process, and there are several: plan "
+            "without torchrun"
+        )

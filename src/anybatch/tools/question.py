@@ -1,0 +1,177 @@
+"""What a plan answers: a mini-batch, how much of a device it may take, and what may go elsewhere.
+
+One forecast answers it where everything stays. Where a budget is to be shared with convolutions, or
+something has to leave first, several are made, each by an engine of its own, until one is taken:
+
+    workspace      engine ──> plan, one or a few     the fastest        (`anybatch.planner.sharing`)
+    states         all stay │ state leaves │ all of the model leaves    the first that fits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core.absent import AbsentDevice, planned_for
+from anybatch.core.accelerator import of
+from anybatch.core.batch import LazyBatch, TensorBatch
+from anybatch.core.errors import BudgetError
+from anybatch.core.optimizers import device_of
+from anybatch.core.plan import Plan
+from anybatch.core.units import parse_bytes
+from anybatch.engine.engine import Engine
+from anybatch.memory.spill import takes
+from anybatch.offload.states.planned import plan_away, states_of
+from anybatch.planner.sharing import shared
+from anybatch.tools.profile import step_seconds
+
+AUTO = "auto"
+"""What has a workspace, or where states wait, found out."""
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Have layers computed by torch's own kernels in the body: oneDNN is for the host alone."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def refuse_absent(
+    device: AbsentDevice, model: nn.Module, memory: int | str | None, workspace: int | str | None
+) -> None:
+    """Refuse what a dry run for a device that is not there cannot do.
+
+    Raises:
+        ValueError: the model is not on the host, `memory` is more than the device leaves, or a
+            `workspace` is to be measured.
+    """
+    device.budget(memory)
+    elsewhere = [p.device for p in model.parameters() if p.is_meta or not of(p.device).host]
+    if elsewhere:
+        raise ValueError(
+            "a model must be on the host to be planned for a device that is not there, and a "
+            f'parameter is on {elsewhere[0]}: give model.to("cpu"), or leave device out'
+        )
+    if workspace is not None:
+        raise ValueError(
+            "the workspace of convolutions is measured on the device, and a device of "
+            f"{device.size} is not there: leave workspace out"
+        )
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned: a mini-batch, what makes an engine, and what a person has said.
+
+    Attributes:
+        model: whose parameters may leave.
+        optimizer: whose state may.
+        batch: inputs and targets.
+        make: makes an engine; takes what a plan decides, or the plan.
+        memory: of a step, as for `Engine`.
+        micro_batch: samples, or None.
+        offload: as for `anybatch.plan`.
+        spill: as for `anybatch.plan`.
+        device: that it is planned for and that is not there; None (default) is where the model is.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    batch: tuple[Any, Any]
+    make: Callable[..., Engine]
+    memory: int | str | None = None
+    micro_batch: int | None = None
+    offload: str = AUTO
+    spill: str | PathLike[str] | None = None
+    device: AbsentDevice | None = None
+    _made: list[tuple[Plan, Engine]] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """N_B, samples of the mini-batch."""
+        inputs, targets = self.batch
+        return (
+            inputs.size if isinstance(inputs, LazyBatch) else TensorBatch.of(inputs, targets).size
+        )
+
+    def answer(
+        self, workspace: int | str | None = None, states: str | None = None, *, timed: bool = True
+    ) -> Plan:
+        """Return the plan.
+
+        Args:
+            workspace: of one convolution; "auto" shares the budget; None (default) has none.
+            states: "host" or "file": where the optimizer's state waits, and parameters and
+                gradients where nothing fits otherwise; "auto" has it wait where nothing fits
+                otherwise; None (default) has all stay.
+            timed: time the sizes that fit. Default True.
+
+        Raises:
+            ValueError: `workspace` means nothing, or needs a device that is not there; or as
+                `refuse_absent`.
+            BudgetError: not even one sample fits.
+        """
+        if self.device is not None:
+            return self._without(self.device, workspace, states)
+        if workspace not in (None, AUTO):
+            parse_bytes(workspace, "workspace", word=AUTO)
+        within = self._shared if workspace == AUTO else partial(self._foresee, workspace)
+        return self._with_states(partial(within, timed=timed), states)
+
+    def _without(
+        self, device: AbsentDevice, workspace: int | str | None, states: str | None
+    ) -> Plan:
+        """Return the plan for a device that is not there: a dry run on the host, not timed."""
+        refuse_absent(device, self.model, self.memory, workspace)
+        with planned_for(device), _without_onednn():
+            found = self._with_states(partial(self._foresee, None, timed=False), states)
+        return replace(found, device=device)
+
+    def engine_of(self, plan: Plan) -> Engine:
+        """Return the engine that has foreseen a plan that was an answer."""
+        return next(
+            engine
+            for found, engine in reversed(self._made)
+            if (found.memory, found.convolutions) == (plan.memory, plan.convolutions)
+        )
+
+    def _foresee(self, workspace: int | str | None, *, timed: bool = True) -> Plan:
+        """Return the plan with so much workspace."""
+        timed = timed and self.device is None
+        engine = self.make(memory=self.memory, micro_batch=self.micro_batch, workspace=workspace)
+        found = engine.foresee(*self.batch, timed=timed, offload=self.offload, spill=self.spill)
+        self._made.append((found, engine))
+        return found
+
+    def _shared(self, *, timed: bool = True) -> Plan:
+        """Return the plan whose step takes the fewest seconds, whatever workspace that is."""
+
+        def seconds(found: Plan) -> float:
+            return step_seconds(self.make(plan=found), self.optimizer, *self.batch)
+
+        return shared(partial(self._foresee, timed=timed), seconds)
+
+    def _with_states(self, foresee: Callable[..., Plan], states: str | None) -> Plan:
+        """Return the plan with the optimizer's state where it is told to wait, or has to."""
+        store = states
+        if store is None or store == AUTO:
+            try:
+                return foresee()
+            except BudgetError:
+                if store is None or self.optimizer is None:
+                    raise
+            store = takes(device_of(self.optimizer))[0]
+        where = states_of(store, self.spill, self.optimizer, self.memory)
+        assert self.optimizer is not None
+        return plan_away(foresee, where, self.optimizer, self.model, self.size)
