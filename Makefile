@@ -71,7 +71,7 @@ docs: $(READY)  ## write docs/{api,benchmarks,papers}.md and the tables of READM
 	$(BIN)/python -m scripts.docs
 
 site: $(READY)  ## the documentation as a site: examples run, public names told, no broken link
-	$(PYTEST) -q tests/claims/test_docs.py tests/claims/test_readme.py tests/claims/test_papers.py
+	$(PYTEST) -q tests/repository/test_docs.py tests/repository/test_readme.py tests/repository/test_papers.py
 	$(BIN)/python -m scripts.website
 
 matrix: $(READY)  ## the tests that a version could break, with every Python and torch (gigabytes)

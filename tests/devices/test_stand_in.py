@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.pool import ranks
+from tests.pool import ranks
 from torch import Tensor, nn
 
 N = 1 << 12

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.claims.test_lanes import ROWS, N
+from tests.exactness.test_lanes import ROWS, N
 from tests.oracle import assert_exact, state_of, undivided
-from tests.ranks.pool import ranks
+from tests.pool import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -3,8 +3,8 @@
     python -m tests.integrations.forked MODULE WORDS...
 
 Each runs the module's `main` of the words, with the environment that torchrun gives. How torchrun
-starts processes is no matter of the tests that use this; `tests/outside/test_torchrun.py` and
-`tests/apps/test_torchrun.py` are about that.
+starts processes is no matter of the tests that use this; `tests/cli/test_guide_torchrun.py` and
+`tests/cli/test_torchrun.py` are about that.
 """
 
 from __future__ import annotations

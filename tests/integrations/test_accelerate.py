@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact, state_of
-from tests.ranks.pool import Pool, ranks
+from tests.pool import Pool, ranks
 from torch import nn
 
 pytest.importorskip(

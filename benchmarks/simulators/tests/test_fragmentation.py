@@ -17,7 +17,7 @@ from benchmarks.simulators.allocators import (
     PowersOfTwo,
 )
 from benchmarks.simulators.fragmentation import Event, events, footprint
-from tests.outofcore.traces import anything, network
+from tests.unit.offload.traces import anything, network
 
 from anybatch.offload.belady import belady
 from anybatch.offload.schedule import Schedule, Stage

@@ -15,7 +15,7 @@ from benchmarks.simulators.recompute import cheap, cheap_recipes
 from benchmarks.simulators.recompute_policy import plan_with_recomputation
 from benchmarks.simulators.rewrite import Rewriter, rewrite
 from benchmarks.simulators.sublinear import sublinear
-from tests.outofcore.traces import anything
+from tests.unit.offload.traces import anything
 
 from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link

@@ -39,18 +39,18 @@ from anybatch.distributed.everyone import Alone, Everyone
 from anybatch.distributed.unison import OffScriptError
 from anybatch.engine.given import LOSS, Given
 from anybatch.execution.buffers import ForwardBuffers, put_back_moved
+from anybatch.execution.collated import Collates
 from anybatch.execution.device import Link, link_to
 from anybatch.execution.dice.learn import attributes_of, learn
 from anybatch.execution.dice.refuse import refuse_scripted
 from anybatch.execution.dice.shared import Laws, Shared, UnknownDrawError
 from anybatch.execution.dice.whole import WholeDice
 from anybatch.execution.discover import discoverer
+from anybatch.execution.full_size import compare_new_sizes, doubt_larger
 from anybatch.execution.gather import COUPLED, gather
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.look import AGAIN, look, quietly
-from anybatch.execution.proof.collated import Collates
 from anybatch.execution.proof.familiar import Familiar
-from anybatch.execution.proof.full_size import compare_new_sizes, doubt_larger
 from anybatch.execution.records import Seen, SeenInLanes
 from anybatch.execution.repeatable import OutputsChangedError, SmallerPlanError, Tries
 from anybatch.execution.retry import whole_step

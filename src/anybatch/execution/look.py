@@ -38,17 +38,17 @@ from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import eager, walk
 from anybatch.core.rng import Dice
 from anybatch.core.unseen import Unseen
+from anybatch.execution.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.execution.guard import Guard
+from anybatch.execution.outside import Named, every_number, first_moved
 from anybatch.execution.proof import halves, longest, rebound
 from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof.declared import DECLARED, Declared, Rows
 from anybatch.execution.proof.entries import Entries
 from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.execution.proof.left import Left, grown, increases, left_behind, within
 from anybatch.execution.proof.masks import Masks
 from anybatch.execution.proof.mixed import mixed_outputs, refuse_declared_use
-from anybatch.execution.proof.outside import Named, every_number, first_moved
 from anybatch.execution.proof.places import Lengths, counted_in, sized
 from anybatch.execution.proof.rebound import Held
 from anybatch.execution.proof.sizes import ComparedSizes

@@ -29,7 +29,7 @@ from anybatch.core import graph, tree
 from anybatch.core.errors import LossError
 from anybatch.core.meeting import as_it_is, in_forward, looks_here, meeting_in, reduce
 from anybatch.core.norm.alone import AloneNorms
-from anybatch.execution.proof.beside import Beside
+from anybatch.execution.beside import Beside
 from anybatch.lockstep.alike import meets_alike, refuse_constants, rows_and_memory, told
 from anybatch.lockstep.batchnorm import Place
 from anybatch.lockstep.gathered import Around, around

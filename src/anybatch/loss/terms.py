@@ -73,7 +73,7 @@ class Term:
         A rehearsal takes a constant without data for the one that was watched. The rows must be as
         long as those of `other`, the whole batch's: what a model cuts to the longest row of a
         micro-batch is no part of what it gives for all (the test of lengths in
-        tests/loss/test_state.py).
+        tests/unit/loss/test_state.py).
         """
         return self._is_like(other, _looks_the_same) and all(
             _rows_alike(self.arguments[name], self.samples, whole, other.samples, other.axes[name])

@@ -19,8 +19,8 @@ from torch import nn
 from anybatch.core.errors import NotExactError
 
 CALL: CodeType = nn.Module._call_impl.__code__
-OUTSIDE = "anybatch.execution.step"
-"""The module that calls the model: what lies before it is the same for all draws."""
+OUTSIDE = ("anybatch.execution.step", "anybatch.core.modules")
+"""The modules that call the model: what lies before them is the same for all draws."""
 
 OURS = "anybatch.execution.dice."
 """The modules that stand between a draw and its kernel."""
@@ -56,7 +56,7 @@ def site(modules: Collection[int]) -> Site:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
         frame = frame.f_back
     chain, codes, words = list[int](), list[CodeType](), ""
-    while frame is not None and frame.f_globals.get("__name__") != OUTSIDE:
+    while frame is not None and frame.f_globals.get("__name__") not in OUTSIDE:
         code = frame.f_code
         if code.co_name == COMPILED:
             raise NotExactError(

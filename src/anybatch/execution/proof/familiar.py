@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.core import graph
-from anybatch.execution.proof.outside import (
+from anybatch.execution.outside import (
     Named,
     Outside,
     beside_rows,

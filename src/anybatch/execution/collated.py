@@ -1,0 +1,317 @@
+"""Comparison of the rows that ``collate_fn`` makes of some items together and of the same apart.
+
+The undivided batch would be collated at once. Where a function normalises by what it is given,
+mixes samples or counts them, what it makes of a micro-batch is no part of that. So a few items are
+loaded once more, in the process that loads for the step, and collated together and in two parts;
+and then the whole batch, beside its micro-batches, as far as there is room for it:
+
+    collate_fn([a, b, c, d])  ->  rows a b c d  ┐ the same bits, where shapes are the same
+    collate_fn([a, b]), collate_fn([c, d])  ->  ┘ else the same numbers in a corner of the larger
+
+The global random generators, and the attributes of an object that is called, are as they were. A
+function of torch's own is known, and not asked. Another one is asked again where the sizes of a
+step, or the code and the numbers that it names, are new.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, default_collate
+
+from anybatch.core import tree
+from anybatch.core.batch import LazyBatch, bytes_of_leaf, collated
+from anybatch.core.errors import NotExactError
+from anybatch.core.rng import Dice
+from anybatch.execution.kinds import bytes_of
+from anybatch.execution.outside import every_number, parts, plain
+from anybatch.execution.proof.familiar import MOST
+from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.step import Step
+
+FEW = 4
+"""Items that are collated, of which half are still more than one."""
+
+ROOM = 2**29
+"""Bytes of rows that are collated at once for a comparison; of a larger batch a part is."""
+
+FINE, DRAWS, MEETS, COUNTS, MOVES, UNKNOWN = "", "draws", "meets", "counts", "moves", "unknown"
+
+MET = (
+    "samples must not meet in collate_fn when the batch is split, and it makes other rows of the "
+    "same items when others come with them: normalise by fixed numbers, and compute what compares "
+    "or counts samples in the model or the loss, or give micro_batch >= the batch size"
+)
+ANOTHER = "collate_fn was another one in too many steps to compare each"
+LARGER = "the batch is larger than what collate_fn was given at once to compare it"
+DOUBTS = {
+    FINE: (),
+    DRAWS: ("collate_fn makes other rows of the same items each time",),
+    COUNTS: ("collate_fn gives another number with more items than with fewer",),
+    MOVES: ("each call of collate_fn moves a number that it may compute with",),
+    UNKNOWN: ("what collate_fn makes of some items could not be compared with fewer of them",),
+}
+
+Cuts = tuple[int, ...]
+"""Where the parts of some items begin, and how many items there are."""
+
+
+class Found(NamedTuple):
+    """Finding of a comparison.
+
+    Attributes:
+        what: one of FINE, DRAWS, MEETS, COUNTS, MOVES and UNKNOWN.
+        bytes: of a row; 0 where that is not known.
+    """
+
+    what: str
+    bytes: int = 0
+
+
+class Collates:
+    """Collate functions of the steps of an engine, with the sizes and doubts of each."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[Any, ComparedSizes, dict[str, None]]] = []
+
+    def ask(self, step: Step) -> None:
+        """Add the doubts of its collate function to a step.
+
+        Args:
+            step: a divided step that has been looked at.
+
+        Raises:
+            NotExactError: they do not.
+        """
+        batch = step.batch
+        if not isinstance(batch, LazyBatch) or _apart(batch.collate_fn):
+            return
+        told = batch.paired, told_of(batch.collate_fn)
+        known = next((one for one in self._known if one[0] == told), None)
+        if known is None and len(self._known) >= MOST:
+            step.doubts += (ANOTHER,)
+            return
+        if known is None:
+            known = told, ComparedSizes(counts=True), {}
+        _, compared, doubts = known
+        samples, micro_batch = max(step.everyone.size, batch.size), step.micro_batch
+        if compared.new(samples, micro_batch):  # else each new size would be loaded twice
+            doubts |= dict.fromkeys(doubts_of_collate(batch, micro_batch, samples))
+            compared.add(samples, micro_batch, step.steps)
+        elif compared.beyond(samples, micro_batch):
+            doubts[LARGER] = None
+        if known not in self._known:
+            self._known.append(known)
+        step.doubts += tuple(why for why in doubts if why not in step.doubts)
+
+
+def told_of(collate_fn: Any) -> tuple[Any, ...]:
+    """Return the code of a collate function and the numbers it names, for comparison."""
+    holder = nn.Module()
+    holder.register_forward_hook(collate_fn)
+    named = [("collate_fn", holder)]
+    held = getattr(getattr(collate_fn, "__self__", collate_fn), "__dict__", {})
+    # of an installed class, too: what has no gradient may be set by any attribute
+    attributes = {name: plain(value) for name, value in held.items()}
+    return type(collate_fn), parts(named), every_number(named), attributes
+
+
+def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) -> tuple[str, ...]:
+    """Return why it is not shown that samples stay apart as a batch is loaded.
+
+    Args:
+        batch: the batch.
+        micro_batch: samples of a micro-batch; 0 (default) compares a few items in halves alone.
+        samples: of all ranks; 0 (default) where there is one.
+
+    Raises:
+        NotExactError: they do not.
+    """
+    count = min(batch.size, FEW)
+    if _apart(batch.collate_fn) or batch.size < 2:
+        return ()
+    few = _compared(batch, count, (0, count // 2, count))
+    if few.what in (DRAWS, MOVES) or not (few.bytes and micro_batch):
+        return DOUBTS[few.what]
+    samples = max(samples, batch.size)
+    room = ROOM // few.bytes // micro_batch * micro_batch
+    if room < min(2 * micro_batch, samples):
+        return (*DOUBTS[few.what], LARGER)
+    starts = (*range(0, batch.size, micro_batch), *range(batch.size, samples, micro_batch))
+    most = min(room, samples)
+    cuts = (*(begin for begin in starts if begin < most), most)
+    found = _compared(batch, min(batch.size, most), cuts)
+    return (*DOUBTS[found.what], *([LARGER] if most < samples else []))
+
+
+def _apart(collate_fn: Any) -> bool:
+    """Say whether a function is torch's own, which collates each item by itself."""
+    return collate_fn in (None, default_collate)
+
+
+def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
+    """Load the first items of a batch, and compare them collated at once and in parts.
+
+    Raises:
+        NotExactError: samples meet in it.
+    """
+    assert batch.collate_fn is not None
+    dice = Dice.now()
+    loader = DataLoader(
+        batch.dataset,
+        batch_sampler=[list(batch.indices[:count])],
+        num_workers=min(batch.workers, 1),
+        collate_fn=Compared(batch.collate_fn, cuts, paired=batch.paired),
+        generator=torch.Generator(),
+    )
+    try:
+        (found,) = loader
+    finally:
+        dice.put_back()
+    if found.what == MEETS:
+        raise NotExactError(MET)
+    assert isinstance(found, Found)
+    return found
+
+
+class Compared:
+    """Stand-in for ``collate_fn`` that compares its results; another process may call it.
+
+    Args:
+        collate_fn: of the batch.
+        cuts: where the parts begin; items are taken again where they are fewer.
+        paired: as of the batch.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], cuts: Cuts, *, paired: bool) -> None:
+        self._collate, self._cuts, self._paired = collate_fn, cuts, paired
+
+    def __call__(self, items: list[Any]) -> Found:
+        """Return the finding."""
+        dice, attributes = Dice.now(), _Attributes(self._collate)
+        size = 0
+        try:
+            before, n = every_number_of(self._collate), self._cuts[-1]
+            whole = self._made(items, range(n))
+            size = max(1, _bytes(whole) // n)
+            drawn = not Dice.now().same_as(dice)
+            dice.put_back()
+            again = None if drawn or n > FEW else self._made(items, range(n))
+            if drawn or (again is not None and _differ(whole, again)):
+                return Found(DRAWS, size)
+            found = set()
+            for begin, end in zip(self._cuts, self._cuts[1:], strict=False):
+                part = self._made(items, range(begin, end))
+                found.add(_differ(tree.rows(whole, begin, end, n), part))
+            if before != every_number_of(self._collate):
+                found.add(MOVES)
+        except Exception:  # the step itself meets what is no question of few items
+            return Found(UNKNOWN, size)
+        finally:
+            dice.put_back()
+            attributes.put_back()
+        order = (UNKNOWN, MEETS, MOVES, COUNTS)
+        return Found(next((one for one in order if one in found), FINE), size)
+
+    def _made(self, items: Sequence[Any], at: range) -> Any:
+        """Collate copies of some items; the function may take its list and them apart."""
+        given = [copy.deepcopy(items[index % len(items)]) for index in at]
+        return collated(self._collate(given), len(at), {}, paired=self._paired)
+
+
+def every_number_of(collate_fn: Any) -> Any:
+    """Return the numbers that a function that collates holds or names."""
+    return told_of(collate_fn)[2:]
+
+
+def _bytes(values: Any) -> int:
+    """Return the bytes of rows, texts aside."""
+    arrays = [leaf for leaf in _leaves(values) if isinstance(leaf, tree.ARRAYS)]
+    return sum(bytes_of(one) if isinstance(one, Tensor) else one.nbytes for one in arrays)
+
+
+class _Attributes:
+    """Attributes of an object that is called, to be put back: a counter must not see more calls."""
+
+    def __init__(self, called: Any) -> None:
+        own = getattr(called, "__self__", called)
+        self._now = getattr(own, "__dict__", {})
+        self._before = dict(self._now)
+
+    def put_back(self) -> None:
+        """Let them be as they were."""
+        moved = self._now.keys() - self._before.keys()
+        for name in moved:
+            del self._now[name]
+        self._now.update(self._before)
+
+
+def _differ(rows: Any, part: Any) -> str:
+    """Return FINE where two trees of as many rows are alike; else MEETS, COUNTS or UNKNOWN.
+
+    Rows that are padded to another length are alike where they are the same up to that, from either
+    end; what else differs beside them may come from the length.
+    """
+    pairs = list(zip(_leaves(rows), _leaves(part), strict=False))
+    if len(pairs) != len(list(_leaves(rows))) or len(pairs) != len(list(_leaves(part))):
+        return UNKNOWN
+    padded = [pair for pair in pairs if _shape(pair[0]) != _shape(pair[1])]
+    if any(len(_shape(a)) != len(_shape(b)) for a, b in padded):
+        return UNKNOWN
+    if not all(_ends(a, b) for a, b in padded):
+        return UNKNOWN
+    others = [pair for pair in pairs if _shape(pair[0]) == _shape(pair[1])]
+    others = [(a, b) for a, b in others if bytes_of_leaf(a) != bytes_of_leaf(b)]
+    if not others:
+        return FINE
+    if padded or all(_rounded(a, b) for a, b in others):
+        return UNKNOWN
+    return COUNTS if all(_is_number(a) and _is_number(b) for a, b in others) else MEETS
+
+
+def _is_number(leaf: Any) -> bool:
+    """Say whether a leaf is a number that belongs to no sample; a loss may not use it."""
+    return isinstance(leaf, Number) or (isinstance(leaf, tree.ARRAYS) and not leaf.ndim)
+
+
+def _rounded(a: Any, b: Any) -> bool:
+    """Say whether two leaves differ as kernels on more rows and on fewer may round otherwise."""
+    if not (isinstance(a, tree.ARRAYS) and isinstance(b, tree.ARRAYS)):
+        return False
+    one, other = torch.as_tensor(a), torch.as_tensor(b)
+    if not one.is_floating_point() or one.dtype != other.dtype:
+        return False
+    eps = torch.finfo(one.dtype).eps ** 0.5
+    return torch.allclose(one, other, rtol=eps, atol=0.0, equal_nan=True)
+
+
+def _leaves(values: Any) -> Iterator[Any]:
+    for _, leaf in tree.leaves(values):
+        if isinstance(leaf, tree.ENTRIES):
+            yield from _leaves(list(leaf))
+        else:
+            yield leaf
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape) if isinstance(leaf, tree.ARRAYS) else ()
+
+
+def _ends(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> bool:
+    """Say whether two arrays are the same as far as both go, from the beginning or from the end."""
+    common = [min(n, m) for n, m in zip(a.shape, b.shape, strict=True)]
+    first = tuple(slice(n) for n in common)
+
+    def last(x: Any) -> tuple[slice, ...]:
+        return tuple(slice(m - n, m) for n, m in zip(common, x.shape, strict=True))
+
+    return any(
+        bytes_of_leaf(a[one]) == bytes_of_leaf(b[other])
+        for one, other in ((first, first), (last(a), last(b)))
+    )

@@ -1,0 +1,186 @@
+"""`anybatch.all_gather`: a model that compares its samples with those of the whole batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_after
+from tests.peaks import assert_a_budget_is_kept
+from tests.pool import Pool, ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import Engine, LaneMismatchError, Loss, NotExactError
+
+N = 22
+SHARDS = {2: (13, 9), 3: (15, 0, 7)}
+
+
+class Contrastive(nn.Module):
+    """InfoNCE inside the model; `norm` makes samples meet in BatchNorm too."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 8), nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[n, 6], [n, 5] -> the mean loss of these rows."""
+        z, w = self.norm(self.one(x).tanh()), self.norm(self.other(y))
+        others, begin = anybatch.all_gather(F.normalize(w, dim=1))
+        own = torch.arange(len(z)) + begin
+        return F.cross_entropy(z @ others.T, own)
+
+
+class Negatives(Contrastive):
+    """Returns similarities; the loss is outside, and needs no other rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """[n, 6], [n, 5] -> how much nearer the own partner is than all, [n]."""
+        z, w = self.norm(self.one(x).tanh()), self.norm(self.other(y))
+        others, _ = anybatch.all_gather(w)
+        return (z * w).sum(1) - (z @ others.T).logsumexp(1)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(N, 6).double(), torch.randn(N, 5).double()
+
+
+def make(kind: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(1)
+    norm = kind.endswith("BatchNorm")
+    if kind.startswith("outside"):
+        return Negatives(norm=norm).double(), lambda out: -out.mean()
+    return Contrastive(norm=norm).double(), Loss.inside(count=lambda inputs, _: len(inputs[0]))
+
+
+def truth(kind: str) -> dict[str, Tensor]:
+    """The undivided batch by torch alone: two steps."""
+    model, loss = make(kind)
+    x, y = batch()
+
+    def run(copied: nn.Module) -> Tensor:
+        for _ in range(2):
+            copied.zero_grad()
+            out = copied(x, y)
+            whole: Tensor = out if isinstance(loss, Loss) else loss(out)
+            whole.backward()
+            descend(copied)
+        return whole
+
+    return state_after(model, run)
+
+
+def descend(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(0.1 * p.grad)
+
+
+KINDS = ["inside", "outside", "inside with BatchNorm", "outside with BatchNorm"]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 22])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_all_micro_batches_are_there_and_get_their_gradient(
+    kind: str, micro_batch: int
+) -> None:
+    model, loss = make(kind)
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=micro_batch)
+        for _ in range(2):
+            copied.zero_grad()
+            found = engine.backward(batch())
+            descend(copied)
+        assert engine.plan is not None
+        assert engine.plan.mechanism == ("lanes" if micro_batch < N else "undivided")
+        return found
+
+    assert_exact(state_after(model, run), truth(kind))
+
+
+def test_a_budget_counts_what_is_gathered() -> None:
+    model, loss = make("outside")
+    memory = anybatch.plan(model, loss, (batch(), None), memory="1GiB", timed=False).memory
+    assert memory is not None
+    engine = Engine(model, loss, memory=memory.floor + (memory.whole - memory.floor) // 2)
+    found = [engine.evaluate(batch()), engine.backward(batch())]
+    assert engine.last is not None
+    assert engine.last.peak_bytes is None or engine.last.peak_bytes <= memory.whole
+    x, y = batch()
+    assert torch.allclose(found[0], loss(model(x, y)), rtol=1e-12)
+    assert torch.allclose(found[1], loss(model(x, y)), rtol=1e-12)
+
+
+@pytest.mark.large(few=6)
+@pytest.mark.parametrize("seed", range(60))
+def test_any_budget_is_kept(seed: int) -> None:
+    """Also one in which the rows of the whole batch are a large part."""
+    draw = random.Random(seed)
+    model, loss = make(draw.choice(KINDS))
+    rows = torch.randn((size := draw.choice([30, 64, 150])), 6), torch.randn(size, 5)
+    model, share = model.float(), draw.random() * draw.choice([1, 0.1])
+    assert_a_budget_is_kept(model, loss, rows, share)
+
+
+def test_without_an_engine_it_is_what_is_given() -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    whole, begin = anybatch.all_gather(x)
+    assert whole is x
+    assert begin == 0
+
+
+def test_local_batchnorm_and_other_shapes_are_refused() -> None:
+    model, loss = make("outside with BatchNorm")
+    with pytest.raises(NotExactError, match="they meet in all_gather called in forward"):
+        Engine(model, loss, micro_batch=4, batchnorm="local").backward(batch())
+
+    class Chooses(Negatives):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            whole, _ = anybatch.all_gather(x if bool(x[0, 0] > 1e3) else y)
+            return self.one(x).sum(1) + whole.sum()
+
+    x, y = batch()
+    x[4, 0] = 1e6
+    with pytest.raises(LaneMismatchError, match=r"all_gather of \[n, 6\]"):
+        Engine(Chooses().double(), loss, micro_batch=4).backward((x, y))
+
+
+def on_rank(rank: int, size: int, kind: str, micro_batch: int) -> dict[str, Tensor]:
+    model, loss = make(kind)
+    begin = sum(SHARDS[size][:rank])
+    own = slice(begin, begin + SHARDS[size][rank])
+    x, y = batch()
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=micro_batch)
+        for _ in range(2):
+            copied.zero_grad()
+            found = engine.backward((x[own], y[own]))
+            descend(copied)
+        return found
+
+    return state_after(model, run)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with ranks(request.param) as found:
+        yield found
+
+
+@pytest.mark.parametrize("micro_batch", [3, 22])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_all_ranks_are_there(pool: Pool, kind: str, micro_batch: int) -> None:
+    want = truth(kind)
+    found = pool.run(on_rank, kind, micro_batch)
+    for got in found:
+        assert_exact(got, want)
+        assert all(torch.equal(got[name], found[0][name]) for name in got)

@@ -1,0 +1,176 @@
+"""Gradients over ranks of every form: large, sparse, half precision, missing, added to, late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_after
+from tests.pool import Pool, ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from anybatch import Engine, LaneMismatchError, LazyBatch
+from anybatch.distributed.pieces import SMALL
+
+N = 12
+SHARDS = {2: (8, 4), 3: (5, 0, 7)}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
+    with ranks(request.param) as found:
+        yield request.param, found
+
+
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, beside a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n] -> [n, 3]."""
+        return self.head(self.table(x))
+
+
+class Branches(nn.Module):
+    """The first rank takes one branch, the others another one; a third is never taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 5] -> [n, 3]."""
+        first = x[:, :1] > 0
+        if bool(first.all()):
+            return self.one(x)
+        return (
+            self.two(x) if not bool(first.any()) else torch.where(first, self.one(x), self.two(x))
+        )
+
+
+class Waves(nn.Module):
+    """A complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 5] -> [n, 3]."""
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+def make(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(4)
+    x, y = torch.randn(N, 5).double(), torch.randint(3, (N,))
+    if kind == "sparse":
+        return Words().double(), torch.randint(9, (N,)), y
+    if kind == "missing":
+        x[:5, 0], x[5:, 0] = 1.0, -1.0
+        return Branches().double(), x, y
+    if kind == "complex":
+        return Waves(), x, y
+    wide = SMALL // 5 + 1 if kind == "large" else 7
+    return nn.Sequential(nn.Linear(5, wide), nn.Tanh(), nn.Linear(wide, 3)).double(), x, y
+
+
+def ignoring(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, ignore_index=1)
+
+
+def sliced(rank: int, size: int, tensor: Tensor) -> Tensor:
+    begin = sum(SHARDS[size][:rank])
+    return tensor[begin : begin + SHARDS[size][rank]]
+
+
+def on_rank(rank: int, size: int, kind: str) -> dict[str, Tensor]:
+    model, x, y = make(kind)
+    x, y = sliced(rank, size, x), sliced(rank, size, y)
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, ignoring, micro_batch=3)
+        if kind == "late" and len(x):
+            return engine.backward(LazyBatch(TensorDataset(x, y)))
+        found = engine.backward(x, y)
+        return engine.backward(x, y) if kind == "added" else found
+
+    return {name: t.to_dense() for name, t in state_after(model, run).items()}
+
+
+def truth(kind: str) -> dict[str, Tensor]:
+    model, x, y = make(kind)
+
+    def run(copied: nn.Module) -> Tensor:
+        for _ in range(2 if kind == "added" else 1):
+            loss = ignoring(copied(x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    return {name: t.to_dense() for name, t in state_after(model, run).items()}
+
+
+@pytest.mark.parametrize("kind", ["large", "sparse", "missing", "complex", "late", "added"])
+def test_gradients_of_every_form_are_those_of_all_ranks(pool: tuple[int, Pool], kind: str) -> None:
+    _, workers = pool
+    found, want = workers.run(on_rank, kind), truth(kind)
+    for got in found:
+        assert got.keys() == want.keys()
+        assert_exact(got, want)
+        assert all(torch.equal(got[name], found[0][name]) for name in got)
+
+
+def in_half(rank: int, size: int) -> list[Any]:
+    model, x, y = make("plain")
+    model, x = model.bfloat16(), x.bfloat16()
+    engine = Engine(model, F.cross_entropy, micro_batch=1)
+    engine.backward(sliced(rank, size, x), sliced(rank, size, y))
+    return [p.grad for p in model.parameters()]
+
+
+def test_half_precision_is_summed_in_float32_and_rounded_once(pool: tuple[int, Pool]) -> None:
+    _, workers = pool
+    model, x, y = make("plain")
+    model, x = model.bfloat16(), x.bfloat16()
+    Engine(model, F.cross_entropy, micro_batch=1).backward(x, y)
+    eps = torch.finfo(torch.bfloat16).eps
+    for found in workers.run(in_half):
+        for got, p in zip(found, model.parameters(), strict=True):
+            assert p.grad is not None
+            assert got.dtype == torch.bfloat16
+            apart = (got.float() - p.grad.float()).abs()
+            assert bool((apart <= eps * p.grad.float().abs().clamp(min=1e-6)).all())
+
+
+def scaled(rank: int, size: int, known: bool) -> Any:
+    """Train with a loss that holds a parameter of its own; only the first rank has samples."""
+    torch.manual_seed(4)
+    model, scale = nn.Linear(5, 3).double(), nn.Parameter(torch.ones(3).double())
+    x, y = torch.randn(N, 5).double(), torch.randint(3, (N,))
+    F.cross_entropy(model(x) * scale, y).backward()
+    assert scale.grad is not None
+    want, scale.grad = scale.grad, None
+    model.zero_grad()
+    n = 0 if rank else N
+    trained = torch.optim.SGD([*model.parameters(), scale]) if known else None
+    engine = Engine(
+        model, lambda out, y: F.cross_entropy(out * scale, y), micro_batch=4, optimizer=trained
+    )
+    try:
+        engine.backward(x[:n], y[:n])
+    except LaneMismatchError as error:
+        return str(error)
+    return {"": want}, {"": scale.grad}
+
+
+def test_a_rank_without_samples_must_be_told_what_the_loss_holds(pool: tuple[int, Pool]) -> None:
+    for said in pool[1].run(scaled, False):
+        assert "every rank must know the same parameters, and rank 0 is at the sum of 3" in said
+    for want, got in pool[1].run(scaled, True):
+        assert_exact(got, want)

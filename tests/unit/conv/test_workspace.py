@@ -1,0 +1,345 @@
+"""The workspace of convolutions in a plan: counted, chosen before a step, and obeyed to the bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.unit.conv.problems import distance, problem
+from torch import Tensor, nn
+
+import anybatch
+from anybatch import BudgetError, Plan
+from anybatch.conv import costs
+from anybatch.conv.calls import kernels_of
+from anybatch.conv.heard import Hearing, sizes_of
+from anybatch.conv.problem import Problem
+from anybatch.engine.runner import Runner
+from anybatch.memory.meter import Meter, within_kernel
+from anybatch.planner.forecast import WORKSPACE
+
+LOSS = nn.CrossEntropyLoss()
+KIB = 1 << 10
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv1d(2, 8, 31, padding=15), nn.ReLU(), nn.Conv1d(8, 8, 63, 2, 31, groups=8)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(16, 3))
+
+
+def batch(size: int = 11) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(size, 2, 200), torch.randint(3, (size,))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def true(x: Tensor, y: Tensor) -> list[Tensor]:
+    whole = net().double()
+    LOSS(whole(x.double()), y).backward()
+    return gradients(whole)
+
+
+class Measured:
+    """FFT is the fastest, and more so for more samples; who measures inside a step is found out."""
+
+    def __init__(self) -> None:
+        self.now, self.inside = False, 0
+
+    def __call__(self, one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        self.inside += self.now
+        return (0.1 if name == "fft" else 1.0) * size**0.9, costs.held(one, size, name), 0.0
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    found, run = Measured(), Runner.run
+
+    def watched(self: Runner, *args: Any) -> Tensor:
+        found.now = True
+        try:
+            return run(self, *args)
+        finally:
+            found.now = False
+
+    monkeypatch.setattr(costs, "measure", found)
+    monkeypatch.setattr(Runner, "run", watched)
+    return found
+
+
+def owners(plan: Plan | None) -> dict[str, int]:
+    assert plan is not None
+    assert plan.memory is not None
+    return dict(plan.memory.owners)
+
+
+@pytest.mark.large(few=1)
+@pytest.mark.parametrize("how", ["its own", "of a context", "a given size"])
+def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
+    how: str, measured: Measured
+) -> None:
+    x, y = batch()
+    given: dict[str, Any] = {} if how == "of a context" else {"workspace": "200KiB"}
+    size = {"micro_batch": 4} if how == "a given size" else {}
+    wanted = true(x, y)
+
+    def run() -> None:
+        model = net()
+        engine = anybatch.Engine(model, LOSS, memory="700KiB", **given, **size)
+        for _ in range(3):
+            model.zero_grad()
+            engine.backward(x, y)
+            for mine, its in zip(gradients(model), wanted, strict=True):
+                assert distance(mine, its) < 1e-5
+        last = engine.last
+        assert last is not None
+        assert engine.plan is not None
+        assert engine.plan.convolutions is not None
+        space = engine.plan.convolutions.used
+        assert 0 < space <= 200 * KIB
+        assert last.predicted_bytes is not None
+        assert last.predicted_bytes <= 700 * KIB
+        assert owners(engine.plan)[WORKSPACE] == space
+        memory = engine.plan.memory
+        assert memory is not None
+        rows = {c.micro_batch: c.peak_bytes for c in memory.candidates if not c.away}
+        assert rows.get(engine.plan.micro_batch, memory.predicted) == memory.predicted
+        assert memory.floor <= memory.predicted
+
+    if how == "of a context":
+        with anybatch.convolutions("200KiB"):
+            run()
+    else:
+        run()
+    assert not measured.inside
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_is_held_is_measured_with_what_kernels_allocate_inside() -> None:
+    x, y = batch(16)
+    held = {}
+    for space in (None, "400KiB"):
+        engine = anybatch.Engine(net(), LOSS, memory="1MiB", micro_batch=4, workspace=space)
+        engine.backward(x, y)
+        assert engine.last is not None
+        assert engine.last.peak_bytes is not None
+        assert engine.last.predicted_bytes is not None
+        held[space] = engine.last.peak_bytes
+        assert engine.last.peak_bytes <= engine.last.predicted_bytes
+    assert held["400KiB"] > held[None] + 10 * KIB
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_plan_is_obeyed_to_the_bit_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = batch()
+    model = net()
+    plan = anybatch.plan(model, LOSS, (x, y), memory="700KiB", workspace="200KiB")
+    assert not any(p.grad is not None for p in model.parameters())
+    first = anybatch.Engine(model, LOSS, memory="700KiB", workspace="200KiB")
+    first.backward(x, y)
+    assert first.plan is not None
+    text = first.plan.to_json()
+    assert Plan.from_json(text) == first.plan
+    assert "kernels not torch's own" in str(plan)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("a plan that is obeyed measures nothing")
+
+    monkeypatch.setattr(costs, "measure", never)
+    again = copy.deepcopy(model)
+    second = anybatch.Engine(again, LOSS, plan=Plan.from_json(text))
+    for _ in range(2):
+        again.zero_grad()
+        second.backward(x, y)
+        assert all(
+            torch.equal(a, b) for a, b in zip(gradients(again), gradients(model), strict=True)
+        )
+    assert second.plan is not None
+    assert second.plan.convolutions == first.plan.convolutions
+    old = json.loads(text)
+    del old["convolutions"]
+    assert Plan.from_json(json.dumps(old)).convolutions is None
+    again.zero_grad()
+    second.backward(x[:3], y[:3])  # a size that the plan does not know: torch's own
+    assert second.plan.convolutions == first.plan.convolutions
+    for mine, its in zip(gradients(again), true(x[:3], y[:3]), strict=True):
+        assert distance(mine, its) < 1e-5
+
+
+def test_what_cannot_be_heard_is_chosen_after_the_first_step(measured: Measured) -> None:
+    class Peeks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor) -> Any:
+            assert float(x.flatten()[0]) < 100  # no fake tells its value
+            return self.inner(x)
+
+    x, y = batch()
+    model = Peeks()
+    engine = anybatch.Engine(model, LOSS, memory="1MiB", micro_batch=4, workspace="200KiB")
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        engine.backward(x, y)
+        assert engine.plan is not None
+        assert engine.plan.convolutions is not None
+        found.append(len(engine.plan.convolutions.kernels))
+        for mine, its in zip(gradients(model), true(x, y), strict=True):
+            assert distance(mine, its) < 1e-5
+    assert found[1] > found[0]
+    assert not measured.inside
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_model_without_convolutions_needs_no_workspace() -> None:
+    model, x, y = nn.Linear(50, 3), torch.randn(20, 50), torch.randint(3, (20,))
+    with anybatch.convolutions("1GiB"):
+        plan = anybatch.plan(model, LOSS, (x, y), memory="40KiB")
+    assert WORKSPACE not in owners(plan)
+
+
+def test_what_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="workspace must be a number of bytes"):
+        anybatch.Engine(net(), LOSS, workspace="lots")
+    with pytest.raises(ValueError, match='or "1.5GB", or "auto", and it is'):
+        anybatch.plan(net(), LOSS, batch(), workspace="aut")
+    plan = anybatch.plan(net(), LOSS, batch(), micro_batch=4, timed=False)
+    with pytest.raises(ValueError, match="workspace, and one of them was given"):
+        anybatch.Engine(net(), LOSS, plan=plan, workspace="1MiB")
+    with pytest.raises(anybatch.NotYetError, match="convolutions are divided on cpu"):
+        anybatch.Engine(net().to("meta"), LOSS, workspace="1MiB")
+
+
+def test_a_meter_counts_what_a_kernel_says_it_allocates() -> None:
+    device = torch.device("cpu")
+
+    def kernel(x: Tensor) -> Tensor:
+        with within_kernel(device, 1000), within_kernel(torch.device("cuda"), 5000):
+            return x.clone()
+
+    with torch.library._scoped_library("workspace_test", "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", kernel, "CPU")
+        x = torch.zeros(10)
+        with Meter(device, {"operands": [x]}) as meter:
+            y = torch.ops.workspace_test.op(x)
+            assert meter.live == x.nbytes + y.nbytes
+            with within_kernel(device, 10**6):  # none runs
+                pass
+        assert meter.peak == x.nbytes + 1000
+
+
+def test_kernels_are_heard_with_their_layers_and_sizes() -> None:
+    model, (x, _) = net(), batch(4)
+    with Hearing(model) as hearing:
+        model(x).sum().backward()
+    keys = list(hearing.keys)
+    assert [(p.kernel, size) for p, size in keys] == [
+        ("forward", 4),
+        ("forward", 4),
+        ("data", 4),
+        ("filter", 4),
+        ("filter", 4),
+    ]
+    assert [hearing.layers(p) for p, _ in keys] == [["0"], ["2"], ["2"], ["2"], ["0"]]
+    assert hearing.layers(problem("forward", 2, "plain")) == []
+    assert kernels_of("aten::mm", ()) == []
+    assert sizes_of(100, 32) == [32, 4]
+    assert sizes_of(8, 32) == [8]
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_network_that_shares_its_workspace_has_all_of_it_counted() -> None:
+    x, y = batch()
+    with anybatch.convolutions(workspace_total="100KiB"):
+        engine = anybatch.Engine(net(), LOSS, memory="700KiB", micro_batch=4)
+        for _ in range(3):
+            engine.model.zero_grad()
+            engine.backward(x, y)
+        assert engine.last is not None
+        assert owners(engine.plan)[WORKSPACE] == 100 * KIB
+        for mine, its in zip(gradients(engine.model), true(x, y), strict=True):
+            assert distance(mine, its) < 1e-5
+
+
+@pytest.mark.large(few=1)
+@pytest.mark.usefixtures("measured")
+@pytest.mark.parametrize("memory", ["250KiB", "2MiB"])
+def test_lanes_compute_with_a_workspace_too(memory: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv1d(2, 8, 31, padding=15), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 4, 5)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 196, 3))
+    x, y = batch()
+    exact = copy.deepcopy(model).double()
+    LOSS(exact(x.double()), y).backward()
+    engine = anybatch.Engine(model, LOSS, memory=memory, micro_batch=4, workspace="100KiB")
+    for _ in range(2):
+        model.zero_grad()
+        engine.backward(x, y)
+    for mine, its in zip(model.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert its.grad is not None
+        if float(its.grad.norm()) > 1e-6:  # a bias before BatchNorm has none
+            assert distance(mine.grad, its.grad) < 1e-4
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.convolutions is not None
+
+
+def needs(workspace: str | None, size: int = 1) -> int:
+    """Return what a step needs with so much workspace for its kernels."""
+    plan = anybatch.plan(
+        net(), LOSS, batch(), memory="1GiB", workspace=workspace, micro_batch=size, timed=False
+    )
+    assert plan.memory is not None
+    return plan.memory.predicted
+
+
+@pytest.mark.parametrize("room", ["some of it", "none of it"])
+def test_a_workspace_that_leaves_no_room_for_a_step_is_lowered(
+    room: str, measured: Measured
+) -> None:
+    x, y = batch()
+    plain = needs(None)
+    memory = plain + (60 * KIB if room == "some of it" else 0)
+    engine = anybatch.Engine(model := net(), LOSS, memory=memory, workspace="4MiB")
+    engine.backward(x, y)
+    for mine, its in zip(gradients(model), true(x, y), strict=True):
+        assert distance(mine, its) < 1e-5
+    plan, last = engine.plan, engine.last
+    assert plan is not None
+    assert plan.convolutions is not None
+    assert last is not None
+    assert last.peak_bytes is not None
+    assert last.peak_bytes <= (last.predicted_bytes or 0) <= memory
+    assert plan.convolutions.given == 4 << 20
+    assert plan.convolutions.used <= plan.convolutions.workspace <= memory - plain
+    assert "(4.0 MiB would leave too little for a step)" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert (plan.convolutions.other > 0) == (room == "some of it")
+    assert not measured.inside
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_does_not_fit_without_any_workspace_is_refused_with_what_that_needs() -> None:
+    plain = needs(None)
+    plan = partial(anybatch.plan, net(), LOSS, batch(), workspace="4MiB", offload="off")
+    with pytest.raises(BudgetError, match="a step must fit in memory") as refused:
+        plan(memory=plain - 1)
+    assert refused.value.needed == plain
+    found = plan(memory=plain)
+    assert found.memory is not None
+    assert found.memory.predicted <= plain
+    theirs = pytest.raises(BudgetError, match="or more, a smaller workspace, a smaller model")
+    with anybatch.convolutions("4MiB"), theirs as refused:
+        anybatch.plan(net(), LOSS, batch(), memory=2 * plain, offload="off")
+    assert refused.value.needed >= 4 << 20

@@ -1,0 +1,392 @@
+"""What people write, and a fresh eye has found: never shown where wrong, exact where honest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_after, state_of, undivided
+from tests.unit.execution.proof.nets import Body, Net, batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from anybatch import AnybatchError, Engine, NotExactError
+
+Given = Callable[[Tensor, Any], Tensor]
+
+
+def chosen(h: Tensor, ids: Tensor) -> Tensor:
+    sums = torch.zeros(9, h.shape[1], dtype=h.dtype).index_add(0, ids, h)
+    return h - sums[ids] / 2
+
+
+def counted(h: Tensor, ids: Tensor) -> Tensor:
+    often = torch.zeros(9, dtype=h.dtype).scatter_add(0, ids, torch.ones(len(ids), dtype=h.dtype))
+    return h / often[ids][:, None]
+
+
+def last_writer(h: Tensor, ids: Tensor) -> Tensor:
+    table = torch.zeros(9, h.shape[1], dtype=h.dtype)
+    table[ids] = h.detach()
+    return h + table[ids]
+
+
+def longest(h: Tensor, rows: list[Any]) -> Tensor:
+    return h * max(len(row) for row in rows)
+
+
+def halves(h: Tensor, _: Any) -> Tensor:
+    half = len(h) // 2
+    return torch.cat([h[:half].tanh(), h[half:]])
+
+
+def every_other(h: Tensor, _: Any) -> Tensor:
+    h = h.clone()
+    h[::2] *= -1
+    return h
+
+
+def among(h: Tensor, ids: Tensor) -> Tensor:
+    return h * torch.isin(ids, ids + 1)[:, None]
+
+
+def all_alike(h: Tensor, ids: Tensor) -> Tensor:
+    return h * (2.0 if torch.equal(ids, ids.clamp(max=5)) else 1.0)
+
+
+def quantised(h: Tensor, _: Any) -> Tensor:
+    def pack(saved: Tensor) -> Tensor:
+        return (saved / saved.abs().max() * 7).round() / 7 * saved.abs().max()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        return (h * h).exp()
+
+
+def filters(h: Tensor, _: Any) -> Tensor:
+    made = (h.softmax(0).sum(0) * torch.ones(len(h), 1, dtype=h.dtype))[:, None, :3]
+    return h + F.conv1d(h[:, None], made[:1], padding=1)[:, 0]
+
+
+def bags(h: Tensor, _: Any) -> Tensor:
+    table = torch.eye(8, dtype=h.dtype)
+    weights = h.detach().softmax(0)
+    places = torch.arange(8).expand(len(h), 8)
+    return h + F.embedding_bag(places, table, per_sample_weights=weights, mode="sum")
+
+
+def poured(h: Tensor, ids: Tensor) -> Tensor:
+    table = torch.arange(11.0, dtype=h.dtype)[:, None].expand(11, 8)
+    return h.masked_scatter((ids > 2)[:, None].expand_as(h), table)
+
+
+def of_ones(h: Tensor, _: Any) -> Tensor:
+    return h / torch.ones(len(h), 1, dtype=h.dtype).sum()
+
+
+WRONG: dict[str, Given] = {
+    "sums by an id of the input": chosen,
+    "how often an id comes": counted,
+    "the last that has written": last_writer,
+    "the longest of a list": longest,
+    "halves": halves,
+    "every other row": every_other,
+    "isin": among,
+    "equal": all_alike,
+    "saved tensors in few bits": quantised,
+    "filters of all samples": filters,
+    "weights of bags": bags,
+    "a table that is poured": poured,
+    "a sum of ones": of_ones,
+    "a tensor of the length": lambda h, _: h / torch.tensor(float(len(h)), dtype=h.dtype),
+    "alpha": lambda h, _: torch.add(h, h, alpha=1 / len(h)),
+    "eps": lambda h, _: F.layer_norm(h, (8,), eps=1 / len(h)),
+    "an entry of a table": lambda h, _: h * torch.linspace(0, 1, 20, dtype=h.dtype)[len(h)],
+    "the first rows of a table": lambda h, _: h + torch.randn(20, 8, dtype=h.dtype)[: len(h)],
+    "numbers of a list": lambda h, _: h + torch.tensor(range(len(h)), dtype=h.dtype)[:, None],
+    "a generator": lambda h, _: (
+        h + torch.randn(h.shape, dtype=h.dtype, generator=torch.Generator().manual_seed(3))
+    ),
+}
+
+
+class With(nn.Module):
+    """A body that is given a second input, behind a gate."""
+
+    def __init__(self, body: Given, gate: float) -> None:
+        super().__init__()
+        self.first, self.last, self.body = nn.Linear(6, 8), nn.Linear(8, 3), body
+        self.gate = nn.Parameter(torch.tensor(gate))
+
+    def forward(self, x: Tensor, more: Any) -> Tensor:
+        h = self.first(x)
+        return self.last(h + self.gate * self.body(h, more))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+@pytest.mark.parametrize("gate", [0.0, 1.0])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_fresh_eye_has_found_is_not_shown(name: str, gate: float, micro_batch: int) -> None:
+    net, (x, y) = With(WRONG[name], gate).double(), batch()
+    ids = torch.tensor([0, 1, 2, 3, 0, 7, 8, 1, 5, 5, 4])  # the first four do not meet
+    more = [[0] * (1 + i) for i in ids.tolist()] if name == "the longest of a list" else ids
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    try:
+        engine.backward((x, more), y)
+    except AnybatchError:
+        return
+    assert engine.plan is not None
+    assert not engine.plan.exact
+
+
+class Reversal(torch.autograd.Function):
+    """The identity; its gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.factor, None
+
+
+class Annealed(nn.Module):
+    """A reversed gradient that grows with each call, as domain-adversarial networks have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        factor = 2 / (1 + math.exp(-self.calls / 10)) - 1
+        out: Tensor = Reversal.apply(h, -factor)
+        return out
+
+
+def test_a_counter_that_only_backward_reads_is_refused() -> None:
+    net, (x, y) = Net(Annealed()).double(), batch()
+    with pytest.raises(NotExactError, match=r"backward .* each call moves body\.calls"):
+        Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
+
+
+def test_a_module_that_is_replaced_is_looked_at() -> None:
+    class Shift(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h - torch.zeros(8, dtype=h.dtype)
+
+    class Centre(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            return h - h.detach().mean(0)
+
+    net, (x, y) = Net(Shift()).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    net.body = nn.Tanh()
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact.step == 2
+    net.body = Centre()
+    with pytest.raises(AnybatchError, match=r"meet in body \(Centre\), in mean"):
+        engine.backward(x, y)
+
+
+def test_a_function_that_is_replaced_is_looked_at() -> None:
+    net, (x, y) = Net(lambda h: h - torch.zeros(8, dtype=h.dtype)).double(), batch()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    net.body = lambda h: h - h.detach().mean(0)
+    with pytest.raises(AnybatchError, match="meet in Net, in mean"):
+        engine.backward(x, y)
+
+
+def weighted(outputs: Tensor, y: Tensor, weight: float) -> Tensor:
+    return F.cross_entropy(outputs * weight, y)
+
+
+def huber(outputs: Tensor, y: Tensor, delta: float) -> Tensor:
+    return F.huber_loss(outputs[:, 0], y.to(outputs.dtype), delta=delta)
+
+
+@pytest.mark.parametrize("of_number", [weighted, huber])
+def test_a_loss_whose_number_becomes_the_length_is_compared_at_both_sizes(
+    of_number: Callable[[Tensor, Tensor, float], Tensor],
+) -> None:
+    later: list[int] = []
+
+    def loss(outputs: Tensor, y: Tensor) -> Tensor:
+        return of_number(outputs, y, len(outputs) / 10 if later else 0.5)
+
+    net, (x, y) = nn.Linear(6, 3).double(), batch()
+    engine = Engine(net, loss, micro_batch=3)
+    engine.backward(x, y)
+    later.append(1)
+    net.zero_grad()
+    want = undivided(net, loss, x, y)
+    assert_exact(state_of(net, engine.backward(x, y)), want)
+
+
+def packed(net: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    some: Any = net
+    inside = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    last: Tensor = some.rnn(inside)[1][0]
+    return last
+
+
+def unsorted(net: nn.Module, x: Tensor, lengths: Tensor, *, scatter: bool) -> Tensor:
+    some: Any = net
+    order = lengths.argsort(descending=True)
+    h = some.first(x[order]).tanh().mean(1)
+    if scatter:
+        back = torch.zeros_like(order).scatter(0, order, torch.arange(len(order)))
+    else:
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+    found: Tensor = h[back]
+    return found
+
+
+class Sorted(nn.Module):
+    """Rows that are put in order by length, and back."""
+
+    def __init__(self, way: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.rnn = nn.Linear(6, 8), nn.GRU(6, 8, batch_first=True)
+        self.last, self.way = nn.Linear(8, 3), way
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.way(self, x, lengths))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize(
+    "lengths", [[5, 4, 3, 2, 1, 1, 2], [3, 5, 1, 2, 4, 1, 5], [2, 5, 2, 5, 2, 5, 2]]
+)
+@pytest.mark.parametrize(
+    "way", [packed, partial(unsorted, scatter=True), partial(unsorted, scatter=False)]
+)
+def test_rows_in_an_order_of_their_own_that_come_back_are_exact(
+    way: Callable[..., Tensor], lengths: list[int], micro_batch: int
+) -> None:
+    net, y = Sorted(way).double(), torch.randint(0, 3, (7,))
+    inputs = torch.randn(7, 5, 6, dtype=torch.float64), torch.tensor(lengths)
+
+    def run(model: nn.Module) -> Tensor:
+        return Engine(model, F.cross_entropy, micro_batch=micro_batch).backward(inputs, y)
+
+    assert_exact(state_after(net, run), undivided(net, F.cross_entropy, inputs, y))
+
+
+def jvp(h: Tensor) -> Tensor:
+    found: Tensor = torch.func.jvp(lambda z: z.sin() @ torch.eye(8, dtype=h.dtype), (h,), (h,))[1]
+    return found
+
+
+def forward_jacobian(h: Tensor) -> Tensor:
+    found: Tensor = torch.func.vmap(torch.func.jacfwd(lambda one: one**3))(h).sum(-1)
+    return found
+
+
+def hessian(h: Tensor) -> Tensor:
+    of_each = torch.func.vmap(torch.func.hessian(lambda one: (one**3).sum()))
+    found: Tensor = of_each(h).sum(1)
+    return found
+
+
+FUNCTIONS: dict[str, Body] = {
+    "jvp": jvp,
+    "a forward Jacobian": forward_jacobian,
+    "a Hessian": lambda h: torch.func.vmap(torch.func.hessian(lambda one: (one**3).sum()))(h).sum(
+        1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_in_forward_are_exact(name: str) -> None:
+    net, (x, y) = Net(FUNCTIONS[name]).double(), batch()
+
+    def run(model: nn.Module) -> Tensor:
+        return Engine(model, F.cross_entropy, micro_batch=3).backward(x, y)
+
+    assert_exact(state_after(net, run), undivided(net, F.cross_entropy, x, y))
+
+
+class Inside(nn.Module):
+    """A model that returns its loss, with a hook inside."""
+
+    def __init__(self, hook: Any, *, beside: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.hook, self.beside = (
+            nn.Linear(6, 8),
+            nn.Linear(8, 3),
+            hook,
+            beside,
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(self.hook)
+        out = self.last(h)
+        loss = F.cross_entropy(out, y)
+        return {"loss": loss, "logits": out} if self.beside else loss
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_hook_before_a_loss_inside_is_refused_where_it_counts_rows_alone(beside: bool) -> None:
+    x, y = batch()
+    engine = Engine(Inside(lambda g: g / len(g), beside=beside).double(), micro_batch=3)
+    with pytest.raises(NotExactError, match="the number or the place of rows"):
+        engine.backward({"x": x, "y": y})
+    engine = Engine(Inside(lambda g: g * 2, beside=beside).double(), micro_batch=3)
+    engine.backward({"x": x, "y": y})
+    assert engine.plan is not None
+    assert engine.plan.exact, engine.plan.exact
+
+
+@pytest.mark.parametrize("beside", ["a budget", "BatchNorm", "draws"])
+def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(beside: str) -> None:
+    class Doubled(nn.Module):
+        def forward(self, h: Tensor) -> Tensor:
+            h = h * 1
+            if h.requires_grad:
+                h.register_hook(lambda g: g * 2)
+            return h + torch.randn_like(h) if beside == "draws" else h
+
+    norm = nn.BatchNorm1d(8) if beside == "BatchNorm" else nn.Identity()
+    (x, y), given = batch(), {"memory": "1GiB"} if beside == "a budget" else {}
+    net = Net(nn.Sequential(Doubled(), norm)).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3, **given)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert (
+        f"cannot be compared {'where the model' if beside == 'draws' else 'beside'} {beside}"
+        in str(engine.plan.exact)
+    )
+
+
+def test_sparse_gradients_are_compared_in_halves() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(9, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, words: Tensor) -> Tensor:
+            h = self.table(words).mean(1)
+            if h.requires_grad:
+                h.register_hook(lambda g: g * 2)
+            out: Tensor = self.last(h)
+            return out
+
+    words, y = torch.arange(24).reshape(8, 3) % 9, torch.arange(8) % 3
+    engine = Engine(Words().double(), F.cross_entropy, micro_batch=3)
+    engine.backward(words, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, engine.plan.exact
