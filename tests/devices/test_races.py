@@ -157,3 +157,21 @@ def test_no_step_leaves_a_race(stand_in: Any, run: Run) -> None:
         permuted = undivided(model, loss, there[0][order], there[1][order])
         noise = {n: e for n, e in error_of(permuted, want).items() if n in want}
         assert_exact(got, want, noise)
+
+
+def test_lanes_follow_a_stream_of_a_device_that_is_not_the_present_one(stand_in: Any) -> None:
+    stand_in.devices(2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double().to("cuda:1")
+    x, y = torch.randn(10, 4).double(), torch.randint(3, (10,))
+    engine = anybatch.Engine(model, F.cross_entropy, micro_batch=3)
+    torch.cuda.synchronize(1)
+    stand_in.faults()
+    with torch.cuda.stream(torch.cuda.Stream("cuda:1")), torch.cuda.device(0):
+        for _ in range(2):
+            for p in model.parameters():  # on that stream, as an optimizer does
+                p.detach().mul_(1.0)
+            model.zero_grad()
+            engine.backward(x, y)
+        assert torch.cuda.current_device() == 0
+    torch.cuda.synchronize(1)
+    assert stand_in.faults() == []

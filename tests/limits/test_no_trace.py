@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import signal
 import sys
@@ -259,3 +260,39 @@ def test_a_step_that_fails_leaves_functions_of_torch_heard() -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         engine.backward(torch.randn(6, 3), torch.randint(2, (6,)))
     assert torch._C._is_torch_function_enabled()
+
+
+class Pressed(nn.Module):
+    """Presses Ctrl-C in one call: a pipe says in which, because no step undoes what was read.
+
+    Args:
+        fd: each call reads a byte of it.
+    """
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self.fd = fd
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.read(self.fd, 1) == b"!":
+            os.kill(os.getpid(), signal.SIGINT)
+        return x
+
+
+@pytest.mark.parametrize("call", range(8))
+def test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on(call: int) -> None:
+    reads, writes = os.pipe()
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), Pressed(reads), nn.Dropout(0.4), nn.Linear(8, 3)
+    model = nn.Sequential(*layers).double()
+    engine = Engine(model, F.cross_entropy, micro_batch=3, rng="batch")
+    batch = torch.randn(10, 4).double(), torch.randint(3, (10,))
+    os.write(writes, b"." * call + b"!" + b"." * 4000)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(*batch)
+    dice = torch.get_rng_state()
+    loss = engine.backward(*batch)
+    torch.set_rng_state(dice)
+    assert torch.allclose(loss, F.cross_entropy(model(batch[0]), batch[1]), rtol=1e-12)
+    os.close(reads)
+    os.close(writes)

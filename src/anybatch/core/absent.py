@@ -118,7 +118,8 @@ def parse_device(text: str) -> AbsentDevice | None:
     except (TypeError, ValueError):
         raise ValueError(
             'the size of a device must be bytes such as in "cuda:24GiB", and it is '
-            f"{size!r} in {text!r}: write it like that, or an index such as cuda:0"
+            f"{size!r} in {text!r}: write it like that; one that is there has an index, as in "
+            "cuda:0"
         ) from None
 
 

@@ -52,8 +52,18 @@ def autocast_types() -> tuple[str, ...]:
 
 
 def streams() -> list[tuple[Accelerator, Any]]:
-    """Return the present streams of this thread, on all accelerators in use that have some."""
-    return [(one, one.current_stream()) for one in in_use() if one.streams]
+    """Return the present streams of this thread, in the order in which another is to enter them.
+
+    Of devices beside the present one these are only streams that a person has made: to enter a
+    device's first stream makes a context there, which takes its memory.
+    """
+    found = list[tuple[Accelerator, Any]]()
+    for one in in_use():
+        if one.streams:
+            every = [one.current_stream(torch.device(one.type, k)) for k in range(one.count)]
+            found += [(one, each) for each in every if getattr(each, "stream_id", 0)]
+            found.append((one, one.current_stream()))
+    return found
 
 
 def default_device() -> torch.device:

@@ -292,6 +292,8 @@ class Runner:
         if step.divided:
             refuse_scripted(self._given.model)
         laws = self._laws.setdefault(step.signature, Laws())
+        # An interrupted step has asked and learnt nothing (test_a_ctrl_c_while_draws_are_learnt).
+        laws.asked.clear()
         modules = {id(module) for module in self._given.model.modules()}
         everyone = step.everyone
         return WholeDice(Shared(laws, everyone.size, modules, everyone.begin, everyone.several))

@@ -14,6 +14,7 @@ import copy
 import gc
 import logging
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,21 +50,23 @@ class Fakes:
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
-        self._caches: list[Any] | None = None
+        self._caches: list[weakref.ref[Any]] | None = None
         self._originals: list[Any] = []  # an id is only a name while its object lives
 
     @contextmanager
     def entered(self) -> Iterator[FakeTensorMode]:
         """Compute with fakes in the body; what ``functools.cache`` keeps of them is forgotten."""
         if self._caches is None:  # a walk over all objects, so only where a model is run
-            self._caches = caches()
-        misses = [cached.cache_info().misses for cached in self._caches]
+            # Weakly: a cache may keep another engine's model (test_engines_go_with_their_models).
+            self._caches = list(map(weakref.ref, caches()))
+        misses = [_misses(cached()) for cached in self._caches]
         try:
             with interrupted_between_functions(), unreported(), self.mode:
                 yield self.mode
         finally:
-            for cached, before in zip(self._caches, misses, strict=True):
-                if cached.cache_info().misses != before and _holds_fake(cached):
+            for reference, before in zip(self._caches, misses, strict=True):
+                cached = reference()
+                if cached is not None and _misses(cached) != before and _holds_fake(cached):
                     cached.cache_clear()
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -222,6 +225,11 @@ def unreported() -> Iterator[None]:
 def caches() -> list[Any]:
     """Return every ``functools.cache`` that there is."""
     return [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
+
+
+def _misses(cached: Any) -> int:
+    """Return how often a cache was asked for what it had not; 0 where it is gone."""
+    return 0 if cached is None else int(cached.cache_info().misses)
 
 
 def forget_fakes() -> None:

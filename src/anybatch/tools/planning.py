@@ -174,7 +174,7 @@ def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:
     Raises:
         ValueError: `device` does not describe one, or a loop is to be measured on it.
     """
-    found = parse_device(device)
+    found = parse_device(device) if isinstance(device, str) else None
     if found is None:
         raise ValueError(
             'device must be a CUDA device with the size of its memory, such as "cuda:24GiB", and '

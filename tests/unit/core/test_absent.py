@@ -71,7 +71,16 @@ SIZE = 'the size of a device must be bytes such as in "cuda:24GiB", and it is '
     [
         (
             {"device": "cuda:"},
-            SIZE + "'' in 'cuda:': write it like that, or an index such as cuda:0",
+            SIZE
+            + "'' in 'cuda:': write it like that; one that is there has an index, as in cuda:0",
+        ),
+        *(
+            (
+                {"device": one},
+                "device must be a CUDA device with the size of its memory, such as "
+                f'"cuda:24GiB", and it is {one!r}: leave it out',
+            )
+            for one in (torch.device("cuda"), 0, b"cuda:1GiB")
         ),
         ({"device": "cuda:2Gx"}, SIZE + "'2Gx' in 'cuda:2Gx'"),
         ({"device": "cuda:0B"}, SIZE + "'0B' in 'cuda:0B'"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -646,3 +648,14 @@ def test_an_engine_can_be_copied_and_pickled_after_a_step(given: Any, copied: An
     loss = again.backward(x, y)
     assert_exact(state_of(twin, loss), undivided(model, nn.CrossEntropyLoss(), x, y))
     assert again.plan.micro_batch == engine.plan.micro_batch
+
+
+def test_engines_go_with_their_models() -> None:
+    alive = []
+    for _ in range(3):  # each is planned while the one before it is still there
+        model = nn.Linear(8, 3)
+        engine = Engine(model, F.cross_entropy, memory="1MiB")
+        engine.backward(torch.randn(16, 8), torch.randint(3, (16,)))
+        alive.append(weakref.ref(model))
+        gc.collect()
+    assert [one() is not None for one in alive] == [False, False, True]
