@@ -126,11 +126,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     """Keep what a test measures out of the user's cache folder, and out of other tests."""
     found: list[Path] = []
 
-    def folder(name: str) -> Path:
+    def folder() -> Path:
         found[:] = found or [tmp_path_factory.mktemp("cache")]  # made where it is asked for
-        return found[0] / name
+        return found[0]
 
-    monkeypatch.setattr("platformdirs.user_cache_path", folder)
+    monkeypatch.setattr("anybatch.conv.convolutions._cache_folder", folder)
 
 
 @pytest.fixture

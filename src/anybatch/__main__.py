@@ -6,8 +6,18 @@ program that calls it is left as it is.
 
 from __future__ import annotations
 
-from anybatch.cli.cli import app
-from anybatch.cli.process import ENTRY
+import sys
+
+LIBRARIES = ("typer", "rich", "jinja2", "PIL")
+"""Modules of the extra `cli`."""
+
+try:
+    from anybatch.cli.cli import app
+    from anybatch.cli.process import ENTRY
+except ModuleNotFoundError as error:
+    if error.name not in LIBRARIES:
+        raise
+    sys.exit(f"the command needs {error.name}, which is not installed: pip install 'anybatch[cli]'")
 
 
 def main() -> None:

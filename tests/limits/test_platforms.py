@@ -20,7 +20,7 @@ MODULES = "fcntl resource termios pwd grp"
 
 PROGRAM = """
 import pathlib, signal, sys, os
-import torch, numpy, typer, rich, rich.progress, rich.console, jinja2, platformdirs, PIL.Image
+import torch, numpy, typer, rich, rich.progress, rich.console, jinja2, PIL.Image
 import multiprocessing, concurrent.futures.process, tempfile, ctypes, mmap, shutil, platform
 import torch._subclasses, torch.distributed, torch.utils.checkpoint, torch.distributed.tensor
 import torch.distributed.fsdp, torch.utils.data, torch.distributed.algorithms.join, torch._dynamo

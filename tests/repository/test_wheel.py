@@ -34,6 +34,17 @@ loss = engine.backward(x, y)
 torch.testing.assert_close(loss, CrossEntropyLoss()(model(x), y).detach())
 print(anybatch.__file__)
 """
+OF_COMMAND = "typer rich jinja2 PIL platformdirs"
+PLAIN = f"""
+import sys
+for name in {OF_COMMAND!r}.split():
+    sys.modules[name] = None
+{THREE_LINES}
+try:
+    import anybatch.__main__
+except SystemExit as ended:
+    print(ended)
+"""
 EXTRAS = {
     "demo": ["sklearn"],
     "report": ["matplotlib"],
@@ -172,7 +183,9 @@ def test_both_say_what_they_are(built: Path, wheel: Path) -> None:
     assert works == list(map(int, named)) == [11, 12, 13]
     assert about.description_content_type == "text/markdown"
     assert "# anybatch" in (about.description or "")
-    assert set(about.provides_extra or []) >= {*EXTRAS, "conv-cuda", "dev", "peers", "site"}
+    assert set(about.provides_extra or []) >= {*EXTRAS, "cli", "conv-cuda", "dev", "peers", "site"}
+    plain = {one.name for one in about.requires_dist or [] if one.marker is None}
+    assert plain == {"torch", "numpy"}
 
 
 def test_the_changelog_is_of_this_version() -> None:
@@ -191,6 +204,14 @@ def test_the_command_runs(empty: Path) -> None:
 def test_a_step_runs(empty: Path) -> None:
     printed = run([empty / "bin" / "python", "-W", "error", "-c", THREE_LINES], empty)
     assert Path(printed.strip()).is_relative_to(empty)
+
+
+def test_without_the_command_a_step_runs_and_the_command_says_what_to_install(empty: Path) -> None:
+    printed = run([empty / "bin" / "python", "-W", "error", "-c", PLAIN], empty).splitlines()
+    assert Path(printed[0]).is_relative_to(empty)
+    assert printed[1:] == [
+        "the command needs typer, which is not installed: pip install 'anybatch[cli]'"
+    ]
 
 
 def test_a_page_is_made(empty: Path) -> None:

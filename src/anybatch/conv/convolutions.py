@@ -13,14 +13,14 @@ Source: Oyama, Ben-Nun, Hoefler and Matsuoka, u-cuDNN (2018).
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Literal
-
-import platformdirs
 
 from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs
@@ -148,4 +148,13 @@ def cache_file(cache: Cache) -> Path | None:
         return None
     if cache is not True:
         return Path(cache)
-    return platformdirs.user_cache_path("anybatch") / "convolutions.sqlite"
+    return _cache_folder() / "anybatch" / "convolutions.sqlite"
+
+
+def _cache_folder() -> Path:
+    """Return the folder in which the system's programs keep what can be made again."""
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

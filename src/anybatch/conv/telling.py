@@ -7,9 +7,10 @@ measuring is over. Where there is neither a terminal nor a notebook nothing is s
 
 from __future__ import annotations
 
+import sys
+from shutil import get_terminal_size
 from time import perf_counter
-
-from rich.console import Console
+from typing import TextIO
 
 from anybatch.conv.problem import Problem
 
@@ -25,12 +26,12 @@ class Telling:
 
     Args:
         on: say anything at all.
-        console: where. Default None: the error stream.
+        stream: where. Default None: the error stream, of a terminal or a notebook.
     """
 
-    def __init__(self, *, on: bool = True, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._on = on and (self._console.is_terminal or self._console.is_jupyter)
+    def __init__(self, *, on: bool = True, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._on = on and (self._stream.isatty() or "ipykernel" in sys.modules)
         self._begin = self._last = 0.0
         self._count = 0
         self._shown = False
@@ -49,12 +50,17 @@ class Telling:
     def over(self) -> None:
         """Take the line away: nothing is measured for now."""
         if self._shown:
-            self._console.file.write("\r" + " " * (self._console.width - 1) + "\r")
-            self._console.file.flush()
+            self._stream.write("\r" + " " * _width() + "\r")
+            self._stream.flush()
             self._shown = False
 
     def _show(self, text: str) -> None:
         self._shown = True
-        width = self._console.width - 1
-        self._console.file.write(f"\r{text[:width]:<{width}}")
-        self._console.file.flush()
+        width = _width()
+        self._stream.write(f"\r{text[:width]:<{width}}")
+        self._stream.flush()
+
+
+def _width() -> int:
+    """Return the letters of a line that do not make a terminal begin another one."""
+    return get_terminal_size().columns - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from tests.busy import busy
 from tests.unit.conv.problems import KINDS, distance, problem
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,8 +38,8 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def alive() -> int:
-    """Threads, without one that a progress bar of torch.compile begins where it is shown first."""
-    return sum(thread.name != "tqdm_monitor" for thread in threading.enumerate())
+    """Threads with work, without one that a progress bar of torch.compile begins."""
+    return busy() - sum(thread.name == "tqdm_monitor" for thread in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
@@ -307,7 +308,7 @@ def test_without_a_folder_for_it_nothing_is_kept_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "anybatch").write_text("a file where the folder should be")
-    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("anybatch.conv.convolutions._cache_folder", lambda: tmp_path)
     x, w = torch.randn(3, 2, 9), torch.randn(4, 2, 3)
     with pytest.warns(UserWarning, match="forgotten with this process"), anybatch.convolutions():
         F.conv1d(x, w)
@@ -349,10 +350,20 @@ def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) 
     assert [str(c) for c in found.configurations] == ["native@4", "native@4"]
 
 
-@pytest.mark.parametrize("where", ["force_terminal", "force_jupyter"])
-def test_what_takes_long_is_told_on_a_terminal_and_in_a_notebook(where: str) -> None:
-    shown = io.StringIO()
-    telling = Telling(console=Console(file=shown, width=60, **{where: True}))
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("where", ["a terminal", "a notebook"])
+def test_what_takes_long_is_told_on_a_terminal_and_in_a_notebook(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    if where == "a notebook":
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    shown = Terminal() if where == "a terminal" else io.StringIO()
+    telling = Telling(stream=shown)
     one = problem("forward", 2, "plain")
     telling(one, 4, "fft")
     assert not shown.getvalue()
@@ -362,8 +373,9 @@ def test_what_takes_long_is_told_on_a_terminal_and_in_a_notebook(where: str) -> 
     assert len(shown.getvalue()) == 60
     telling.over()
     assert shown.getvalue().endswith("\r" + " " * 59 + "\r")
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     silent = io.StringIO()
-    quiet = Telling(console=Console(file=silent, width=60))
+    quiet = Telling(stream=silent)
     quiet._begin -= 10.0
     quiet(one, 8, "fft")
     quiet.over()
