@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from textwrap import dedent
+from types import ModuleType
 from typing import Any
 
 import anybatch
@@ -108,27 +109,40 @@ def is_error(value: Any) -> bool:
 
 
 def public() -> dict[str, Any]:
-    """Return the public names and what they stand for."""
-    return {name: getattr(anybatch, name) for name in anybatch.__all__}
+    """Return the public names and what they stand for; those of `errors` and `reports` are last."""
+    found = {name: getattr(anybatch, name) for name in anybatch.__all__}
+    modules = [value for value in found.values() if inspect.ismodule(value)]
+    names = {name: value for name, value in found.items() if value not in modules}
+    return names | dict(sorted(one for module in modules for one in _classes(module)))
 
 
 def reference() -> str:
     """Return docs/api.md."""
-    parts, errors = [HEAD], ["## Errors"]
+    parts, reports, errors = [HEAD], list[str](), list[str]()
     for name, value in public().items():
         if is_error(value):
             bases = " and ".join(f"`{base.__name__}`" for base in value.__bases__)
             errors.append(f"### {name}\n\n{prose(_doc(value))}\n\nCaught as {bases} too.")
             continue
-        parts += [f"## {name}", *_head(name, value), prose(_doc(value))]
+        into = reports if getattr(anybatch.reports, name, None) is value else parts
+        into += [f"## {name}", *_head(name, value), prose(_doc(value))]
         if isinstance(value, type):
-            parts += _members(name, value)
-    return "\n\n".join([*parts, *errors]) + "\n"
+            into += _members(name, value)
+    reports = [f"# Reports\n\n{_doc(anybatch.reports)} `anybatch.reports` has them.", *reports]
+    errors = [f"# Errors\n\n{_doc(anybatch.errors)} `anybatch.errors` has them.", *errors]
+    return "\n\n".join([*parts, *reports, *errors]) + "\n"
+
+
+def _classes(module: ModuleType) -> list[tuple[str, type]]:
+    """Return the public classes of a module, by name."""
+    own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    return [(name, getattr(module, name)) for name in getattr(module, "__all__", own)]
 
 
 def _head(name: str, value: Any) -> list[str]:
     made_by_us = dataclasses.is_dataclass(value) or inspect.isabstract(value)
-    return [] if made_by_us else [signature(f"anybatch.{name}", value)]
+    reported = getattr(anybatch.reports, name, None) is value
+    return [] if made_by_us or reported else [signature(f"anybatch.{name}", value)]
 
 
 def _members(owner: str, cls: type) -> Iterator[str]:

@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
+from anybatch.errors import BudgetError
 from anybatch.tools.minibatch import Measured, choose
-
-from anybatch.core.errors import BudgetError
 from benchmarks.simulators.layers import Convolution, Network, Pooling
 
 

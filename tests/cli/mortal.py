@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from anybatch import AnybatchError
 from anybatch.__main__ import main as anybatch
 from anybatch.cli.progress import Silent
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import resume, train
+from anybatch.errors import AnybatchError
 
 SLOW = ("matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard")
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")

@@ -18,7 +18,7 @@ from tests.cli.runs import Drawing, Stopped, checkpoint, equal, rows, same_end
 from torch import Tensor, nn
 from typer.testing import Result
 
-from anybatch import BudgetError, Engine, Plan
+from anybatch import Engine, Plan
 from anybatch import plan as foresee
 from anybatch.cli import planned
 from anybatch.cli.build import build
@@ -29,6 +29,7 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 from anybatch.engine import engine
+from anybatch.errors import BudgetError
 from anybatch.offload import execute
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -18,12 +18,12 @@ from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from typer.testing import Result
 
-from anybatch import RankError
 from anybatch.cli.faults import DataError, TrainingError
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted, Summary
 from anybatch.cli.team import EARLY, Team
 from anybatch.cli.train import resume, train
+from anybatch.errors import RankError
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tests.unit.offload.test_recording import recording
 from typer.testing import Result
 
-from anybatch import Plan, StepTimeline
+from anybatch import Plan
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.picture import draw_step, style_of
 from anybatch.cli.run_folder import RunFolder
@@ -26,6 +26,7 @@ from anybatch.memory.step_timeline import Phase, chart, facts
 from anybatch.memory.timeline import Timeline
 from anybatch.offload.course import set_course
 from anybatch.offload.unroll import OWNERS, of_course
+from anybatch.reports import StepTimeline
 
 Command = Callable[..., Result]
 PLAN = ("plan", "--model", "cnn:4", "--threads", 1, "--batch-size", 64, "--memory", "400KiB")

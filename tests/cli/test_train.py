@@ -12,7 +12,6 @@ import torch
 from tests.cli.conftest import Make
 from torch import Tensor, nn
 
-from anybatch import NotExactError
 from anybatch.cli.build import build, seeded
 from anybatch.cli.devices import find_device
 from anybatch.cli.faults import DataError, RunFolderError, SettingsError, TrainingError
@@ -21,6 +20,7 @@ from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import train
+from anybatch.errors import NotExactError
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
 from anybatch.core.units import parse_bytes
+from anybatch.errors import BudgetError
 from anybatch.offload import execute
 from anybatch.planner import leaving
 from anybatch.tools.exactness import error_of

@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 import anybatch.execution.collated
-from anybatch import Engine, LazyBatch, NotExactError
+from anybatch import Engine, LazyBatch
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 from anybatch.execution.collated import FEW, doubts_of_collate
 from anybatch.execution.proof.familiar import MOST
 from anybatch.execution.proof.sizes import FREE

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine, LossError
+from anybatch import Engine
 from anybatch.core.batch import MicroBatch
+from anybatch.errors import BudgetError, LossError
 from anybatch.loss import tiles
 from anybatch.tools.exactness import error_of, tolerance
 

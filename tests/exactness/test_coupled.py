@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import Engine, LaneMismatchError, Loss, LossError, NotExactError
+from anybatch import Engine, Loss
+from anybatch.errors import LockstepError, LossError, NotExactError
 from anybatch.loss.heard import OfModel, Overheard
 
 N, CLASSES = 22, 4
@@ -288,7 +289,7 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace() -> None:
         (Weighs, LossError, "one of <lambda>, with 4 rows for any number of samples, belongs to"),
         (partial(Weighs, trained=True), LossError, "with 4 rows for any .* belongs to no sample"),
         (Vector, LossError, r"cross_entropy must return one number .* shape \(\d+,\)"),
-        (Chooses, LaneMismatchError, r"coupled dice, with \[n, 8\] of torch.float64"),
+        (Chooses, LockstepError, r"coupled dice, with \[n, 8\] of torch.float64"),
     ]
     for kind, error, match in wrong:
         model = kind().double()

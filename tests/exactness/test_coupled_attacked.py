@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import Engine, Loss, LossError
+from anybatch import Engine, Loss
+from anybatch.errors import LossError
 
 Forward = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -146,7 +147,7 @@ def test_a_term_that_comes_with_the_third_micro_batch_is_too() -> None:
 
     model, seen = made(some), []
     engine = Engine(model, BY_SAMPLES, micro_batch=4)
-    with pytest.raises(anybatch.LaneMismatchError):  # some of them meet, and others do not
+    with pytest.raises(anybatch.errors.LockstepError):  # some of them meet, and others do not
         engine.backward((x, y), observe=lambda *_: seen.append(1))
     assert all(p.grad is None for p in model.parameters())
 

@@ -13,7 +13,8 @@ from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
 
 import anybatch
-from anybatch import Engine, LossError
+from anybatch import Engine
+from anybatch.errors import LossError
 
 N = 12
 Body = Callable[["Net", Tensor, Tensor], Tensor]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import AnybatchError, Engine, LossError, NotExactError
+from anybatch import Engine
+from anybatch.errors import AnybatchError, LossError, NotExactError
 
 N = 11
 BUDGETS: list[dict[str, Any]] = [{"micro_batch": n} for n in (1, 4, N)] + [{"memory": "1MiB"}]

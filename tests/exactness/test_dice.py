@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 
 N = 22
 WIDE = 8

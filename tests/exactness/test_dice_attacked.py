@@ -39,8 +39,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import anybatch
-from anybatch import Engine, LazyBatch, Loss, NotExactError
+from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 from anybatch.execution.dice.weigh import largest_draw
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter

@@ -19,18 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 import anybatch
-from anybatch import (
-    BatchError,
-    Encoders,
-    Engine,
-    LazyBatch,
-    NotExactError,
-    NotReproducibleError,
-    Plan,
-)
+from anybatch import Encoders, Engine, LazyBatch, Plan
 from anybatch.core.memory import Memory
 from anybatch.core.plan import Away
 from anybatch.engine.given import Given
+from anybatch.errors import BatchError, NotExactError, NotReproducibleError
 from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss import tiles
 from anybatch.memory.meter import Meter
@@ -527,7 +520,7 @@ def test_what_cannot_be_is_said() -> None:
     rows = batch()
     with pytest.raises(BatchError, match="go by the names of the encoders"):
         engine.backward({"pixels": rows["image"], "text": rows["text"]})
-    with pytest.raises(anybatch.LossError, match="two or more embeddings"):
+    with pytest.raises(anybatch.errors.LossError, match="two or more embeddings"):
         engine.backward({"text": rows["text"]})
 
 

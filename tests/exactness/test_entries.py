@@ -17,7 +17,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.data import Dataset
 
 import anybatch
-from anybatch import BatchError, Engine, LazyBatch
+from anybatch import Engine, LazyBatch
+from anybatch.errors import BatchError
 
 N, SIZES = 11, (4, 7)
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
-from anybatch import Engine, LazyBatch, Loss, LossError
+from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.hanging import hanging, hangs
+from anybatch.errors import LossError
 
 N = 14
 

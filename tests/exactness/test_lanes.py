@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import Engine, LaneMismatchError, NotExactError
+from anybatch import Engine
+from anybatch.errors import LockstepError, NotExactError
 from anybatch.memory.meter import Meter
 from anybatch.memory.room import least
 from anybatch.tools.exactness import error_of
@@ -247,7 +248,7 @@ def test_a_lane_that_takes_another_path_is_refused_and_nothing_has_changed() -> 
     x[11, 0] = 1e6
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(
-        LaneMismatchError,
+        LockstepError,
         match="micro-batch 1 is at batch norm.*while micro-batch 0 is at the back",
     ):
         Engine(model, F.cross_entropy, micro_batch=11).backward(x, y)

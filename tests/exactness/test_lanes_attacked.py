@@ -21,7 +21,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import AnybatchError, Engine, LaneMismatchError, NotExactError
+from anybatch import Engine
+from anybatch.errors import AnybatchError, LockstepError, NotExactError
 
 N, WIDE = 30, 40
 Body = Callable[["Net", Tensor], Tensor]
@@ -202,7 +203,7 @@ def flags(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("body", "error", "message"),
     [
-        (other_layer, LaneMismatchError, "takes another path for other samples"),
+        (other_layer, LockstepError, "takes another path for other samples"),
         (prototypes, NotExactError, "as many values for any number of samples"),
         (flags, NotExactError, "settings that belong to the whole process"),
     ],

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from torch.nn.functional import batch_norm  # as a model may have imported it
 
 import anybatch
-from anybatch import Engine, LaneMismatchError, NotExactError
+from anybatch import Engine
+from anybatch.errors import LockstepError, NotExactError
 
 OWN = torch.batch_norm
 N = 22
@@ -54,7 +55,7 @@ def swallowed(h: Tensor) -> Tensor:
 
 
 def gathered(h: Tensor) -> Tensor:
-    others, _ = anybatch.all_gather(h)
+    others, _ = anybatch.gather_batch(h)
     return h - others.mean(0)
 
 
@@ -217,7 +218,7 @@ def test_only_some_micro_batches_is_refused() -> None:
     engine.backward(x, y)
     x[13] = 1e6
     before = snapshot(model)
-    with pytest.raises(LaneMismatchError, match="batch normalisation of 6 channels"):
+    with pytest.raises(LockstepError, match="batch normalisation of 6 channels"):
         engine.backward(x, y)
     assert same(before, snapshot(model))
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from anybatch import Engine, Loss, NotExactError
+from anybatch import Engine, Loss
+from anybatch.errors import NotExactError
 
 BEGUN = False
 HELD = {"a": {"begun": False}}

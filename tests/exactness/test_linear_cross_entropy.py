@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import AnybatchError, Engine
+from anybatch import Engine
+from anybatch.errors import AnybatchError
 from anybatch.loss.heard import OfModel, Overheard
 
 pytestmark = pytest.mark.skipif(

@@ -66,7 +66,7 @@ def again(model: Masked, x: Tensor, *, use_reentrant: bool) -> Tensor:
 
 def gathers(model: Masked, x: Tensor) -> Tensor:
     h = model.first(x)
-    others, _ = anybatch.all_gather(model.second(h))
+    others, _ = anybatch.gather_batch(model.second(h))
     return h - others.square().mean(0) * anybatch.coupled(lambda h: h.std())(h)
 
 

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import anybatch
-from anybatch import Engine, LazyBatch, NotExactError
+from anybatch import Engine, LazyBatch
+from anybatch.errors import NotExactError
 from anybatch.execution.gradients import Gradients
 
 BATCH = 10
@@ -383,7 +384,7 @@ def test_planning_fires_no_hook(gives_up: bool) -> None:
     memory = 100 if gives_up else "64MiB"
     engine = Engine(model, F.cross_entropy, memory=memory)
     if gives_up:
-        with pytest.raises(anybatch.BudgetError):
+        with pytest.raises(anybatch.errors.BudgetError):
             engine.foresee(x, y)
     else:
         engine.foresee(x, y)
@@ -554,7 +555,9 @@ def test_a_check_refuses_hooks_that_it_cannot_copy() -> None:
     model, (x, y) = nn.Linear(5, 3).double(), rows()
     lines = (line for line in ["a", "b"])
     model.bias.register_hook(lambda g: next(lines) and None)
-    with pytest.raises(anybatch.AnybatchError, match=r"copy of the hooks .* one on bias cannot"):
+    with pytest.raises(
+        anybatch.errors.AnybatchError, match=r"copy of the hooks .* one on bias cannot"
+    ):
         anybatch.check(model, F.cross_entropy, (x, y))
 
 
@@ -614,7 +617,7 @@ def refused(rank: int, _size: int, what: str) -> Any:
     before, given, said = snapshot(model), registered(model), ""
     try:
         engine.backward(x, y)
-    except anybatch.AnybatchError as error:
+    except anybatch.errors.AnybatchError as error:
         said = f"{type(error).__name__}: {error}"
     except BoomError as error:
         said = f"BoomError: {error}"

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, Loss, RankError
+from anybatch import Engine, Loss
 from anybatch.distributed.group import Group, group_of
+from anybatch.errors import RankError
 
 SIZES = (8, 5)
 N = sum(SIZES)
@@ -103,7 +104,7 @@ def unlike(rank: int, _size: int, what: str) -> str:
         engine.backward(x, y)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if what == "scale" and odd else None
     before = snapshot(model)
-    with pytest.raises(anybatch.AnybatchError) as caught:
+    with pytest.raises(anybatch.errors.AnybatchError) as caught:
         engine.backward(x, y, scaler=scaler)
     assert same(snapshot(model), before)
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -223,7 +224,7 @@ class Phases(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, 6] -> [n]."""
         z = x.to(torch.complex128) @ self.weight
-        others, _ = anybatch.all_gather(z)
+        others, _ = anybatch.gather_batch(z)
         return (z @ others.conj().T).abs().sum(1)
 
 

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import AnybatchError, BudgetError, Engine, NotYetError, Plan
+from anybatch import Engine, Plan
 from anybatch.core.memory import Memory
 from anybatch.core.plan import Away
+from anybatch.errors import AnybatchError, BudgetError, NotYetError
 from anybatch.memory.spill import Spill
 from anybatch.offload import execute
 

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import BudgetError, Engine, LaneMismatchError, LazyBatch
+from anybatch import Engine, LazyBatch
 from anybatch.core.meeting import looks_here
 from anybatch.core.rng import Dice
+from anybatch.errors import BudgetError, LockstepError
 from anybatch.planner.forecast import DRAW
 
 LOSSES = {"one pass": F.cross_entropy, "coupled": coupled}
@@ -165,11 +166,11 @@ def test_all_engines_must_be_told_the_same(pool: tuple[int, Pool]) -> None:
 def unlike(rank: int, size: int) -> str:
     """Draw otherwise than rank 0."""
     engine = Engine(
-        nn.Linear(2, 3), F.cross_entropy, micro_batch=2, rng="batch" if rank else "lane"
+        nn.Linear(2, 3), F.cross_entropy, micro_batch=2, rng="batch" if rank else "micro_batch"
     )
     try:
         engine.backward(torch.randn(4, 2), torch.randint(3, (4,)))
-    except LaneMismatchError as error:
+    except LockstepError as error:
         return str(error)
     return ""
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LaneMismatchError, LazyBatch
+from anybatch import Engine, LazyBatch
 from anybatch.distributed.pieces import SMALL
+from anybatch.errors import LockstepError
 
 N = 12
 SHARDS = {2: (8, 4), 3: (5, 0, 7)}
@@ -164,7 +165,7 @@ def scaled(rank: int, size: int, known: bool) -> Any:
     )
     try:
         engine.backward(x[:n], y[:n])
-    except LaneMismatchError as error:
+    except LockstepError as error:
         return str(error)
     return {"": want}, {"": scale.grad}
 

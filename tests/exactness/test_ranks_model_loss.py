@@ -19,7 +19,8 @@ from tests.unit.loss.test_model_loss import (
     unshifted,
 )
 
-from anybatch import Engine, Loss, LossError
+from anybatch import Engine, Loss
+from anybatch.errors import LossError
 
 N = 12
 SHARDS = {2: (7, 5), 3: (5, 0, 7)}

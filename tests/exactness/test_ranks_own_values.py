@@ -11,7 +11,8 @@ from tests.pool import Pool, ranks
 from tests.unit.loss.test_own_values import EXACT, N, Own, batch
 from torch import Tensor, nn
 
-from anybatch import Engine, LossError
+from anybatch import Engine
+from anybatch.errors import LossError
 
 SHARDS = (4, 3)
 NAMES = ["mean", "sum by samples", "one minus", "weighted", "masked", "learned weights", "stack"]

@@ -33,9 +33,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import Engine, NotYetError, RankError
+from anybatch import Engine
 from anybatch.distributed.group import Group
 from anybatch.distributed.sharded import Sharded, refuse_unknown
+from anybatch.errors import NotYetError, RankError
 from anybatch.execution.gradients import Gradients
 from anybatch.tools.exactness import error_of
 
@@ -481,7 +482,7 @@ def refused(rank: int, size: int, what: str) -> str:
         loss = lambda out, y: out.sum() + weight.to_local().sum() + y.sum()  # noqa: E731
     try:
         Engine(model, loss, micro_batch=1).backward(torch.ones(3, 4), torch.ones(3, 4))
-    except anybatch.AnybatchError as error:
+    except anybatch.errors.AnybatchError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was said"
 

@@ -31,7 +31,8 @@ from tests.integrations.loops import (
     train,
 )
 
-from anybatch import Engine, NotExactError, NotYetError
+from anybatch import Engine
+from anybatch.errors import NotExactError, NotYetError
 
 
 @pytest.fixture(scope="module")

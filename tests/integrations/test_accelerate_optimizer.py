@@ -17,8 +17,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from tests.integrations.loops import accelerated
 
 import anybatch
-from anybatch import Engine, NotExactError, NotYetError
+from anybatch import Engine
 from anybatch.core.prepared import bare
+from anybatch.errors import NotExactError, NotYetError
 
 
 def net() -> nn.Module:

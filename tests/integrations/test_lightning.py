@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import anybatch
-from anybatch import BudgetError, LossError, NotYetError
+from anybatch.errors import BudgetError, LossError, NotYetError
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"

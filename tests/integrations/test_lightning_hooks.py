@@ -15,7 +15,8 @@ from tests.oracle import assert_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import LossError, NotExactError, coupled
+from anybatch import coupled
+from anybatch.errors import LossError, NotExactError
 
 pl = pytest.importorskip(
     "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"

@@ -7,7 +7,8 @@ import torch
 from tests.oracle import assert_exact, state_after
 from torch import Tensor, nn
 
-from anybatch import Engine, Loss, LossError
+from anybatch import Engine, Loss
+from anybatch.errors import LossError
 
 pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"

@@ -11,8 +11,8 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 
-from anybatch import BudgetError
 from anybatch.core import tree
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 
 transformers = pytest.importorskip(

@@ -18,7 +18,7 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 
-from anybatch import NotExactError, NotYetError
+from anybatch.errors import NotExactError, NotYetError
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"

@@ -12,7 +12,7 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 
-from anybatch import BudgetError, LossError, NotExactError, NotYetError
+from anybatch.errors import BudgetError, LossError, NotExactError, NotYetError
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"

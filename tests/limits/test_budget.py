@@ -24,7 +24,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import BudgetError
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter
 from anybatch.planner.updates import state_tensors

@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import anybatch
-from anybatch import BudgetError, Engine, LazyBatch
+from anybatch import Engine, LazyBatch
 from anybatch.core import tree
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 
 CPU = torch.device("cpu")

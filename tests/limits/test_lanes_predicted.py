@@ -19,7 +19,8 @@ from tests.peaks import drawn, held
 from torch import Tensor, nn
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import BudgetError
 from anybatch.memory.room import WAITING, Lane
 
 N = 22

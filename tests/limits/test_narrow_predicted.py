@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import BudgetError
 
 CLOSE = 1.05
 

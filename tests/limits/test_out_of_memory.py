@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LazyBatch, Loss, NotExactError
+from anybatch import Engine, LazyBatch, Loss
+from anybatch.errors import NotExactError
 from anybatch.execution.step import Step
 
 BATCH, MICRO = 10, 4

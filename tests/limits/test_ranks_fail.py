@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, RankError
+from anybatch import Engine
 from anybatch.distributed import pieces
+from anybatch.errors import RankError
 from anybatch.execution.gradients import Gradients
 
 N = 12
@@ -191,7 +192,7 @@ def mismatched(rank: int, size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("path", "LaneMismatchError: .*rank 0 is at batch norm.*rank 1 is at"),
+        ("path", "LockstepError: .*rank 0 is at batch norm.*rank 1 is at"),
         ("parameters", "RankError: all ranks must train parameters of the same names"),
         ("evaluate", r"RankError: all ranks must make the same step.*rank 0: evaluate, rank 1: ba"),
         ("samples", "BatchError: .*no rank has any"),
@@ -209,7 +210,7 @@ def test_ranks_that_do_not_do_the_same_are_told(
 
 def checked(rank: int, _size: int) -> str:
     model, batch = model_of("lanes"), rows(rank)
-    with pytest.raises(anybatch.NotYetError) as caught:
+    with pytest.raises(anybatch.errors.NotYetError) as caught:
         anybatch.check(model, F.cross_entropy, batch)
     return str(caught.value)
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
 from anybatch.distributed.unison import Unison
+from anybatch.errors import BudgetError
 
 SHARDS = {2: (9, 4), 4: (5, 2, 1, 7)}
 ENOUGH = "8MiB"
@@ -43,7 +44,7 @@ class Compares(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[n, 1, 12, 12] -> [n, 3, 12, 12]."""
         z = self.layer(x.flatten(1))
-        others, _ = anybatch.all_gather(z)
+        others, _ = anybatch.gather_batch(z)
         every = z.unsqueeze(1) * others.unsqueeze(0)
         return every.tanh().mean((1, 2)).reshape(-1, 1, 1, 1).expand(-1, 3, *x.shape[2:])
 
@@ -84,7 +85,7 @@ def held(rank: int, size: int, kind: str, loss: str, memory: Any, how: str = "ba
     before = snapshot(model)
     try:
         getattr(engine, how)(*batch)
-    except anybatch.AnybatchError as error:
+    except anybatch.errors.AnybatchError as error:
         assert same(snapshot(model), before)
         return error.needed if isinstance(error, BudgetError) else str(error)
     assert engine.last is not None

@@ -24,9 +24,9 @@ from typing import Any, cast
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.memory import Candidate, Memory
 from anybatch.core.plan import Away
+from anybatch.errors import BudgetError
 from anybatch.execution.kinds import Allowed
 from anybatch.planner.above import GAIN, above
 from anybatch.planner.choice import START, between, search, step_seconds

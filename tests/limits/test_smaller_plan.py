@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import BudgetError, Engine, LazyBatch, Loss, NotExactError
+from anybatch import Engine, LazyBatch, Loss
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.memory.meter import Meter
 from anybatch.tools.exactness import error_of
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from scripts import reference
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,8 +76,7 @@ def members(of: type) -> dict[str, str]:
 def outside() -> dict[str, Any]:
     """Return all that is pinned."""
     names: dict[str, Any] = {}
-    for name in sorted(anybatch.__all__):
-        public = getattr(anybatch, name)
+    for name, public in sorted(reference.public().items()):
         known = isinstance(public, type)
         names[name] = [signature(public), members(public)] if known else signature(public)
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -178,5 +178,5 @@ def test_batchnorm_with_algorithm_1_and_what_is_compiled_is_refused() -> None:
     compiled.compile(backend="eager")
     for model, loss in [(nn.BatchNorm1d(3), literal), (compiled, nn.MSELoss())]:
         engine = anybatch.Engine(model, loss, micro_batch=2)
-        with pytest.raises(anybatch.NotExactError, match='Use batchnorm="local"'):
+        with pytest.raises(anybatch.errors.NotExactError, match='Use batchnorm="local"'):
             engine.backward(x, y)

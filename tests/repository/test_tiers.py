@@ -21,12 +21,13 @@ FRONT = "anybatch"
 
 # Lowest first: what lies in a folder may import its own folder and those before it.
 FOLDERS = house.FOLDERS
-FRONT_AT = FOLDERS.index("integrations")
-"""The package itself, with the public names, stands below these."""
+BELOW_FRONT = FOLDERS.index("integrations") - 0.5
+AT_ROOT = {"errors": -1, "reports": BELOW_FRONT, "": BELOW_FRONT, "__main__": len(FOLDERS)}
+"""Files beside the folders, and the package itself with the public names."""
 WITHOUT_TORCH = set(
     (
         "conv.circles conv.convolutions conv.divide conv.network conv.problem conv.rough "
-        "conv.share core.absent core.cards core.divisions core.errors core.evidence core.links "
+        "conv.share core.absent core.cards core.divisions core.evidence core.links "
         "core.memory core.pace core.plan core.scale core.units memory.filling memory.room "
         "memory.step_timeline memory.timeline offload.again offload.belady offload.best "
         "offload.chain offload.course offload.draft offload.ends offload.fit offload.gaps "
@@ -58,8 +59,8 @@ def module_name(path: Path, source: Path) -> str:
 def place(module: str) -> float | None:
     """Return where a module stands among the folders; None for one outside them."""
     inner = module.removeprefix(FRONT).removeprefix(".").partition(".")[0]
-    if inner in ("", "__main__"):
-        return FRONT_AT - 0.5 if not inner else len(FOLDERS)
+    if inner in AT_ROOT:
+        return AT_ROOT[inner]
     return FOLDERS.index(inner) if inner in FOLDERS else None
 
 

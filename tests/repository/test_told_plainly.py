@@ -8,7 +8,8 @@ from tests.oracle import assert_exact, copy_of, state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import AnybatchError, Engine, NotExactError, NotYetError
+from anybatch import Engine
+from anybatch.errors import AnybatchError, NotExactError, NotYetError
 
 N = 7
 

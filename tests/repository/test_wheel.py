@@ -78,7 +78,7 @@ for call in (
 ):
     try:
         call()
-    except (ImportError, anybatch.AnybatchError) as error:
+    except (ImportError, anybatch.errors.AnybatchError) as error:
         print(error)
 """
 PAGE = """

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from anybatch import AnybatchError, BudgetError, Engine, Plan
+from anybatch import Engine, Plan
+from anybatch.errors import AnybatchError, BudgetError
 from anybatch.memory.hidden import _run
 from anybatch.memory.meter import Meter
 from anybatch.planner.updates import state_tensors

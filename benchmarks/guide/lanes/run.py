@@ -14,7 +14,8 @@ import typer
 from rich.progress import track
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 from benchmarks.environment import environment
 from benchmarks.guide.plans.cells import Cell, cells

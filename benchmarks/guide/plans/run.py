@@ -23,7 +23,8 @@ import torch
 import typer
 
 import anybatch
-from anybatch import BudgetError, Engine, Plan
+from anybatch import Engine, Plan
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 from benchmarks.environment import environment
 from benchmarks.guide.plans.cells import PROBLEMS, Cell, cells

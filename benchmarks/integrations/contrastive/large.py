@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import anybatch
-from anybatch.core.errors import BudgetError
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import FOREIGN, Meter
 from benchmarks.integrations.contrastive.encoders import REAL, Subject
 from benchmarks.integrations.contrastive.ways import TEMPERATURE, matrix, pair, undivided

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import AnybatchError, BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import AnybatchError, BudgetError
 from anybatch.tools.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
 from benchmarks.mbs.adversary.cases import Case
 from benchmarks.mbs.adversary.forms import FORMS

@@ -12,7 +12,7 @@ def planned(problem: Problem, budget: int) -> Found:
     batch = (problem.inputs, problem.targets)
     try:
         plan = anybatch.plan(problem.model, loss, batch, memory=budget, offload="off")
-    except anybatch.BudgetError as error:
+    except anybatch.errors.BudgetError as error:
         return Found(None, note=str(error))
     assert plan.memory is not None
     timed = [one for one in plan.memory.candidates if one.seconds is not None]

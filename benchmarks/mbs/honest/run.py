@@ -25,8 +25,9 @@ import typer
 from rich.progress import track
 from torch import Tensor, nn
 
-from anybatch import AnybatchError, Engine
+from anybatch import Engine
 from anybatch.core.tree import map_tensors
+from anybatch.errors import AnybatchError
 from anybatch.loss.declared import loss_inside
 from anybatch.tools.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
 from benchmarks.environment import environment

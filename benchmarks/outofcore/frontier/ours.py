@@ -33,7 +33,7 @@ def ours(step: Step, spill: Path | None = None) -> dict[str, Ways]:
 
 def told(around: Any) -> dict[str, Any]:
     """Return what `anybatch.offload` says of its last step; nothing of other ways."""
-    if not isinstance(around, anybatch.Offload):
+    if not isinstance(around, anybatch.reports.Offload):
         return {}
     assert around.last is not None
     return {

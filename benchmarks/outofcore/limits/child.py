@@ -58,7 +58,7 @@ def one_step(step: Step, around: Any) -> dict[str, Any]:
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins at VmRSS again
     seconds = step.run(around)
     found: dict[str, Any] = {"seconds": seconds, "high": resident("VmHWM"), "digest": digest(step)}
-    if isinstance(around, anybatch.Offload):
+    if isinstance(around, anybatch.reports.Offload):
         assert around.last is not None
         found |= {"out": around.last.out_bytes, "waited": around.last.waited}
         found |= {"kind": around.last.kind, "predicted": around.last.predicted_bytes}
@@ -84,7 +84,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             say({"peak": step.peak(around)} if "peak" in line else one_step(step, around))
-        except (RuntimeError, MemoryError, anybatch.AnybatchError) as error:
+        except (RuntimeError, MemoryError, anybatch.errors.AnybatchError) as error:
             say({"failed": "refused" if out_of_memory(error) else str(error)})
             return
 

@@ -26,7 +26,8 @@ import typer
 from torch import Tensor
 
 import anybatch
-from anybatch import BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 from benchmarks.agbn.lanes_memory.one import Net
 from benchmarks.environment import environment

@@ -123,7 +123,7 @@ def measured(step: Step, around: Any, rounds: int) -> dict[str, Any]:
         "peak": peak,
         "exact": all(map(torch.equal, step.gradients(plain), step.gradients(around))),
     }
-    if isinstance(around, anybatch.Offload):
+    if isinstance(around, anybatch.reports.Offload):
         assert around.last is not None
         found |= {
             "budget": around.memory,

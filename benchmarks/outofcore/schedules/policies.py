@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from anybatch.core.errors import BudgetError
+from anybatch.errors import BudgetError
 from anybatch.offload.belady import belady
 from anybatch.offload.best import by_rule, plan
 from anybatch.offload.schedule import Schedule

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from anybatch.core.errors import BudgetError
+from anybatch.errors import BudgetError
 from anybatch.offload.best import by_rule, fastest
 from anybatch.offload.schedule import Schedule
 from anybatch.offload.simulate import simulate

@@ -95,7 +95,7 @@ def run(job: Job) -> Found:
     try:
         return _run(job)
     except (RuntimeError, MemoryError) as error:
-        if not (out_of_memory(error) or isinstance(error, anybatch.BudgetError)):
+        if not (out_of_memory(error) or isinstance(error, anybatch.errors.BudgetError)):
             raise
         return {"failed": str(error).split("\n")[0]}
 
@@ -129,7 +129,7 @@ def _moves(job: Job) -> bool:
     return job.way in (CACHING, EXPANDABLE)
 
 
-def _held(job: Job, training: Training, off: anybatch.Offload | None) -> Found:
+def _held(job: Job, training: Training, off: anybatch.reports.Offload | None) -> Found:
     """Return the most bytes of a step; on the CPU that is where the cap is looked after."""
     if training.device.type == "cuda":
         reserved = torch.cuda.max_memory_reserved(training.device)

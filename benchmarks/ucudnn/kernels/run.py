@@ -74,7 +74,7 @@ def inside(work: Work, cache: Path) -> float:
         return seconds(work)
 
 
-def chosen(work: Work, cache: Path) -> tuple[anybatch.Convolutions, float]:
+def chosen(work: Work, cache: Path) -> tuple[anybatch.reports.Convolutions, float]:
     """Return what is chosen for a run, and the seconds in which that was measured."""
     with anybatch.convolutions(WORKSPACE, cache=cache) as found:
         taken = seconds(work)

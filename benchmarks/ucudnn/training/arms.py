@@ -34,7 +34,7 @@ Found = dict[str, Any]
 
 
 @contextmanager
-def computed(arm: Arm, cache: Path) -> Iterator[anybatch.Convolutions | None]:
+def computed(arm: Arm, cache: Path) -> Iterator[anybatch.reports.Convolutions | None]:
     """Have convolutions computed as an arm does."""
     if arm == "torch":
         yield None
@@ -95,7 +95,7 @@ def tested(model: nn.Module, task: Task, device: str) -> tuple[float, float]:
     return loss / len(task.tests[1]), right / len(task.tests[1])
 
 
-def not_torchs(convolutions: anybatch.Convolutions | None) -> int:
+def not_torchs(convolutions: anybatch.reports.Convolutions | None) -> int:
     """Return how many kernels are not torch's own on all samples."""
     if convolutions is None:
         return 0

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from anybatch import Plan, StepTimeline
+from anybatch import Plan
 from anybatch import check as check_gradients
 from anybatch.cli.build import Parts, build, describe, seeded
 from anybatch.cli.devices import absent_device, refuse_measured
@@ -74,6 +74,7 @@ from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.cli.views import Batch
 from anybatch.cli.wanted import Wanted
 from anybatch.core.absent import planned_for
+from anybatch.reports import StepTimeline
 from anybatch.tools.planning import NOT_MEASURED
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."

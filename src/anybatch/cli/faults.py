@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from anybatch import AnybatchError
+from anybatch.errors import AnybatchError
 
 
 class SettingsError(AnybatchError):

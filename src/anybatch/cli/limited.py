@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import AnybatchError, Engine, Plan
+from anybatch import Engine, Plan
 from anybatch import plan as foresee
 from anybatch.cli.build import Parts, build, seeded
 from anybatch.cli.checkpoint import dice, put_dice_back
@@ -39,6 +39,7 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.views import Batch
 from anybatch.core import accelerator
 from anybatch.core.units import parse_bytes
+from anybatch.errors import AnybatchError
 from anybatch.memory.meter import Meter
 
 if sys.platform != "win32":

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from anybatch import StepReport
+from anybatch.reports import StepReport
 
 NAME = "metrics.jsonl"
 

@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from anybatch import AnybatchError
 from anybatch.cli.interrupts import Terminated
 from anybatch.cli.summary import Interrupted, Summary
 from anybatch.cli.team import ALONE, Team
+from anybatch.errors import AnybatchError
 
 INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 

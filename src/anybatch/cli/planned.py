@@ -30,7 +30,7 @@ from typing import Any, Self
 
 import torch
 
-from anybatch import Engine, Plan, StepTimeline
+from anybatch import Engine, Plan
 from anybatch.cli.build import Parts
 from anybatch.cli.faults import RunFolderError, SettingsError
 from anybatch.cli.norms import Norms
@@ -44,6 +44,7 @@ from anybatch.memory.spill import spill_of
 from anybatch.offload.optimizer_states import OffloadedStates
 from anybatch.offload.states.planned import away, states_of
 from anybatch.planner.sharing import TRIED
+from anybatch.reports import StepTimeline
 from anybatch.tools.question import Question
 
 

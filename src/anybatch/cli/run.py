@@ -24,7 +24,6 @@ from typing import Any
 
 from torch import Tensor
 
-from anybatch import AnybatchError, StepReport
 from anybatch.cli import checkpoint
 from anybatch.cli.alike import refuse_unequal
 from anybatch.cli.build import Parts, circumstances
@@ -44,6 +43,8 @@ from anybatch.cli.summary import Interrupted, Summary, epoch_line, figures
 from anybatch.cli.team import ALONE, Team
 from anybatch.cli.testing import tested
 from anybatch.cli.views import Batch
+from anybatch.errors import AnybatchError
+from anybatch.reports import StepReport
 
 Clock = Callable[[], float]
 

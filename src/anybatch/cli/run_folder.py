@@ -25,7 +25,6 @@ from typing import IO, Any
 
 import torch
 
-from anybatch import StepTimeline
 from anybatch.cli import lock, log
 from anybatch.cli.curves import EpochRow, draw_curves
 from anybatch.cli.earlier import Earlier
@@ -36,6 +35,7 @@ from anybatch.cli.picture import draw_step
 from anybatch.cli.report import saved, write
 from anybatch.cli.report.envelope import Envelope
 from anybatch.cli.report.page import page_of
+from anybatch.reports import StepTimeline
 
 NAMES = (
     *("config.json", "metrics.jsonl", "plan.json", CHECKPOINT, "summary.json", "curves.png"),

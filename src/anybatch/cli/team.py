@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anybatch import RankError
 from anybatch.cli.alike import same_buffers
 from anybatch.cli.devices import find_device
 from anybatch.cli.faults import SettingsError
@@ -43,6 +42,7 @@ from anybatch.cli.metrics import Metric
 from anybatch.core import accelerator
 from anybatch.core.accelerators import default_device
 from anybatch.distributed.group import group_of
+from anybatch.errors import RankError
 
 OVER = "anybatch/train/over"
 PATIENCE = 60

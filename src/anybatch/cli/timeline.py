@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.text import Text
 
-from anybatch import StepTimeline
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.picture import draw_step, refuse_without_matplotlib, style_of
 from anybatch.core.units import show_bytes
 from anybatch.memory.step_timeline import WIDTH, busy_lines, ceiling, facts, grid, labels
+from anybatch.reports import StepTimeline
 
 NONE = "There is no timeline: nothing was foreseen for this plan."
 

@@ -27,8 +27,8 @@ from anybatch.conv.costs import Costs
 from anybatch.conv.intercept import intercepted
 from anybatch.conv.telling import Telling
 from anybatch.core.accelerators import with_plans
-from anybatch.core.errors import StoreError
 from anybatch.core.units import parse_bytes
+from anybatch.errors import StoreError
 
 Policy = Literal["powerOfTwo", "all", "undivided"]
 POLICIES = ("powerOfTwo", "all", "undivided")

@@ -25,7 +25,7 @@ from anybatch.conv.divide import Configuration, Part
 from anybatch.conv.measuring import duel, held, machine, measure
 from anybatch.conv.problem import Problem
 from anybatch.conv.search import Search
-from anybatch.core.errors import StoreError
+from anybatch.errors import StoreError
 
 
 class Tell(Protocol):

@@ -28,8 +28,8 @@ from itertools import combinations, groupby
 
 import numpy as np
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 
 
 @dataclass(frozen=True)

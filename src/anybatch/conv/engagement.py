@@ -8,9 +8,9 @@ import torch
 
 from anybatch.conv.convolutions import chooser_of, devices
 from anybatch.conv.engaged import Engaged, obeying
-from anybatch.core.errors import NotYetError
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
+from anybatch.errors import NotYetError
 
 
 def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from anybatch.conv.divide import Configuration
-from anybatch.core.errors import BudgetError
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

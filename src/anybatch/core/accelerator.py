@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anybatch.core.errors import NotYetError
+from anybatch.errors import NotYetError
 
 States = tuple[tuple[str, Tensor], ...]
 """Names of devices, such as "cuda:0", and the states of their random generators."""

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from anybatch.core import tree
-from anybatch.core.errors import BatchError
 from anybatch.core.hanging import Hung, hanging, hangs
+from anybatch.errors import BatchError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.core import tree
-from anybatch.core.errors import LossError
+from anybatch.errors import LossError
 
 PLAIN = (Tensor, nn.Parameter)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from anybatch.core.errors import NotExactError
+from anybatch.errors import NotExactError
 
 Registered = OrderedDict[int, Callable[..., Any]]
 """The hooks of one kind on one leaf, as torch holds them."""

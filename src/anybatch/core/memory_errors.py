@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch
 
-from anybatch.core.errors import AnybatchError
+from anybatch.errors import AnybatchError
 
 WORDS = (
     "can't allocate memory",  # the CPU allocator

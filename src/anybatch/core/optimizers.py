@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.modules import is_spread
 from anybatch.core.rounding import rounded
+from anybatch.errors import NotExactError
 
 COPIES: dict[type[optim.Optimizer], int] = {
     optim.Adadelta: 2,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from anybatch.core.errors import NotExactError, NotYetError
+from anybatch.errors import NotExactError, NotYetError
 
 Given = TypeVar("Given", torch.optim.Optimizer, torch.optim.Optimizer | None)
 

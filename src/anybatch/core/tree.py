@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from anybatch.core.errors import BatchError
+from anybatch.errors import BatchError
 
 
 class SampleList(list[Any]):

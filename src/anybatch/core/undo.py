@@ -29,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _pop_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.meeting import back_to, where
 from anybatch.core.modules import Modules
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 
 
 @dataclass(frozen=True)
@@ -375,3 +375,7 @@ def no_optimizer_step(before: Before) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+class AgainError(Exception):
+    """The step has found out what another plan is needed for: it begins again."""

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.errors import RankError
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import Modules
+from anybatch.errors import RankError
 
 Named = list[tuple[str, Tensor]]
 

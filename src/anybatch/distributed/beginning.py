@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from anybatch.core.errors import AgainError, BatchError, RankError
+from anybatch.core.undo import AgainError
 from anybatch.distributed.alike import Alike, refuse_unlike
+from anybatch.errors import BatchError, RankError
 
 ANY = -1
 """Samples of all ranks that a micro-batch is good for, where that does not depend on them."""

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from anybatch.core.accelerator import of
-from anybatch.core.errors import NotExactError, RankError
 from anybatch.core.rng import Dice
 from anybatch.distributed.unison import Unison
+from anybatch.errors import NotExactError, RankError
 
 LEADER = 0
 """The rank whose dice a step begins with."""
@@ -69,5 +69,5 @@ def drawn_apart(first: int, others: Sequence[int]) -> NotExactError:
         f'with rng="batch" every rank must draw as often as the others, and {ranks} and rank '
         f"{first} have left the random generators in different places: what is drawn depends on "
         "the samples, or loss, observe or the loading of samples draws on some ranks only. Use "
-        'rng="lane"'
+        'rng="micro_batch"'
     )

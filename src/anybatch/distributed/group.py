@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anybatch.core.accelerators import carrier
-from anybatch.core.errors import RankError
+from anybatch.errors import RankError
 
 LOOK_UP = timedelta(seconds=1)
 """How long a wait lasts before it looks whether a rank is known to be gone."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import tree
-from anybatch.core.errors import NotYetError
 from anybatch.core.modules import Modules
+from anybatch.errors import NotYetError
 
 
 def policies_of(modules: Modules) -> dict[str, Any]:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import home, wide
-from anybatch.core.errors import RankError
 from anybatch.core.norm.moments import merged_in_order
 from anybatch.core.rng import Dice
 from anybatch.distributed import gradients
@@ -36,6 +35,7 @@ from anybatch.distributed.gradients import AddedTwiceError, Sums
 from anybatch.distributed.pieces import Pieces
 from anybatch.distributed.rows import joined_rows, rows_of_all
 from anybatch.distributed.unison import END, Scripts, Unison
+from anybatch.errors import RankError
 from anybatch.loss.declared import Total
 
 P = ParamSpec("P")

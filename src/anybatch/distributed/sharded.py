@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from anybatch.core.errors import LossError, NotExactError, NotYetError
 from anybatch.core.modules import Modules, is_spread, local, walk
 from anybatch.core.rounding import allocated, rounded
 from anybatch.core.undo import uninterrupted
@@ -35,6 +34,7 @@ from anybatch.distributed.everyone import Amended
 from anybatch.distributed.group import Group
 from anybatch.distributed.parts import gathered, part_of
 from anybatch.distributed.precision import casting, dtype_in, policies_of
+from anybatch.errors import LossError, NotExactError, NotYetError
 
 T = TypeVar("T")
 Owners = list[tuple[str, nn.Module, str, Any]]

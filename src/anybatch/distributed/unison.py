@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import wide
-from anybatch.core.errors import AgainError, LaneMismatchError, RankError
-from anybatch.core.undo import uninterrupted
+from anybatch.core.undo import AgainError, uninterrupted
 from anybatch.distributed.group import FEW, Group
 from anybatch.distributed.pieces import Pieces
+from anybatch.errors import LockstepError, RankError
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class RanksAgainError(Exception):
         self.coupled = coupled
 
 
-class OffScriptError(LaneMismatchError):
+class OffScriptError(LockstepError):
     """This rank comes to another collective than in an earlier step of this kind."""
 
 
@@ -191,7 +191,7 @@ class Unison:
         """Return the parts of all ranks, [n] float64 each, in order.
 
         Raises:
-            LaneMismatchError: another rank is somewhere else.
+            LockstepError: another rank is somewhere else.
             RankError: another rank has failed.
             RanksAgainError: another rank has to run the step again.
         """
@@ -205,7 +205,7 @@ class Unison:
         """Return the sum of the parts of all ranks, [n] float64.
 
         Raises:
-            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+            LockstepError, RankError, RanksAgainError: as in `gather`.
         """
         if part.numel() * self.group.size <= FEW:
             return torch.stack(self.gather(key, part)).sum(0)
@@ -218,7 +218,7 @@ class Unison:
         """Make sure that all have come here, and can go on to collectives that cannot fail.
 
         Raises:
-            LaneMismatchError, RankError, RanksAgainError: as in `gather`.
+            LockstepError, RankError, RanksAgainError: as in `gather`.
         """
         self._expect(HEADER)
         self._header(key, 0)
@@ -306,12 +306,12 @@ class Unison:
         places = self.group.objects(key)
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
         if all(place.startswith(SUMS) for place in places):
-            raise LaneMismatchError(
+            raise LockstepError(
                 f"every rank must know the same parameters, and {said}: a rank without samples "
                 "does not see those that only the loss holds. Give Engine the optimizer that "
                 "trains them (optimizer=)"
             )
-        raise LaneMismatchError(
+        raise LockstepError(
             "every rank must go through the same layers where samples meet, with the same number "
             f"of values, and {said}: the model takes another path for other samples. Use "
             'batchnorm="local", or give every rank the same model, loss, parameters and engine'

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 
 from anybatch.core.batch import Batch, LazyBatch
-from anybatch.core.errors import BudgetError, NotExactError
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import Modules
 from anybatch.core.rounding import allocated
@@ -34,6 +33,7 @@ from anybatch.engine.crew import Crew
 from anybatch.engine.given import Given
 from anybatch.engine.runner import Runner
 from anybatch.engine.trial import seconds_of_step
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.kinds import Allowed, Kind
 from anybatch.execution.repeatable import Tries

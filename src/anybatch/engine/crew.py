@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.core.errors import NotExactError, RankError
 from anybatch.distributed.alike import Alike, Form, Named, has_lazy, values_of
 from anybatch.distributed.beginning import Habit, Here
 from anybatch.distributed.dice import devices_of, same_dice
@@ -26,6 +25,7 @@ from anybatch.distributed.group import Group, group_of
 from anybatch.distributed.ranks import Ranks
 from anybatch.distributed.sharded import Sharded, in_unison
 from anybatch.distributed.unison import Scripts, Unison, guarded
+from anybatch.errors import NotExactError, RankError
 from anybatch.lockstep.ranks import meeting_layers, plain
 
 T = TypeVar("T")

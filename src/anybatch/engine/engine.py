@@ -58,7 +58,7 @@ from anybatch.planner.planner import Planner, planner_of
 from anybatch.planner.updates import state_bytes
 
 BatchNormMode = Literal["exact", "local", "adaptive"]
-RngMode = Literal["lane", "batch"]
+RngMode = Literal["micro_batch", "batch"]
 
 
 class Engine:
@@ -90,9 +90,9 @@ class Engine:
             it. "local" lets each micro-batch be normalised by its own statistics, which is another
             function than that of the batch. "adaptive", or an `Adaptive`, is local until training
             has converged and exact from there on.
-        rng: "lane" (default): each micro-batch draws its own random numbers, in order. "batch":
-            each draws what the undivided batch would for its rows, so the gradient is that of the
-            batch with dropout, too; while a draw is made, there is one for all samples in memory,
+        rng: "micro_batch" (default): each micro-batch draws its own random numbers, in order.
+            "batch": each draws what the undivided batch would for its rows, so the gradient is that
+            of the batch with dropout, too; while a draw is made, one for all samples is in memory,
             and the plan counts it. What cannot be drawn so is refused. Over ranks every step begins
             with the random state of rank 0, and leaves all of them with that of the whole batch.
         plan: a plan made before, which is obeyed; `memory`, `micro_batch` and `workspace` are its.
@@ -127,7 +127,7 @@ class Engine:
         memory: int | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
-        rng: RngMode = "lane",
+        rng: RngMode = "micro_batch",
         plan: Plan | None = None,
         workspace: int | str | None = None,
     ) -> None:

@@ -17,10 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import tree
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
-from anybatch.core.errors import AgainError, AnybatchError
 from anybatch.core.modules import Modules, in_training, is_spread, parameters, walk
 from anybatch.core.norm.counters import BatchStatisticsError, GatherError, training_batchnorms
+from anybatch.core.undo import AgainError
 from anybatch.distributed.sharded import Sharded
+from anybatch.errors import AnybatchError
 from anybatch.execution.case import Case
 from anybatch.execution.kinds import Kind, kinds_of, numbers_of, shapes_of, switched_on
 from anybatch.execution.reach import Reach
@@ -45,9 +46,9 @@ class Given:
         norms: chooses whether BatchNorm is "exact" or "local".
         closure: leaves that the loss closes over, found on the way.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
-        gathers: calls of `anybatch.all_gather` and of what is `anybatch.coupled`, found on the way.
+        gathers: calls of `anybatch.gather_batch` and `anybatch.coupled`, found on the way.
         reach: the largest rows met so far of batches that are loaded on the way.
-        rng: "lane" or "batch": whose random draws a micro-batch makes.
+        rng: "micro_batch" or "batch": whose random draws a micro-batch makes.
         sharded: has made the model whole for the step; None where it is.
         changed: paths of the state for which the loss is called once a step, found on the way.
     """
@@ -60,7 +61,7 @@ class Given:
     bare: list[str] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
-    rng: str = "lane"
+    rng: str = "micro_batch"
     sharded: Sharded | None = None
     changed: list[str] = field(default_factory=list)
     _states: list[LossState] = field(default_factory=list)

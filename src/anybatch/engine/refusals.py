@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from anybatch.core.errors import AnybatchError, NotExactError, NotYetError
 from anybatch.core.meeting import in_a_meeting
 from anybatch.engine.crew import several
+from anybatch.errors import AnybatchError, NotExactError, NotYetError
 from anybatch.lockstep.adaptive import Adaptive
 from anybatch.memory.paged import paged
 
@@ -29,8 +29,8 @@ def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
             'batchnorm must be "exact", "local", "adaptive" or an anybatch.Adaptive, and it is '
             f"{batchnorm!r}"
         )
-    if rng not in ("lane", "batch"):
-        raise ValueError(f'rng must be "lane" or "batch", and it is {rng!r}')
+    if rng not in ("micro_batch", "batch"):
+        raise ValueError(f'rng must be "micro_batch" or "batch", and it is {rng!r}')
 
 
 def as_function(loss_fn: Any) -> Callable[..., Tensor]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from anybatch.core.batch import Batch, TensorBatch
-from anybatch.core.errors import NotExactError
 from anybatch.core.hanging import refuse_missing
 from anybatch.core.kept import Attributes
 from anybatch.core.memory import Inside, Room
@@ -38,6 +37,7 @@ from anybatch.core.undo import Before
 from anybatch.distributed.everyone import Alone, Everyone
 from anybatch.distributed.unison import OffScriptError
 from anybatch.engine.given import LOSS, Given
+from anybatch.errors import NotExactError
 from anybatch.execution.buffers import ForwardBuffers, put_back_moved
 from anybatch.execution.collated import Collates
 from anybatch.execution.device import Link, link_to

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.core.errors import NotYetError
 from anybatch.core.modules import Modules, local
 from anybatch.core.undo import Before, uninterrupted
+from anybatch.errors import NotYetError
 
 Back = Callable[[], Any]
 """Puts a thing back as it was, and returns it."""

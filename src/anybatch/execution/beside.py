@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core import tree
-from anybatch.core.errors import LossError
+from anybatch.errors import LossError
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.places import scalars
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.undo import BufferState, same_values
+from anybatch.errors import NotExactError
 
 
 class ForwardBuffers:

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from anybatch.core import tree
 from anybatch.core.batch import LazyBatch, bytes_of_leaf, collated
-from anybatch.core.errors import NotExactError
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 from anybatch.execution.kinds import bytes_of
 from anybatch.execution.outside import every_number, parts, plain
 from anybatch.execution.proof.familiar import MOST

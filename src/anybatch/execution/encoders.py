@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.errors import BatchError
 from anybatch.core.modules import call_model
+from anybatch.errors import BatchError
 
 SCALE = "scale"
 """The name of the learned scale among the outputs."""

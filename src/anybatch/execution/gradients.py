@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import storage_of
+from anybatch.errors import NotExactError
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core import tree
-from anybatch.core.errors import NotExactError
 from anybatch.core.modules import storage_of
 from anybatch.core.norm.counters import refuse
+from anybatch.errors import NotExactError
 from anybatch.execution.step import Step
 
 TRAINING_FLAG = {

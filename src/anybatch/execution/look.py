@@ -31,13 +31,13 @@ from torch.jit import ScriptModule
 
 from anybatch.core import graph, tree
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch
-from anybatch.core.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.core.hooks import refuse_registered
 from anybatch.core.meeting import looking
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import eager, walk
 from anybatch.core.rng import Dice
 from anybatch.core.unseen import Unseen
+from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.execution.guard import Guard
 from anybatch.execution.outside import Named, every_number, first_moved

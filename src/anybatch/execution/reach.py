@@ -16,8 +16,8 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch
-from anybatch.core.errors import AgainError
 from anybatch.core.rng import Dice
+from anybatch.core.undo import AgainError
 from anybatch.execution.case import MICRO_BATCHES, stretched
 from anybatch.execution.kinds import Rows, Shapes, elements, kinds_of, shapes_of
 

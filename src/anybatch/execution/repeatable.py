@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from anybatch.core import tree
 from anybatch.core.batch import Batch, MicroBatch
-from anybatch.core.errors import AgainError
 from anybatch.core.memory_errors import forget
 from anybatch.core.rng import Dice
+from anybatch.core.undo import AgainError
 from anybatch.distributed.everyone import Alone, Everyone
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.dice.whole import WholeDice

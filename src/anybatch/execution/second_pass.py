@@ -16,8 +16,8 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch, count_micro_batches
-from anybatch.core.errors import NotReproducibleError
 from anybatch.core.rng import Dice
+from anybatch.errors import NotReproducibleError
 from anybatch.execution.first_pass import FirstPass, Run
 from anybatch.execution.parts import Lap, Parts, feed
 from anybatch.execution.retry import StartOverError, attempt, in_pieces

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointError
 
 from anybatch.core import graph, tree
 from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
-from anybatch.core.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
 from anybatch.core.hanging import Hung, doubts_of, hanging, hangs
 from anybatch.core.kept import Attributes
 from anybatch.core.meeting import ForwardOf, looks_here
@@ -29,6 +28,7 @@ from anybatch.core.norm.sites import Way
 from anybatch.core.rng import Dice
 from anybatch.distributed.dice import devices_of
 from anybatch.distributed.sharded import Sharded
+from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
 from anybatch.execution.device import Link, feed
 from anybatch.execution.dice.whole import WholeDice
 from anybatch.execution.proof.familiar import Familiar

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anybatch.core import graph, tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import LossError
 from anybatch.distributed.everyone import Rows
+from anybatch.errors import LossError
 from anybatch.execution.proof.mixed import refuse_trained
 from anybatch.execution.step import Step, check_trains
 from anybatch.loss.contrastive import Contrastive

@@ -122,7 +122,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         memory: int | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
-        rng: RngMode = "lane",
+        rng: RngMode = "micro_batch",
         plan: Plan | None = None,
     ) -> None:
         self.engine: Engine | None = None

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import (
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from anybatch.core.errors import NotExactError, NotYetError
+from anybatch.errors import NotExactError, NotYetError
 
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 LINE = "self.manual_backward(whole_loss(self, self.my_loss, batch))"

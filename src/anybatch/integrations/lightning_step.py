@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from anybatch.core import tree
-from anybatch.core.errors import LossError
 from anybatch.core.kept import names_of
+from anybatch.errors import LossError
 from anybatch.loss.heard import Heard, Overheard
 from anybatch.loss.hearing import rows_of
 from anybatch.memory.fakes import is_fake

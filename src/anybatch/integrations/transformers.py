@@ -118,7 +118,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         memory: int | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
-        rng: RngMode = "lane",
+        rng: RngMode = "micro_batch",
         plan: Plan | None = None,
         cut_padding: bool = False,
         **named: Any,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import tree
-from anybatch.core.errors import AnybatchError, BudgetError
 from anybatch.distributed.everyone import Layout
 from anybatch.engine.engine import Engine
+from anybatch.errors import AnybatchError, BudgetError
 from anybatch.execution.look import layout_of
 from anybatch.integrations.transformers_padding import Trimmed
 from anybatch.loss.heard import WEIGHTS, OfModel

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.errors import NotExactError
 from anybatch.core.meeting import looks_here
+from anybatch.errors import NotExactError
 from anybatch.loss.heard import Heard, OfModel, Overheard, first_loss
 from anybatch.memory.fakes import is_fake
 from anybatch.tools.check import permuted

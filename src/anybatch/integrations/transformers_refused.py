@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from accelerate import Accelerator
 
-from anybatch.core.errors import NotExactError, NotYetError
+from anybatch.errors import NotExactError, NotYetError
 
 PACKAGE = Path(transformers.__file__).parent
 

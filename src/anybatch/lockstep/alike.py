@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.accelerator import home
-from anybatch.core.errors import LossError
+from anybatch.errors import LossError
 from anybatch.execution.beside import held
 from anybatch.lockstep.batchnorm import Place
 from anybatch.lockstep.gathered import Around

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch.core.accelerator import of
-from anybatch.core.errors import NotExactError
 from anybatch.core.meeting import here, meeting_in, reduce
 from anybatch.core.norm.intercept import Norms
 from anybatch.core.norm.moments import HALF, Moments, accumulated, merged, moments_of
 from anybatch.core.norm.sites import END, Route, Site, site_of
 from anybatch.core.unseen import Unseen
+from anybatch.errors import NotExactError
 from anybatch.execution.strides import standard
 from anybatch.memory.paged import paged
 

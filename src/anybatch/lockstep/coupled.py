@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.core import graph, tree
-from anybatch.core.errors import LossError
 from anybatch.core.meeting import as_it_is, in_forward, looks_here, meeting_in, reduce
 from anybatch.core.norm.alone import AloneNorms
+from anybatch.errors import LossError
 from anybatch.execution.beside import Beside
 from anybatch.lockstep.alike import meets_alike, refuse_constants, rows_and_memory, told
 from anybatch.lockstep.batchnorm import Place
@@ -59,7 +59,7 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
         LossError: `fn` is no function, trains what it was not given, is given what is neither rows
             nor the same for all, writes to it, reads samples that it was not given, or returns no
             single number.
-        LaneMismatchError: other micro-batches call something else, or with other shapes of a row.
+        LockstepError: other micro-batches call something else, or with other shapes of a row.
 
     Example:
         >>> @anybatch.coupled

@@ -1,4 +1,4 @@
-"""`all_gather`: the rows of the whole batch inside a model that is run on some of them.
+"""`gather_batch`: the rows of the whole batch inside a model that is run on some of them.
 
 A model that compares its samples with all others (negatives of a contrastive loss inside the model)
 computes something else on a part of the batch. ``torch.distributed`` gathers over ranks; here the
@@ -39,7 +39,7 @@ from anybatch.lockstep.batchnorm import MeetingNorms, Place
 M = TypeVar("M")
 
 
-def all_gather(rows: Tensor) -> tuple[Tensor, int]:
+def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
     """Return the rows of the whole batch, and where these begin among them.
 
     Inside a step of an `Engine` the batch is that of all micro-batches and all ranks. Anywhere
@@ -52,17 +52,17 @@ def all_gather(rows: Tensor) -> tuple[Tensor, int]:
         [N, ...] and b: ``whole[b : b + n]`` are the rows. Gradients flow back to all of them.
 
     Raises:
-        LaneMismatchError: other micro-batches gather something else, or nothing.
+        LockstepError: other micro-batches gather something else, or nothing.
 
     Example:
         >>> class Contrastive(nn.Module):
         ...     def forward(self, x, y):
         ...         z, w = self.encode(x), self.encode(y)
-        ...         others, begin = anybatch.all_gather(w)
+        ...         others, begin = anybatch.gather_batch(w)
         ...         own = torch.arange(len(z), device=z.device) + begin
         ...         return F.cross_entropy(z @ others.T, own)
     """
-    place = around("all_gather")
+    place = around("gather_batch")
     if place.meeting is None and not place.rows:
         return rows, 0
     found: tuple[Tensor, int] = _Gather.apply(rows, place, not looks_here())  # type: ignore[no-untyped-call]
@@ -169,7 +169,7 @@ class _Gather(torch.autograd.Function):
             ctx.kept = whole, _ = place.stand_in(rows, grad=grad)  # as long as any lane needs them
             return whole.view_as(whole), 0
         shape = ", ".join(map(str, rows.shape[1:]))
-        ctx.place = Place(f"all_gather of [n, {shape}] of {rows.dtype}", "gather")
+        ctx.place = Place(f"gather_batch of [n, {shape}] of {rows.dtype}", "gather")
         own = rows.detach()[:0] if place.empty else rows.detach()
         whole, ctx.begin = place.meeting.gather(ctx.place, own)
         return whole.view_as(whole), ctx.begin

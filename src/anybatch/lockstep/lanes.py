@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core import threads, workers
-from anybatch.core.errors import LaneMismatchError
 from anybatch.core.meeting import meeting_in
 from anybatch.core.undo import uninterrupted
+from anybatch.errors import LockstepError
 
 
 class Beyond(Protocol):
@@ -111,7 +111,7 @@ class Lanes:
             listen: called now and then while they run; may raise, which ends them. Default nothing.
 
         Raises:
-            LaneMismatchError: the lanes do not meet in the same places.
+            LockstepError: the lanes do not meet in the same places.
             NoThreadError: the system starts no thread for each of them.
             BaseException: what the first lane that failed has raised; the others were unwound.
         """
@@ -209,7 +209,7 @@ class Lanes:
         """Return the lane that has come to where `key` is met for.
 
         Raises:
-            LaneMismatchError: the first lane of this round met for something else.
+            LockstepError: the first lane of this round met for something else.
         """
         if self._failure is not None:
             raise LaneLeft
@@ -217,7 +217,7 @@ class Lanes:
         self._keys[lane] = key
         if key != self._keys[first]:
             places = str(self._keys[first]), str(key)
-            raise LaneMismatchError(
+            raise LockstepError(
                 "every micro-batch must go through the same layers where samples meet, and "
                 f"micro-batch {first} is at {self._keys[first]} while micro-batch {lane} is at "
                 f"{key}: the model takes another path for other samples. {_way_out(places)}or give "
@@ -277,7 +277,7 @@ class Lanes:
 
 def _way_out(places: tuple[str, str]) -> str:
     """Return what helps where two micro-batches meet for these, as the beginning of a sentence."""
-    if any("coupled" in place or "all_gather" in place for place in places):
+    if any("coupled" in place or "gather_batch" in place for place in places):
         return "Call it for every micro-batch, and use what it returns in each loss, "
     return 'Use batchnorm="local", '
 

@@ -57,7 +57,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         The loss of the whole batch, a detached 0-dim tensor.
 
     Raises:
-        LaneMismatchError: the model takes another path for other samples.
+        LockstepError: the model takes another path for other samples.
         NotAPartError: some micro-batch has shown that the loss couples the samples.
     """
     together = Together(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from anybatch.core.errors import NotExactError
+from anybatch.errors import NotExactError
 from anybatch.execution.proof.verdict import other_rows
 from anybatch.lockstep.late import SINGLE
 

@@ -24,11 +24,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from anybatch.core.accelerator import home, wide
-from anybatch.core.errors import NotExactError
 from anybatch.core.meeting import meeting_in
 from anybatch.core.norm.moments import Moments, merged_in_order
 from anybatch.core.undo import uninterrupted
 from anybatch.distributed.group import FEW, Group, group_of
+from anybatch.errors import NotExactError
 from anybatch.lockstep.batchnorm import BatchPlace, batch_norm
 
 

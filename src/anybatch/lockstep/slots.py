@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerators import library_switches
-from anybatch.core.errors import NotExactError
 from anybatch.core.kept import Kept, fill
 from anybatch.core.meeting import forwards_here
 from anybatch.core.modules import Modules
 from anybatch.core.norm.sites import Site, Way
+from anybatch.errors import NotExactError
 from anybatch.execution.proof.follow import Follow
 
 

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import LossError
 from anybatch.core.functions import keywords
+from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import LossError
+from anybatch.errors import LossError
 from anybatch.loss.declared import Loss, Part, Scope, Total
 from anybatch.loss.tiles import Shares, Sums, add_sums, add_weighted, computed_in, dots
 

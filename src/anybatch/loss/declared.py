@@ -26,8 +26,8 @@ from torch import Tensor
 
 from anybatch.core import graph
 from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.core.errors import LossError
 from anybatch.core.meeting import ForwardOf, in_a_meeting
+from anybatch.errors import LossError
 from anybatch.loss.nothing import nothing
 from anybatch.loss.terms import Term
 from anybatch.memory.fakes import is_fake

@@ -26,10 +26,10 @@ from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.core import accelerator, tree
 from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.core.errors import LossError
 from anybatch.core.graph import name_of
 from anybatch.core.meeting import looks_here
 from anybatch.core.norm.alone import AloneNorms
+from anybatch.errors import LossError
 from anybatch.loss import known
 from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
 from anybatch.loss.hearing import Hearing
@@ -499,7 +499,7 @@ def _rest(outputs: Any) -> dict[str, Any]:
 
 
 def _gathers() -> bool:
-    """Say whether forward has called `anybatch.all_gather`, where micro-batches are to wait."""
+    """Say whether forward has called `anybatch.gather_batch`, where micro-batches are to wait."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, AloneNorms) and mode.gathered for mode in modes)
 

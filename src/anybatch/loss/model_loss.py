@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from anybatch.core.accelerator import of
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import LossError
+from anybatch.errors import LossError
 from anybatch.loss.declared import Inside, Loss, Number, Part, Scope, Total, loss_among
 from anybatch.loss.heard import Heard, OfModel, Tracer
 from anybatch.loss.model_terms import TermOfAll

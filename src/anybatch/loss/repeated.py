@@ -18,11 +18,11 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import LossError
 from anybatch.core.meeting import as_it_is
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.rng import Dice
 from anybatch.core.undo import same_values
+from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
 
 ROUNDING = 1000

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anybatch.core.accelerator import of
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import LossError
+from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
 
 Count = float | int | Tensor

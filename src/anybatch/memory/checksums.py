@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import zlib
 
-from anybatch.core.errors import StoreError
 from anybatch.core.units import show_bytes
+from anybatch.errors import StoreError
 
 BLOCK = 4 << 20
 """Bytes that share a sum."""

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import of
-from anybatch.core.errors import StoreError
 from anybatch.core.undo import uninterrupted
 from anybatch.core.units import show_bytes
+from anybatch.errors import StoreError
 from anybatch.memory.checksums import Sums, checksums, require_same
 from anybatch.memory.nameless import left_for, nameless, read_at, write_at
 

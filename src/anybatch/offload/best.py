@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError
 from anybatch.offload.belady import belady
 from anybatch.offload.ends import ends
 from anybatch.offload.hiding import hiding

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 from anybatch.offload.again import Again, choices, remade
 from anybatch.offload.best import plan
 from anybatch.offload.recording import Recording

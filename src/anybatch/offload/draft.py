@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 from anybatch.offload.schedule import Schedule, Stage
 from anybatch.offload.trace import Trace
 

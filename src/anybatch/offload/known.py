@@ -11,8 +11,8 @@ once for every number of bytes that it may hold and that are there beside it.
 
 from __future__ import annotations
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError
 from anybatch.offload.course import Course, set_course
 from anybatch.offload.mover import Mover
 from anybatch.offload.recording import Cut, Recording

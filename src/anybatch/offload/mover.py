@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anybatch.core import accelerator
-from anybatch.core.errors import StoreError
+from anybatch.errors import StoreError
 from anybatch.memory.copier import Copier, Job
 from anybatch.memory.stores import SENT, Store, empty, require_room, room_of, told
 from anybatch.offload.saved import Saved

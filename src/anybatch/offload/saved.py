@@ -30,7 +30,7 @@ from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from anybatch.core.errors import NotExactError
+from anybatch.errors import NotExactError
 from anybatch.memory.copier import Job
 from anybatch.memory.fakes import uncached
 

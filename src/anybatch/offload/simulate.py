@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anybatch.core.errors import ScheduleError
 from anybatch.core.links import Interval, Link
+from anybatch.errors import ScheduleError
 from anybatch.offload.schedule import Schedule
 from anybatch.offload.trace import Trace
 

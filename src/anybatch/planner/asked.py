@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from anybatch.core.errors import NotExactError, NotYetError
+from anybatch.errors import NotExactError, NotYetError
 from anybatch.execution.case import Case
 from anybatch.execution.kinds import Kind
 from anybatch.planner.contest import StepTimer

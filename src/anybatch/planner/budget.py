@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
 from anybatch.core.absent import AbsentDevice, absent, enough
-from anybatch.core.errors import BudgetError
 from anybatch.core.rounding import allocated, rounded
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 from anybatch.execution.case import Case
 from anybatch.memory.limits import left
 from anybatch.memory.paged import paged

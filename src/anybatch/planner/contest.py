@@ -19,9 +19,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf, isfinite
 
-from anybatch.core.errors import BudgetError, NotExactError, StoreError
 from anybatch.core.memory import Candidate, Room
 from anybatch.core.plan import Away
+from anybatch.errors import BudgetError, NotExactError, StoreError
 from anybatch.execution.kinds import Allowed
 from anybatch.planner.above import above, try_above
 from anybatch.planner.choice import even, step_seconds

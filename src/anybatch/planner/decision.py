@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from anybatch.core.errors import BudgetError, NotExactError
 from anybatch.core.norm.counters import ScriptedNormError
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.kinds import Allowed, Kind
 from anybatch.memory.spill import Spill
 from anybatch.planner.asked import Asked

@@ -19,8 +19,8 @@ import torch
 
 from anybatch.core import accelerator
 from anybatch.core.absent import absent
-from anybatch.core.errors import AnybatchError
 from anybatch.core.tree import tensors
+from anybatch.errors import AnybatchError
 from anybatch.execution.case import MICRO_BATCHES, Case, stretched
 from anybatch.execution.kinds import Kind, bytes_of
 from anybatch.planner.budget import on_absent, on_cuda

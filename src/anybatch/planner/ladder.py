@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from anybatch.core import tree
-from anybatch.core.errors import AnybatchError, NotExactError
 from anybatch.core.modules import tensors_of
 from anybatch.core.norm.counters import BatchStatisticsError
 from anybatch.core.optimizers import room_of
 from anybatch.core.rounding import allocated, rounded, rounding
 from anybatch.distributed.pieces import copied_bytes, small_bytes
+from anybatch.errors import AnybatchError, NotExactError
 from anybatch.execution.case import MICRO_BATCHES, Case, as_fakes, few
 from anybatch.execution.kinds import bytes_of
 from anybatch.lockstep.parts import values_of_a_part

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anybatch.core.errors import BudgetError, NotYetError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError, NotYetError
 from anybatch.execution.case import MICRO_BATCHES, Case, few, first_rows
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import BLOCK, Store

@@ -16,11 +16,11 @@ from typing import NoReturn
 
 from anybatch.core.absent import absent, enough
 from anybatch.core.batch import count_micro_batches
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
 from anybatch.core.memory import Candidate, Memory
 from anybatch.core.plan import Away
 from anybatch.core.units import show_bytes, show_samples
+from anybatch.errors import BudgetError
 from anybatch.execution.case import Case
 from anybatch.execution.kinds import Allowed
 from anybatch.memory.meter import STEP

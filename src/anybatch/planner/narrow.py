@@ -24,11 +24,11 @@ import torch
 
 from anybatch.core.absent import enough
 from anybatch.core.batch import count_micro_batches
-from anybatch.core.errors import BudgetError
 from anybatch.core.memory import Candidate, Memory
 from anybatch.core.plan import Away
 from anybatch.core.rounding import allocated
 from anybatch.core.units import show_bytes, show_samples
+from anybatch.errors import BudgetError
 from anybatch.execution.kinds import Allowed
 from anybatch.memory.filling import filled
 from anybatch.memory.room import Lane

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.plan import Plan
 from anybatch.core.units import show_bytes, show_seconds
+from anybatch.errors import BudgetError
 
 SHARES = (2, 8, 32)
 """Of what the budget leaves above the floor, one part in so many goes to workspace."""

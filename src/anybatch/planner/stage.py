@@ -14,12 +14,12 @@ from typing import Any
 
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.errors import LossError
 from anybatch.core.kept import Kept
 from anybatch.core.modules import renormalised, tensors_of
 from anybatch.core.norm.alone import AloneNorms
 from anybatch.core.norm.counters import counters
 from anybatch.core.undo import Before, no_optimizer_step, uninterrupted
+from anybatch.errors import LossError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.case import Case
 from anybatch.execution.device import Link

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
-from anybatch.core.errors import BudgetError, NotExactError
 from anybatch.core.memory import Candidate
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.case import Case
 from anybatch.execution.kinds import Allowed, Kind
 from anybatch.planner.budget import budget_error

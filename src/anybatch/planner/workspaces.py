@@ -22,9 +22,9 @@ from anybatch.conv.chooser import Chooser
 from anybatch.conv.engaged import Engaged
 from anybatch.conv.heard import sizes_of
 from anybatch.conv.network import Key
-from anybatch.core.errors import BudgetError
 from anybatch.core.memory import Memory, Room
 from anybatch.core.plan import Away
+from anybatch.errors import BudgetError
 from anybatch.execution.kinds import Allowed
 from anybatch.planner.contest import StepTimer
 from anybatch.planner.forecast import WORKSPACE, Forecast, total

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.errors import AnybatchError, BatchError, NotYetError
 from anybatch.core.evidence import Evidence
 from anybatch.core.modules import walk
 from anybatch.core.norm.counters import training_batchnorms
 from anybatch.core.rng import Dice
 from anybatch.engine.crew import several
 from anybatch.engine.engine import Engine, RngMode
+from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.loss.declared import Loss
 from anybatch.loss.holders import Depth
 from anybatch.loss.partners import directions
@@ -50,7 +50,7 @@ def check(
     targets: Any = None,
     *,
     micro_batch: int | None = None,
-    rng: RngMode = "lane",
+    rng: RngMode = "micro_batch",
 ) -> Report:
     """Compare the engine with the undivided batch, tensor by tensor, on a copy of the model.
 

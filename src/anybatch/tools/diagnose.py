@@ -26,13 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.errors import AnybatchError
 from anybatch.core.functions import keywords
 from anybatch.core.hooks import KINDS
 from anybatch.core.modules import call_model, walk
 from anybatch.core.norm.alone import AloneNorms
 from anybatch.core.norm.counters import counters
 from anybatch.core.undo import BufferState, note_buffers, same_values
+from anybatch.errors import AnybatchError
 
 READS = frozenset(["item", "__bool__", "__float__", "__int__", "__index__", "tolist", "nonzero"])
 

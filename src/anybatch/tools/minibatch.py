@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 from anybatch.conv.divide import Configuration, Part, front
 from anybatch.conv.share import share
-from anybatch.core.errors import BudgetError
 from anybatch.core.units import show_bytes, show_samples
+from anybatch.errors import BudgetError
 from anybatch.tools.given import whole
 
 Measured = Mapping[str, Sequence[Part]]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from anybatch.core.absent import AbsentDevice, parse_device
 from anybatch.core.batch import LazyBatch
-from anybatch.core.errors import NotYetError
 from anybatch.core.plan import Plan
 from anybatch.core.prepared import bare
 from anybatch.engine.crew import several
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
+from anybatch.errors import NotYetError
 from anybatch.lockstep.adaptive import Adaptive
 from anybatch.loss.declared import Loss
 from anybatch.tools.goals import goal_of, scale_of
@@ -44,7 +44,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     micro_batch: int | None = None,
     batchnorm: BatchNormMode | Adaptive = "exact",
-    rng: RngMode = "lane",
+    rng: RngMode = "micro_batch",
     timed: bool = True,
     states: Literal["host", "file", "auto"] | None = None,
     offload: str = "auto",
@@ -74,7 +74,7 @@ def plan(
         optimizer: its state is counted as it will be after its first step.
         micro_batch: samples; None (default) chooses.
         batchnorm: as in `Engine`.
-        rng: "lane" (default) or "batch".
+        rng: "micro_batch" (default) or "batch".
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
         offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one

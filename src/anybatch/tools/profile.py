@@ -23,13 +23,13 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from anybatch.core import accelerator
-from anybatch.core.errors import NotYetError
 from anybatch.core.modules import Modules, parameters
 from anybatch.core.pace import Pace
 from anybatch.core.prepared import bare
 from anybatch.distributed.group import group_of
 from anybatch.engine.crew import several
 from anybatch.engine.engine import Engine
+from anybatch.errors import NotYetError
 from anybatch.execution.as_it_was import as_it_was
 from anybatch.planner.probe import finish, told
 from anybatch.tools.loaders import Clock, dice_of, length_of

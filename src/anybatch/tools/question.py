@@ -22,11 +22,11 @@ from torch import nn
 from anybatch.core.absent import AbsentDevice, planned_for
 from anybatch.core.accelerator import of
 from anybatch.core.batch import LazyBatch, TensorBatch
-from anybatch.core.errors import BudgetError
 from anybatch.core.optimizers import device_of
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
 from anybatch.engine.engine import Engine
+from anybatch.errors import BudgetError
 from anybatch.memory.spill import takes
 from anybatch.offload.states.planned import plan_away, states_of
 from anybatch.planner.sharing import shared

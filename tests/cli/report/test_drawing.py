@@ -12,9 +12,9 @@ import pytest
 from tests.cli.report.pages import Node, read
 from tests.cli.test_timeline import ordered, timed
 
-from anybatch import StepTimeline
 from anybatch.cli.report.drawing import Line, Titled, draw_envelope, draw_lines
 from anybatch.cli.report.envelope import Envelope
+from anybatch.reports import StepTimeline
 
 TITLED = Titled("name", "a title", "a description")
 EXACT = 0.011

@@ -313,7 +313,7 @@ def test_without_a_folder_for_it_nothing_is_kept_and_that_is_said(
     with pytest.warns(UserWarning, match="forgotten with this process"), anybatch.convolutions():
         F.conv1d(x, w)
     with (
-        pytest.raises(anybatch.StoreError, match="name another one, or give cache=False"),
+        pytest.raises(anybatch.errors.StoreError, match="name another one, or give cache=False"),
         anybatch.convolutions(cache=tmp_path / "anybatch" / "costs.sqlite"),
     ):
         pass

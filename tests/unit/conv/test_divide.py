@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 
-from anybatch import BudgetError
 from anybatch.conv.divide import Configuration, Part, fastest, front, sizes
+from anybatch.errors import BudgetError
 
 ALGORITHMS = ("native", "im2col", "fft", "winograd")
 

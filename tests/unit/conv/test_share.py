@@ -10,9 +10,9 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from tests.unit.conv.test_divide import measured
 
-from anybatch import BudgetError
 from anybatch.conv.divide import Configuration, Part, front
 from anybatch.conv.share import share
+from anybatch.errors import BudgetError
 
 Fronts = list[list[Configuration]]
 

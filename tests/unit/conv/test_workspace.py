@@ -13,12 +13,13 @@ from tests.unit.conv.problems import distance, problem
 from torch import Tensor, nn
 
 import anybatch
-from anybatch import BudgetError, Plan
+from anybatch import Plan
 from anybatch.conv import costs
 from anybatch.conv.calls import kernels_of
 from anybatch.conv.heard import Hearing, sizes_of
 from anybatch.conv.problem import Problem
 from anybatch.engine.runner import Runner
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter, within_kernel
 from anybatch.planner.forecast import WORKSPACE
 
@@ -215,7 +216,7 @@ def test_what_means_nothing_is_refused() -> None:
     plan = anybatch.plan(net(), LOSS, batch(), micro_batch=4, timed=False)
     with pytest.raises(ValueError, match="workspace, and one of them was given"):
         anybatch.Engine(net(), LOSS, plan=plan, workspace="1MiB")
-    with pytest.raises(anybatch.NotYetError, match="convolutions are divided on cpu"):
+    with pytest.raises(anybatch.errors.NotYetError, match="convolutions are divided on cpu"):
         anybatch.Engine(net().to("meta"), LOSS, workspace="1MiB")
 
 

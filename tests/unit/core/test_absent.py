@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
-from anybatch import BudgetError, Engine, Plan
+from anybatch import Engine, Plan
 from anybatch.core.absent import (
     CONTEXT,
     HANDLES,
@@ -28,6 +28,7 @@ from anybatch.core.absent import (
     planned_for,
     type_of,
 )
+from anybatch.errors import BudgetError
 
 GIB = 1 << 30
 

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core import accelerator, accelerators
 from anybatch.core.accelerator import of
-from anybatch.core.errors import NotYetError, StoreError
 from anybatch.core.norm import moments
 from anybatch.core.norm.moments import merged, moments_of
 from anybatch.core.rng import Dice
+from anybatch.errors import NotYetError, StoreError
 from anybatch.execution.device import HostLink, StreamLink, link_to
 from anybatch.lockstep.surroundings import Surroundings
 from anybatch.lockstep.turns import LaneTurns

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from anybatch import BatchError, Engine, LazyBatch, Loss, NotReproducibleError
+from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.batch import MicroBatch, TensorBatch, count_micro_batches
+from anybatch.errors import BatchError, NotReproducibleError
 from anybatch.memory.fakes import is_fake
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import anybatch
-from anybatch import Engine, StepReport
+from anybatch import Engine
 from anybatch.core.cards import bar, considered, table
 from anybatch.core.memory import Candidate, Memory
 from anybatch.core.plan import Plan
 from anybatch.core.units import show_bytes
+from anybatch.reports import StepReport
 
 VOID = {"br", "img", "hr"}
 

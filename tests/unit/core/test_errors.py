@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pickle
 
-from anybatch import BudgetError
+from anybatch.errors import BudgetError
 
 
 def test_a_budget_error_travels_between_processes() -> None:

@@ -9,9 +9,9 @@ from tests.unit.offload.states.trainings import Make, equal, network, pair, trai
 from torch import Tensor, nn, optim
 
 import anybatch
-from anybatch import NotExactError
 from anybatch.core import optimizers
 from anybatch.core.optimizers import COPIES, inner_step, state_bound
+from anybatch.errors import NotExactError
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from anybatch import BatchError
 from anybatch.core import tree
+from anybatch.errors import BatchError
 
 
 class Pair(NamedTuple):

@@ -10,7 +10,6 @@ import torch
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 
-from anybatch import NotExactError
 from anybatch.core.modules import walk
 from anybatch.core.undo import (
     Before,
@@ -20,6 +19,7 @@ from anybatch.core.undo import (
     uninterrupted,
     whole_or_nothing,
 )
+from anybatch.errors import NotExactError
 
 
 @pytest.fixture

@@ -360,7 +360,7 @@ def test_a_loss_with_parameters_trains_them_too() -> None:
     ("change", "error", "message"),
     [
         ({"memory": "6 apples"}, ValueError, "memory must be a number of bytes.*'6 apples'"),
-        ({"rng": "dice"}, ValueError, 'rng must be "lane" or "batch", and it is \'dice\''),
+        ({"rng": "dice"}, ValueError, 'rng must be "micro_batch" or "batch", and it is \'dice\''),
         ({"memory": 0}, ValueError, "of at least 1, or a text such as.*and it is 0"),
         ({"micro_batch": 0}, ValueError, "micro_batch must be a whole number >= 1, and it is 0"),
         ({"micro_batch": True}, ValueError, "whole number >= 1, and it is True"),
@@ -383,7 +383,7 @@ def test_a_loss_that_trains_nothing_is_refused_and_leaves_no_trace() -> None:
     for micro_batch in (4, 10):
         for loss in (F.cross_entropy, lambda o, t: F.cross_entropy(o - o.mean(0), t)):
             before = snapshot(model)
-            with pytest.raises(anybatch.LossError, match="must depend on a parameter"):
+            with pytest.raises(anybatch.errors.LossError, match="must depend on a parameter"):
                 Engine(model, loss, micro_batch=micro_batch).backward(x, y)
             assert same(before, snapshot(model))
 
@@ -394,7 +394,7 @@ def test_an_optimizer_that_steps_inside_backward_is_refused_and_nothing_moved() 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     before = snapshot(model)
-    with pytest.raises(anybatch.NotExactError, match=r"SGD.step\(\) was called inside"):
+    with pytest.raises(anybatch.errors.NotExactError, match=r"SGD.step\(\) was called inside"):
         Engine(model, F.cross_entropy, optimizer=optimizer, micro_batch=4).backward(x, y)
     assert same(before, snapshot(model))
     optimizer.step()  # outside it is free again
@@ -410,7 +410,7 @@ def test_the_returned_loss_has_no_graph() -> None:
 def test_targets_beside_a_lazy_batch_are_refused() -> None:
     x, y = batch()
     lazy = anybatch.LazyBatch(torch.utils.data.TensorDataset(x, y))
-    with pytest.raises(anybatch.AnybatchError, match="must come from its items"):
+    with pytest.raises(anybatch.errors.AnybatchError, match="must come from its items"):
         Engine(mlp(), F.cross_entropy, micro_batch=4).backward(lazy, y)
 
 
@@ -420,7 +420,7 @@ def test_processes_that_do_not_know_each_other_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     x, y = batch()
-    with pytest.raises(anybatch.RankError, match="the 2 processes .* call torch.distrib"):
+    with pytest.raises(anybatch.errors.RankError, match="the 2 processes .* call torch.distrib"):
         Engine(mlp(), F.cross_entropy, micro_batch=4).backward(x, y)
 
 
@@ -439,7 +439,9 @@ def test_a_hook_that_writes_to_parameters_is_found_out() -> None:
             parameter.sub_(parameter.grad, alpha=0.1)
 
     model[0].weight.register_post_accumulate_grad_hook(sgd)
-    with pytest.raises(anybatch.NotExactError, match=r"1 of them were written to.*shape \(6, 5\)"):
+    with pytest.raises(
+        anybatch.errors.NotExactError, match=r"1 of them were written to.*shape \(6, 5\)"
+    ):
         Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
     assert all(p.grad is None for p in model.parameters())
 
@@ -447,7 +449,7 @@ def test_a_hook_that_writes_to_parameters_is_found_out() -> None:
 def test_a_step_inside_a_step_is_refused_and_the_next_one_is_free() -> None:
     model, (x, y) = mlp(), batch()
     engine = Engine(model, F.cross_entropy, micro_batch=4)
-    with pytest.raises(anybatch.AnybatchError, match="must end before another one begins"):
+    with pytest.raises(anybatch.errors.AnybatchError, match="must end before another one begins"):
         engine.backward(x, y, observe=lambda *_: engine.backward(x, y))
     engine.backward(x, y, observe=lambda *_: engine.evaluate(x, y))
     assert all(p.grad is not None for p in model.parameters())
@@ -518,7 +520,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize(("named", "key"), [(True, "loss"), (False, 1)])
 def test_a_loss_among_the_outputs_is_refused_with_what_to_write(named: bool, key: Any) -> None:
     model, (x, y) = WithLoss(named=named), batch()
-    with pytest.raises(anybatch.BatchError, match="and give no loss_fn"):
+    with pytest.raises(anybatch.errors.BatchError, match="and give no loss_fn"):
         Engine(model, lambda out: out[key], micro_batch=4).backward((x, y))
     if named:
         got = state_after(model, lambda m: Engine(m, micro_batch=4).backward((x, y)))
@@ -542,7 +544,7 @@ def test_a_loss_that_squeezes_warns_of_no_rows_that_nobody_has(micro_batch: int)
 def test_a_loss_that_uses_a_batchnorm_of_the_model_is_refused_in_words_that_name_it() -> None:
     model, (x, y) = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double(), batch()
     engine = Engine(model, lambda out, t: F.cross_entropy(model[1](out), t), micro_batch=4)
-    with pytest.raises(anybatch.NotExactError, match="in forward or in the loss: "):
+    with pytest.raises(anybatch.errors.NotExactError, match="in forward or in the loss: "):
         engine.backward(x, y)
 
 
@@ -585,7 +587,7 @@ def test_an_observer_that_changes_gradients_is_refused(
 ) -> None:
     model, (x, y) = mlp(), batch()
     engine = Engine(model, loss, micro_batch=micro_batch)
-    with pytest.raises(anybatch.NotExactError, match="what observe= calls changes .grad"):
+    with pytest.raises(anybatch.errors.NotExactError, match="what observe= calls changes .grad"):
         engine.backward(x, y, observe=lambda *_: moves(model))
 
 

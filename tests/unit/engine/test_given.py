@@ -6,9 +6,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import AnybatchError, LazyBatch
+from anybatch import LazyBatch
 from anybatch.core.rng import Dice
 from anybatch.engine.given import LOSS, Given
+from anybatch.errors import AnybatchError
 from anybatch.execution.kinds import shapes_of
 from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched

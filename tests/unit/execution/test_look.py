@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BatchError, Engine, LazyBatch, LossError, NotExactError
+from anybatch import Engine, LazyBatch
+from anybatch.errors import BatchError, LossError, NotExactError
 from anybatch.memory.meter import Meter
 
 

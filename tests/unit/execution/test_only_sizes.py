@@ -9,7 +9,8 @@ import torch
 from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
 
-from anybatch import BudgetError, Engine
+from anybatch import Engine
+from anybatch.errors import BudgetError
 
 
 class Stateful(nn.Module):

@@ -13,7 +13,8 @@ from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 from anybatch.execution.outside import every_number
 
 WIDTH, LATE = 8, 9

@@ -9,7 +9,8 @@ from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, Loss, NotExactError
+from anybatch import Engine, Loss
+from anybatch.errors import NotExactError
 
 
 def batch() -> tuple[Tensor, Tensor]:

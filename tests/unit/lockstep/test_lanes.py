@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tests.busy import busy
 
-from anybatch import LaneMismatchError
 from anybatch.core import workers
 from anybatch.core.meeting import exchange, reduce
+from anybatch.errors import LockstepError
 from anybatch.lockstep.lanes import Lanes
 
 
@@ -144,13 +144,11 @@ def test_a_system_that_starts_no_more_threads_is_reported(monkeypatch: pytest.Mo
 
 
 def test_lanes_that_meet_for_other_things_are_a_mismatch() -> None:
-    with pytest.raises(
-        LaneMismatchError, match="micro-batch 0 is at a while micro-batch 2 is at b"
-    ):
+    with pytest.raises(LockstepError, match="micro-batch 0 is at a while micro-batch 2 is at b"):
         run(3, lambda lane: exchange("b" if lane == 2 else "a", 0, total) and None)
-    with pytest.raises(LaneMismatchError, match="0 is at the end while micro-batch 1 is at a"):
+    with pytest.raises(LockstepError, match="0 is at the end while micro-batch 1 is at a"):
         run(2, lambda lane: exchange("a", 0, total) and None if lane else None)
-    with pytest.raises(LaneMismatchError, match="0 is at a while micro-batch 1 is at the end"):
+    with pytest.raises(LockstepError, match="0 is at a while micro-batch 1 is at the end"):
         run(2, lambda lane: None if lane else exchange("a", 0, total) and None)
 
 
@@ -159,7 +157,7 @@ def test_lanes_that_meet_for_other_things_are_a_mismatch() -> None:
     [("coupled f", "use what it returns in each loss"), ("bn", 'Use batchnorm="local"')],
 )
 def test_a_mismatch_names_the_way_out_of_where_lanes_meet(key: str, way_out: str) -> None:
-    with pytest.raises(LaneMismatchError, match=way_out):
+    with pytest.raises(LockstepError, match=way_out):
         run(2, lambda lane: None if lane else exchange(key, 0, total) and None)
 
 

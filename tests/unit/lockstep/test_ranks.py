@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import NotExactError
 from anybatch.core.norm.moments import merged, moments_of
 from anybatch.distributed.group import group_of
+from anybatch.errors import NotExactError
 from anybatch.lockstep.ranks import GlobalBatchNorm, GroupMeeting
 
 SHARDS = {2: (9, 4), 3: (1, 0, 12)}

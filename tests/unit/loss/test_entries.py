@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from anybatch import Engine, LazyBatch, Loss, NotExactError
+from anybatch import Engine, LazyBatch, Loss
+from anybatch.errors import NotExactError
 from anybatch.loss.entries import holds, unread
 
 N = 7

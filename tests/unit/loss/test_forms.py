@@ -12,7 +12,8 @@ from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, Loss, LossError
+from anybatch import Engine, Loss
+from anybatch.errors import LossError
 
 N = 12
 NOW = SimpleNamespace(step=0)

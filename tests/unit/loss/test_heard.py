@@ -12,7 +12,8 @@ from tests.oracle import assert_exact, copy_of, snapshot, state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, LazyBatch, LossError, NotExactError
+from anybatch import Engine, LazyBatch
+from anybatch.errors import LossError, NotExactError
 from anybatch.loss.heard import OfModel, Overheard
 
 N, T, V = 7, 5, 11

@@ -11,7 +11,8 @@ from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, LossError, NotExactError
+from anybatch import Engine
+from anybatch.errors import LossError, NotExactError
 
 N, CLASSES = 14, 3
 SIZES = (1, 4, 5, 7)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, LazyBatch, Loss, LossError, NotExactError
+from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.meeting import looks_here
+from anybatch.errors import LossError, NotExactError
 from anybatch.memory.fakes import is_fake
 from anybatch.tools.exactness import error_of
 
@@ -427,7 +428,7 @@ def test_a_loss_that_compares_samples_is_refused(count: Any, match: str, micro_b
 def test_a_place_among_gathered_rows_belongs_to_no_sample() -> None:
     def lose(logits: Tensor, labels: Tensor) -> Tensor:
         rows = logits.flatten(1)
-        others, begin = anybatch.all_gather(rows)
+        others, begin = anybatch.gather_batch(rows)
         return F.cross_entropy(rows @ others.T, torch.arange(len(rows)) + begin)
 
     net, rows = model(lose), batch()

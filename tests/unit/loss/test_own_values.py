@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import Engine, LossError, NotExactError
+from anybatch import Engine
+from anybatch.errors import LossError, NotExactError
 
 N, T = 7, 5
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, LossError
+from anybatch import Engine
+from anybatch.errors import LossError
 from anybatch.loss.state import LossState
 
 N = 11
@@ -817,7 +818,9 @@ def test_a_denominator_is_not_counted_with_the_lengths_of_other_rows(
 ) -> None:
     (x, y), model = sequences(), Padded().double()
     before = snapshot(model)
-    with pytest.raises(anybatch.AnybatchError, match=r"pad_packed_sequence\(\.\.\., total_length="):
+    with pytest.raises(
+        anybatch.errors.AnybatchError, match=r"pad_packed_sequence\(\.\.\., total_length="
+    ):
         Engine(model, loss, micro_batch=micro_batch).backward(x, y)
     assert same(before, snapshot(model))
     fixed = Padded(8).double()

@@ -25,7 +25,8 @@ from tests.unit.loss.test_state import LossFn, N, alike, batch, net, three_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, LossError
+from anybatch import Engine
+from anybatch.errors import LossError
 from anybatch.integrations.transformers_losses import GivenLoss
 
 Read = Callable[[], Any]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from anybatch import LossError
 from anybatch.core.batch import MicroBatch
+from anybatch.errors import LossError
 from anybatch.loss.tally import Count, Tally
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from anybatch.core.errors import StoreError
+from anybatch.errors import StoreError
 from anybatch.memory.checksums import BLOCK, checksums, require_same
 from anybatch.memory.stores import FileStore, HostStore, Store
 

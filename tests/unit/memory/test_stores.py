@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from anybatch.core.errors import StoreError
+from anybatch.errors import StoreError
 from anybatch.memory import nameless
 from anybatch.memory.spill import Spill, maker
 from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on

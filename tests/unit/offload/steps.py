@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Offload
 from anybatch.core.links import Link
 from anybatch.memory.meter import Meter
 from anybatch.offload import known
+from anybatch.reports import Offload
 
 CPU = torch.device("cpu")
 LOTS = 1 << 30

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError
 from anybatch.offload.again import choices, remade
 from anybatch.offload.course import set_course, wanted
 from anybatch.offload.recording import Cut, Recording, Remake

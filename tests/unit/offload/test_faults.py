@@ -26,8 +26,9 @@ from tests.unit.offload.steps import bounds, equal, mlp, plain, states
 from torch import nn
 
 import anybatch
-from anybatch import Offload, StoreError
+from anybatch.errors import StoreError
 from anybatch.offload import execute
+from anybatch.reports import Offload
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="no /proc: a file without a name cannot be reached"

@@ -9,8 +9,8 @@ from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, pr
 from benchmarks.simulators.fragmentation import events
 from tests.unit.offload.traces import anything, network
 
-from anybatch.core.errors import BudgetError, ScheduleError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError, ScheduleError
 from anybatch.offload.belady import belady
 from anybatch.offload.best import plan
 from anybatch.offload.ends import ends

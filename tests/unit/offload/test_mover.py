@@ -11,7 +11,7 @@ import torch
 from tests.unit.offload.steps import LOTS, bounds, equal, mlp, plain, states
 
 import anybatch
-from anybatch import StoreError
+from anybatch.errors import StoreError
 from anybatch.memory.stores import FileStore
 from anybatch.offload import execute
 

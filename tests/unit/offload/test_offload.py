@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import BudgetError, StoreError
+from anybatch.errors import BudgetError, StoreError
 from anybatch.offload import execute, known
 
 
@@ -40,7 +40,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "SMALL", 64)
 
 
-def offload(memory: int = LOTS, **given: Any) -> anybatch.Offload:
+def offload(memory: int = LOTS, **given: Any) -> anybatch.reports.Offload:
     return anybatch.offload(memory=memory, device="cpu", **given)
 
 
@@ -141,7 +141,7 @@ def test_where_gradients_may_not_fit_the_step_is_recorded_again() -> None:
     assert off.last.kind == "recorded"
 
 
-def _in(off: anybatch.Offload, body: Callable[[], Any]) -> None:
+def _in(off: anybatch.reports.Offload, body: Callable[[], Any]) -> None:
     with off:
         body()
 
@@ -312,7 +312,7 @@ def test_an_engine_inside() -> None:
                     engine.backward(x, y)
             found.append(states(ours))
         assert equal(*found)
-        assert isinstance(off, anybatch.Offload)
+        assert isinstance(off, anybatch.reports.Offload)
         assert off.last is not None
         assert off.last.kind == "planned"
 

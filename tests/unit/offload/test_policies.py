@@ -16,8 +16,8 @@ from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
 from tests.unit.offload.traces import anything, network
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError
 from anybatch.offload.belady import belady
 from anybatch.offload.best import by_rule, plan
 from anybatch.offload.ends import ends

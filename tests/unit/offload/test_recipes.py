@@ -41,7 +41,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_link(monkeypatch)
 
 
-def offload(memory: int = LOTS, **given: Any) -> anybatch.Offload:
+def offload(memory: int = LOTS, **given: Any) -> anybatch.reports.Offload:
     return anybatch.offload(memory=memory, device="cpu", **given)
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError
 from anybatch.offload.course import set_course
 from anybatch.offload.recording import Cut, Recording
 

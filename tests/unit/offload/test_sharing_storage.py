@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import NotExactError
+from anybatch.errors import NotExactError
 from anybatch.offload import execute
 from anybatch.offload.saved import Handle, Saved, one_count, probe
 from anybatch.tools.exactness import error_of, tolerance

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from anybatch.core.errors import ScheduleError
 from anybatch.core.links import Interval, Link
+from anybatch.errors import ScheduleError
 from anybatch.offload.schedule import Schedule, Stage
 from anybatch.offload.simulate import simulate
 from anybatch.offload.trace import Function, Trace, Variable

@@ -27,8 +27,8 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
 
 import anybatch
-from anybatch import NotExactError, StoreError
 from anybatch.core import optimizers
+from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import FileStore
 

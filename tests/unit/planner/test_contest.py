@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, Plan, StoreError
-from anybatch.core.errors import BudgetError
+from anybatch import Engine, Plan
 from anybatch.core.links import Link
+from anybatch.errors import BudgetError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.planner.choice import step_seconds
 from anybatch.planner.leaving import Leaving

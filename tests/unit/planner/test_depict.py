@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, Plan, StepTimeline
+from anybatch import Engine, Plan
 from anybatch.memory.room import WAITING
 from anybatch.planner.forecast import DIVIDED, UNDIVIDED
+from anybatch.reports import StepTimeline
 
 
 def shifted(out: Tensor, y: Tensor) -> Tensor:

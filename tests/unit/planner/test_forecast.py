@@ -261,7 +261,9 @@ def test_batchnorm_is_undivided_where_that_fits_and_in_lanes_within_the_budget_w
         assert engine.last.peak_bytes <= budget
     assert engine.last.moved_bytes > 0
     before = snapshot(model)
-    with pytest.raises(anybatch.BudgetError, match="with micro-batches of one sample it needs"):
+    with pytest.raises(
+        anybatch.errors.BudgetError, match="with micro-batches of one sample it needs"
+    ):
         Engine(model, F.cross_entropy, memory=memory.floor - 1).backward(x, y)
     assert same(before, snapshot(model))
     Engine(model, F.cross_entropy, memory=memory.whole - 1, batchnorm="local").backward(x, y)

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine, Plan, StoreError
+from anybatch import Engine, Plan
 from anybatch.core.meeting import looks_here
 from anybatch.core.memory import Memory
 from anybatch.core.plan import Away
+from anybatch.errors import BudgetError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.memory.spill import require_place
 from anybatch.memory.stores import FileStore

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine, Plan, StoreError
+from anybatch import Engine, Plan
+from anybatch.errors import BudgetError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import FileStore
 

@@ -171,5 +171,5 @@ def test_a_division_that_needs_more_than_the_whole_batch_is_neither_timed_nor_ch
     assert engine.last.peak_bytes <= budget
     assert set(timed) <= {9}
     model.zero_grad()
-    with pytest.raises(anybatch.BudgetError, match="give micro_batch=9, or leave it out"):
+    with pytest.raises(anybatch.errors.BudgetError, match="give micro_batch=9, or leave it out"):
         Engine(model, F.cross_entropy, memory=budget, micro_batch=4).backward(x, y)

@@ -12,10 +12,11 @@ from tests.unit.conv.test_workspace import LOSS, Measured, batch, gradients, net
 from torch.utils.data import TensorDataset
 
 import anybatch
-from anybatch import BudgetError, Engine, Plan
+from anybatch import Engine, Plan
 from anybatch.conv import costs
 from anybatch.core.divisions import Division, Divisions
 from anybatch.core.memory import Memory
+from anybatch.errors import BudgetError
 from anybatch.planner.sharing import GAIN, LEAST, SHARES, shared
 
 MIB = 1 << 20
@@ -125,7 +126,7 @@ def shared_over_ranks(_rank: int, _size: int) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for words in ({"workspace": "auto"}, {"gpus": 2}, {"network": "1Gbit"}):
-        with pytest.raises(anybatch.NotYetError) as refused:
+        with pytest.raises(anybatch.errors.NotYetError) as refused:
             anybatch.plan(
                 *(model, LOSS, (x, y)), memory="1MiB", optimizer=optimizer, loader=[(x, y)], **words
             )
@@ -140,7 +141,7 @@ def shared_over_ranks(_rank: int, _size: int) -> list[str]:
 
 def test_what_one_process_can_do_is_refused_elsewhere() -> None:
     lazy = anybatch.LazyBatch(TensorDataset(*batch()))
-    with pytest.raises(anybatch.NotYetError, match="a LazyBatch can be run once only"):
+    with pytest.raises(anybatch.errors.NotYetError, match="a LazyBatch can be run once only"):
         anybatch.plan(net(), LOSS, lazy, memory="1MiB", workspace="auto")
     with ranks(2) as pool:
         for told in pool.run(shared_over_ranks):

@@ -27,7 +27,7 @@ class Gathers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.body(x)
-        others, _ = anybatch.all_gather(z)
+        others, _ = anybatch.gather_batch(z)
         return z - others.mean(0)
 
 

@@ -228,12 +228,14 @@ def test_a_wrong_declaration_is_found_out() -> None:
     ],
 )
 def test_a_batch_that_cannot_be_checked_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(anybatch.BatchError, match=message):
+    with pytest.raises(anybatch.errors.BatchError, match=message):
         anybatch.check(mlp(), F.cross_entropy, given)
 
 
 def test_a_loss_that_is_nowhere_is_refused() -> None:
-    with pytest.raises(anybatch.LossError, match="without a loss_fn a model must return its loss"):
+    with pytest.raises(
+        anybatch.errors.LossError, match="without a loss_fn a model must return its loss"
+    ):
         anybatch.check(mlp(), None, batch())
 
 
@@ -337,7 +339,9 @@ def test_a_model_that_cannot_be_copied_is_refused_in_words() -> None:
     """A tensor that forward left on the module ended in torch's deepcopy error."""
     model = mlp()
     model.last = model(torch.zeros(1, 5))
-    with pytest.raises(anybatch.AnybatchError, match="needs a copy of the model.*not run yet"):
+    with pytest.raises(
+        anybatch.errors.AnybatchError, match="needs a copy of the model.*not run yet"
+    ):
         anybatch.check(model, F.cross_entropy, batch())
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from anybatch import BudgetError
 from anybatch.conv.divide import Part
+from anybatch.errors import BudgetError
 from anybatch.tools.minibatch import Measured, choose, sweep
 
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch
-from anybatch import BudgetError, Engine, LazyBatch, Plan
+from anybatch import Engine, LazyBatch, Plan
 from anybatch.core.units import parse_bytes
+from anybatch.errors import BudgetError
 
 
 def mlp() -> nn.Module:
@@ -168,7 +169,7 @@ def test_a_micro_batch_alone_is_planned_within_what_is_left() -> None:
 
 def test_a_batch_that_the_engine_would_refuse_is_refused() -> None:
     x, y = rows()
-    with pytest.raises(anybatch.BatchError):
+    with pytest.raises(anybatch.errors.BatchError):
         anybatch.plan(mlp(), F.cross_entropy, (x, y[:-1]), memory="1MiB")
 
 
@@ -212,7 +213,7 @@ def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
     roomy = planned(5 * weights, optimizer, states="auto")
     assert roomy.states is None
     tight = 7 * weights // 2
-    with pytest.raises(anybatch.BudgetError):
+    with pytest.raises(anybatch.errors.BudgetError):
         planned(tight, optimizer)
     found = planned(tight, optimizer, states="auto")
     assert found.states is not None
@@ -221,7 +222,7 @@ def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
     told = planned(tight, optimizer, states="auto", loader=[batch])
     assert told.pace is None
     assert "whole steps were not measured" in told.reasons[-1]
-    with pytest.raises(anybatch.BudgetError):
+    with pytest.raises(anybatch.errors.BudgetError):
         planned(weights, None, states="auto")
 
 

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import anybatch
-from anybatch import Engine, Profile
+from anybatch import Engine
 from anybatch.core.modules import walk
 from anybatch.execution.as_it_was import as_it_was
+from anybatch.reports import Profile
 from anybatch.tools.loaders import Clock
 from anybatch.tools.profile import profile
 from anybatch.tools.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
@@ -315,7 +316,7 @@ def test_a_data_set_is_never_read_here_where_workers_read_it() -> None:
 
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     _, model, _, engine = a_loop("SGD", trained=False)
-    with pytest.raises(anybatch.NotYetError, match="LBFGS needs a closure"):
+    with pytest.raises(anybatch.errors.NotYetError, match="LBFGS needs a closure"):
         anybatch.profile([], engine, torch.optim.LBFGS(model.parameters()))
 
 
@@ -357,7 +358,7 @@ def test_what_is_lazy_or_waits_elsewhere_is_refused() -> None:
     lazy = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 3))
     engine = Engine(lazy, F.cross_entropy, micro_batch=4)
     optimizer = torch.optim.SGD(lazy[1].parameters(), lr=0.1)
-    with pytest.raises(anybatch.NotYetError, match="parameters must have data before"):
+    with pytest.raises(anybatch.errors.NotYetError, match="parameters must have data before"):
         anybatch.profile(batches, engine, optimizer)
     model = nn.Linear(4, 3)
     adam = torch.optim.AdamW(model.parameters())
@@ -365,7 +366,7 @@ def test_what_is_lazy_or_waits_elsewhere_is_refused() -> None:
         model, F.cross_entropy, batches[0], memory="1MiB", optimizer=adam, states="file"
     )
     engine = Engine(model, F.cross_entropy, optimizer=adam, plan=plan)
-    with pytest.raises(anybatch.NotYetError, match="optimizer's state waits elsewhere"):
+    with pytest.raises(anybatch.errors.NotYetError, match="optimizer's state waits elsewhere"):
         anybatch.profile(batches, engine, adam)
 
 

@@ -10,7 +10,7 @@ from tests.oracle import state_of
 from torch import Tensor, nn
 
 import anybatch
-from anybatch import NotExactError
+from anybatch.errors import NotExactError
 from anybatch.tools.exactness import error_of, tolerance
 
 LOSS = nn.CrossEntropyLoss()

@@ -14,10 +14,10 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from anybatch import StepTimeline
 from anybatch.cli.picture import STYLES, stacked, style_of
 from anybatch.cli.report.history import spans
 from anybatch.memory.step_timeline import facts
+from anybatch.reports import StepTimeline
 
 MOST = 200
 """Stretches of a step, at most."""

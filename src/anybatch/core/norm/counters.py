@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.modules import Modules, in_training
+from anybatch.errors import NotExactError
 
 WAY_OUT = (
     'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '

@@ -18,9 +18,9 @@ from torch.autograd import _make_grads, _tensor_or_tensors_to_tuple
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.functions import keywords
 from anybatch.core.meeting import samples_here
+from anybatch.errors import NotExactError
 
 OWN = torch.batch_norm
 """Torch's own: while another thread listens, something else may stand in its place."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import of
-from anybatch.core.errors import NotExactError
+from anybatch.errors import NotExactError
 from anybatch.execution.dice.law import Law, Pattern, Rows, contiguous, empty, pattern_of
 
 KINDS = {

@@ -27,11 +27,11 @@ import torch
 
 from anybatch.core import graph, tree
 from anybatch.core.batch import MicroBatch, made_up
-from anybatch.core.errors import AnybatchError, NotExactError
 from anybatch.core.kept import Kept
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import call_model
 from anybatch.core.rng import Dice
+from anybatch.errors import AnybatchError, NotExactError
 from anybatch.execution.dice.kernels import fault_of
 from anybatch.execution.dice.law import Law, Rows, candidates, fitted
 from anybatch.execution.dice.learning import Learning, Mark, Met

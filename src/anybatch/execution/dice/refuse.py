@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from anybatch.core.accelerators import random_states
-from anybatch.core.errors import NotExactError
 from anybatch.core.modules import in_training
+from anybatch.errors import NotExactError
 from anybatch.execution.dice.kernels import STATEFUL, Draw
 
-WAY_OUT = 'Use rng="lane", or give micro_batch >= the batch size'
+WAY_OUT = 'Use rng="micro_batch", or give micro_batch >= the batch size'
 
 
 def state_now() -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 from anybatch.execution.dice.law import Law, Pattern, Rows
 from anybatch.execution.dice.refuse import WAY_OUT
 from anybatch.execution.dice.site import Site

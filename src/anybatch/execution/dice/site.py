@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from anybatch.core.errors import NotExactError
+from anybatch.errors import NotExactError
 
 CALL: CodeType = nn.Module._call_impl.__code__
 OUTSIDE = ("anybatch.execution.step", "anybatch.core.modules")
@@ -61,7 +61,8 @@ def site(modules: Collection[int]) -> Site:
         if code.co_name == COMPILED:
             raise NotExactError(
                 "random draws of a compiled model cannot be those of the whole batch: its kernels "
-                'draw otherwise than what they were made of. Use rng="lane", or do not compile'
+                'draw otherwise than what they were made of. Use rng="micro_batch", or do not '
+                "compile"
             )
         chain += [id(code), frame.f_lasti]
         codes.append(code)

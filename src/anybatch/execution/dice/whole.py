@@ -25,8 +25,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import NotExactError
 from anybatch.core.rng import Dice
+from anybatch.errors import NotExactError
 from anybatch.execution.dice.kernels import Draw, kind_of
 from anybatch.execution.dice.law import Law, Pattern, Rows
 from anybatch.execution.dice.refuse import WAY_OUT, drawn_late, refuse_generator, state_now, unmoved

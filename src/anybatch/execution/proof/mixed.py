@@ -15,9 +15,9 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.errors import NotExactError
 from anybatch.core.meeting import ForwardOf
 from anybatch.core.memory_errors import out_of_memory
+from anybatch.errors import NotExactError
 from anybatch.execution.proof.declared import Own, Rows
 from anybatch.execution.proof.halves import leaf_of
 from anybatch.execution.proof.masks import PLACE, SAMPLES

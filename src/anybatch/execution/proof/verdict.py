@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from anybatch.core import tree
-from anybatch.core.errors import NotExactError
+from anybatch.errors import NotExactError
 from anybatch.execution.proof.follow import Follow, Notes
 from anybatch.execution.proof.masks import (
     CUT,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import optimizers
-from anybatch.core.errors import StoreError
+from anybatch.errors import StoreError
 from anybatch.memory.copier import Copier, Job
 from anybatch.memory.stores import Store, require_room, room_of
 from anybatch.offload.states.away import GIVEN_UP, STATE, WRITTEN, Away, State, told, whole

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 from anybatch.memory.hold import AWAY, COMING, HERE, LEAVING, Held, Hold
 from anybatch.offload.states.away import told
 from anybatch.offload.states.order import Order

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from anybatch.core.errors import BudgetError
 from anybatch.core.rounding import allocated
 from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
 
 AT_A_TIME = 3
 """Parts that are in memory while one is stepped: it, the one before it and the one behind it."""

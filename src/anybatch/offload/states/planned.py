@@ -19,11 +19,11 @@ from os import PathLike
 from torch import nn, optim
 
 from anybatch.core import optimizers
-from anybatch.core.errors import BudgetError, NotYetError
 from anybatch.core.optimizers import device_of, inner_step, state_bound
 from anybatch.core.plan import Plan, States
 from anybatch.core.rounding import allocated
 from anybatch.core.units import parse_bytes
+from anybatch.errors import BudgetError, NotYetError
 from anybatch.memory.spill import maker
 from anybatch.offload.optimizer_states import OffloadedStates, default_room, offload_states
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import optim
 
-from anybatch.core.errors import NotExactError
 from anybatch.core.optimizers import ROOM
+from anybatch.errors import NotExactError
 
 BY_SCHEDULE = "_wrapped_by_lr_sched"
 """What torch's schedules mark a step with that they have wrapped."""

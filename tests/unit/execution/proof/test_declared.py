@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from anybatch import Engine, LazyBatch, Loss, NotExactError, coupled
+from anybatch import Engine, LazyBatch, Loss, coupled
+from anybatch.errors import NotExactError
 
 N, CLASSES = 16, 3
 SIZES = (1, 3, 4, 7)

@@ -17,7 +17,8 @@ from tests.unit.execution.proof.programs import DOUBTED, HARD, Program, Stage, d
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 from anybatch.tools.exactness import error_of
 
 GROUPS, EACH = 20, 40

@@ -10,7 +10,8 @@ from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, Loss, NotExactError
+from anybatch import Engine, Loss
+from anybatch.errors import NotExactError
 
 Chosen = Callable[[Tensor, Tensor], Tensor]
 

@@ -9,7 +9,8 @@ from tests.unit.execution.proof.nets import batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import BatchError, BudgetError, Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import BatchError, BudgetError, NotExactError
 
 
 class Squeezed(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from anybatch import AnybatchError, Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import AnybatchError, NotExactError
 
 Given = Callable[[Tensor, Any], Tensor]
 

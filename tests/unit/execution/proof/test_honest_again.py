@@ -11,7 +11,8 @@ from tests.oracle import assert_exact, copy_of, state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 N, T, WIDE = 7, 6, 8
 

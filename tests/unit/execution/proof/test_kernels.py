@@ -12,7 +12,8 @@ from tests.unit.execution.proof.nets import Body, Net, batch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 
 def centres(h: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from tests.unit.execution.proof.nets import Net, batch, hooked
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 
 class Later(nn.Module):

@@ -14,7 +14,8 @@ from tests.unit.execution.proof.nets import batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 Body = Callable[[Any, Tensor], Tensor]
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 N, T, WIDE = 8, 9, 8
 Pool = Callable[["Sentences", Tensor, Tensor, Tensor], Tensor]

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 
 def in_place(h: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ MEETINGS: dict[str, tuple[Body, str]] = {
     ),
     "capacity": (capacity, "meet in Net, in cumsum"),
     "compaction": (compacted, "meet in Net, in slice of samples"),
-    "rank": (ranked, "meet in Net"),
+    "rank": (ranked, "meet in Net|the place of a row among the samples"),
     "in place": (in_place, "meet in Net, in mean"),
     "under no_grad": (lambda h: h - h.detach().mean(0), "meet in Net, in mean"),
     "roll": (lambda h: h.roll(1, 0), "keep their place|meet in Net, in add"),

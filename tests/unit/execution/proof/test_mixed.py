@@ -11,7 +11,8 @@ from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, Loss, NotExactError
+from anybatch import Engine, Loss
+from anybatch.errors import NotExactError
 
 Beside = Callable[[Tensor, Tensor], Tensor]
 

@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from anybatch import AnybatchError, Engine
+from anybatch import Engine
+from anybatch.errors import AnybatchError
 from anybatch.tools.exactness import error_of
 
 FEATURES, WIDTH, CLASSES = 6, 5, 3

@@ -10,7 +10,8 @@ from tests.unit.execution.proof.nets import Body, Net, batch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 from anybatch.execution.proof.masks import Masks, total
 
 Write = Callable[[Tensor, Tensor], None]

@@ -12,7 +12,8 @@ from tests.unit.execution.proof import tables
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, NotExactError
+from anybatch import Engine
+from anybatch.errors import NotExactError
 
 
 class Net(nn.Module):

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch import BudgetError, StoreError
 from anybatch.core import optimizers
+from anybatch.errors import BudgetError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import FileStore
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import BudgetError
+from anybatch.errors import BudgetError
 from anybatch.offload.states.parts import cut, parts_of
 
 

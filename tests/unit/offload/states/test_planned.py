@@ -17,8 +17,9 @@ from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import BudgetError, Engine, Plan
+from anybatch import Engine, Plan
 from anybatch.core import optimizers
+from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 from anybatch.offload.states.planned import best_room, least_room
 

@@ -57,7 +57,9 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) ->
         optimizer.step()
 
 
-def pair(make: Make, memory: int, **given: Any) -> tuple[Any, Any, anybatch.OffloadedStates]:
+def pair(
+    make: Make, memory: int, **given: Any
+) -> tuple[Any, Any, anybatch.reports.OffloadedStates]:
     """Return ``(model, optimizer)`` in memory, the same with its state away, and what holds it."""
     plain, ours = network(), copy.deepcopy(network())
     one, other = make(list(plain.parameters())), make(list(ours.parameters()))

@@ -22,7 +22,7 @@ class NotExactError(AnybatchError, RuntimeError):
     """The gradient of the whole batch cannot be had this way, so no step was made."""
 
 
-class LaneMismatchError(NotExactError):
+class LockstepError(NotExactError):
     """Micro-batches do not go through the same layers where samples meet."""
 
 
@@ -60,7 +60,3 @@ class RankError(AnybatchError, RuntimeError):
 
 class NotYetError(AnybatchError, NotImplementedError):
     """The place for a feature is here; the feature is not."""
-
-
-class AgainError(Exception):
-    """The step has found out what another plan is needed for: it begins again."""

@@ -1,4 +1,4 @@
-"""`anybatch.all_gather`: a model that compares its samples with those of the whole batch."""
+"""`anybatch.gather_batch`: a model that compares its samples with those of the whole batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch import Engine, LaneMismatchError, Loss, NotExactError
+from anybatch import Engine, Loss
+from anybatch.errors import LockstepError, NotExactError
 
 N = 22
 SHARDS = {2: (13, 9), 3: (15, 0, 7)}
@@ -32,7 +33,7 @@ class Contrastive(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """[n, 6], [n, 5] -> the mean loss of these rows."""
         z, w = self.norm(self.one(x).tanh()), self.norm(self.other(y))
-        others, begin = anybatch.all_gather(F.normalize(w, dim=1))
+        others, begin = anybatch.gather_batch(F.normalize(w, dim=1))
         own = torch.arange(len(z)) + begin
         return F.cross_entropy(z @ others.T, own)
 
@@ -43,7 +44,7 @@ class Negatives(Contrastive):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """[n, 6], [n, 5] -> how much nearer the own partner is than all, [n]."""
         z, w = self.norm(self.one(x).tanh()), self.norm(self.other(y))
-        others, _ = anybatch.all_gather(w)
+        others, _ = anybatch.gather_batch(w)
         return (z * w).sum(1) - (z @ others.T).logsumexp(1)
 
 
@@ -132,24 +133,24 @@ def test_any_budget_is_kept(seed: int) -> None:
 
 def test_without_an_engine_it_is_what_is_given() -> None:
     x = torch.randn(3, 2, requires_grad=True)
-    whole, begin = anybatch.all_gather(x)
+    whole, begin = anybatch.gather_batch(x)
     assert whole is x
     assert begin == 0
 
 
 def test_local_batchnorm_and_other_shapes_are_refused() -> None:
     model, loss = make("outside with BatchNorm")
-    with pytest.raises(NotExactError, match="they meet in all_gather called in forward"):
+    with pytest.raises(NotExactError, match="they meet in gather_batch called in forward"):
         Engine(model, loss, micro_batch=4, batchnorm="local").backward(batch())
 
     class Chooses(Negatives):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            whole, _ = anybatch.all_gather(x if bool(x[0, 0] > 1e3) else y)
+            whole, _ = anybatch.gather_batch(x if bool(x[0, 0] > 1e3) else y)
             return self.one(x).sum(1) + whole.sum()
 
     x, y = batch()
     x[4, 0] = 1e6
-    with pytest.raises(LaneMismatchError, match=r"all_gather of \[n, 6\]"):
+    with pytest.raises(LockstepError, match=r"gather_batch of \[n, 6\]"):
         Engine(Chooses().double(), loss, micro_batch=4).backward((x, y))
 
 
