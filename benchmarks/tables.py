@@ -28,6 +28,7 @@ from benchmarks.mbs.adversary import rows as adversary_rows
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.first_step.rows import first_step
 from benchmarks.mbs.honest import rows as honest_rows
+from benchmarks.mbs.peak.rows import peak
 from benchmarks.mbs.prediction import rows as prediction
 from benchmarks.mbs.real_limit import rows as real_limit
 from benchmarks.mbs.rows import (
@@ -91,6 +92,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "lies": ("mbs/lies", lies),
     "overhead": ("mbs/overhead", overhead),
     "first_step": ("mbs/first_step", first_step),
+    "peak": ("mbs/peak", peak),
     "soak": ("mbs/soak", soak),
     "gpu": ("platforms/gpu", gpu),
     "stand_in": ("platforms/stand_in", gpu),
@@ -194,6 +196,7 @@ TITLES = {
     "bf16": "2048 micro-batches in bfloat16",
     "algorithm1": "The paper's Algorithm 1, word for word",
     "lies": "Five ways accumulation lies",
+    "peak": "Peak memory of a step against the batch size",
     "prediction": "The memory that is foreseen, beside what a step holds",
     "choice": "The choice of a micro-batch, beside five finders and a full sweep",
     "real_limit": "A training under a limit that the kernel keeps",
@@ -277,6 +280,7 @@ PICTURES = {
         ("figure_2.png", "samples a second by mini-batch, within one memory"),
         ("figure_3.png", "test error by epoch, for a range of mini-batches"),
     ),
+    "peak": (("peak.png", "peak memory of a step against the batch size"),),
     "concepts_memory": (("memory.png", "live bytes over one step of one network, in every way"),),
     "frontier": (("frontier.png", "seconds of a step against the memory that it holds"),),
     "schedules": (
@@ -349,5 +353,18 @@ def trainings() -> str:
     return markdown(HEAD, rows)
 
 
+def plan() -> str:
+    """The plan of the README's example, as a test has pinned it."""
+    pinned = read(HERE.parent / "tests" / "repository" / "pinned.json")
+    if pinned is None:
+        return "*No results yet: run `python -m tests.repository.test_pinned`.*"
+    lines = pinned["readme"]
+    (chosen,) = [k for k, line in enumerate(lines) if line.endswith("chosen")]
+    first = next(k for k, line in enumerate(lines) if line.endswith("not timed"))
+    shown = [*lines[: first + 1], "          ...", *lines[chosen - 1 :]]
+    return "\n".join(["```text", *shown, "```"])
+
+
 TABLES: dict[str, Callable[[], str]] = {name: partial(table, name) for name in WRITERS}
 TABLES["trainings"] = trainings
+TABLES["plan"] = plan

@@ -57,6 +57,18 @@ def plans() -> dict[str, anybatch.Plan]:
     }
 
 
+def of_readme() -> list[str]:
+    """Return the plan of the README's example after a step, without times."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    batch, loss = (torch.randn(1000, 64), torch.randint(10, (1000,))), nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = anybatch.plan(model, loss, batch, memory="256KiB", optimizer=optimizer, timed=False)
+    engine = anybatch.Engine(model, loss, optimizer=optimizer, plan=plan)
+    engine.backward(*batch)
+    return str(engine.plan).splitlines()
+
+
 def signature(of: Any) -> str:
     try:
         return str(inspect.signature(of))
@@ -90,6 +102,7 @@ def outside() -> dict[str, Any]:
         },
         "plans": {name: json.loads(plan.to_json()) for name, plan in made.items()},
         "texts": {name: str(plan).splitlines() for name, plan in made.items()},
+        "readme": of_readme(),
     }
 
 
@@ -103,10 +116,10 @@ def found() -> Any:
     return json.loads(json.dumps(outside()))
 
 
-@pytest.mark.parametrize("part", ["names", "options", "plans", "texts"])
+@pytest.mark.parametrize("part", ["names", "options", "plans", "texts", "readme"])
 def test_the_outside_is_as_pinned(part: str, found: Any) -> None:
     pinned = json.loads(PINNED.read_text())
-    if part in ("plans", "texts") and pinned["torch"] != VERSION:
+    if part in ("plans", "texts", "readme") and pinned["torch"] != VERSION:
         pytest.skip(f"bytes are pinned with torch {pinned['torch']}, and this is {VERSION}")
     assert found[part] == pinned[part]
 

@@ -1,0 +1,70 @@
+"""Peak memory of one step against the batch size: torch alone, and an engine with one budget.
+
+ResNet-20 with BatchNorm on images of 32x32 pixels, one thread. The second step is counted by the
+meter that budgets are tested with: parameters, gradients and all that a step allocates, not the
+images. The engine is told 16 MiB and nothing else, and times no size.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import anybatch
+from anybatch.cli.models.resnet import resnet20
+from anybatch.memory.meter import Meter
+from benchmarks.environment import environment
+from benchmarks.mbs.peak.picture import draw
+from benchmarks.results import folder, write
+
+HERE = folder("mbs/peak")
+BATCHES, PIXELS, BUDGET = (4, 8, 16, 32, 64, 128, 256, 512), 32, "16MiB"
+
+
+def counted(engine: anybatch.Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
+    """Return the most bytes that are live in the second step of an engine."""
+    parameters = list(engine.model.parameters())
+    engine.backward(*batch)
+    for parameter in parameters:
+        parameter.grad = None
+    with Meter(torch.device("cpu"), {"parameters": parameters}) as meter:
+        engine.backward(*batch)
+    return int(meter.peak)
+
+
+def row(samples: int, pixels: int) -> dict[str, Any]:
+    """Return the peaks of a batch of so many images, in both ways."""
+    torch.manual_seed(0)
+    batch = torch.randn(samples, 3, pixels, pixels), torch.randint(10, (samples,))
+    loss = torch.nn.CrossEntropyLoss()
+    whole = anybatch.Engine(resnet20(norm="batch"), loss, micro_batch=samples)
+    model = resnet20(norm="batch")
+    plan = anybatch.plan(model, loss, batch, memory=BUDGET, timed=False)
+    ours = anybatch.Engine(model, loss, plan=plan)
+    found = {"batch": samples, "undivided": counted(whole, batch), "ours": counted(ours, batch)}
+    assert ours.plan is not None
+    return found | {"micro_batch": plan.micro_batch, "exact": bool(ours.plan.exact)}
+
+
+def main(
+    *,
+    quick: Annotated[
+        bool, typer.Option(help="4 and 8 images of 16x16; nothing is written")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="where the results file goes")] = HERE,
+) -> None:
+    """Count every batch size, and draw them."""
+    torch.set_num_threads(1)
+    rows = []
+    for samples in BATCHES[:2] if quick else BATCHES:
+        rows.append(row(samples, 16 if quick else PIXELS))
+        print(rows[-1])
+    results = {"environment": environment(), "seed": 0, "budget": BUDGET, "rows": rows}
+    if not quick:
+        write(out / "results.json", results)
+        draw(results, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
