@@ -149,7 +149,8 @@ def test_a_table_without_results_names_its_command(
     monkeypatch.setattr(tables, "HERE", tmp_path)
     for name, table in tables.TABLES.items():
         folder = tables.WRITERS[name][0] if name in tables.WRITERS else ""
-        said = f"run `{tables.MADE.get(folder, 'python -m benchmarks.')}"
+        made = "python -m tests." if name == "plan" else "python -m benchmarks."
+        said = f"run `{tables.MADE.get(folder, made)}"
         assert said in table(), name
 
 
