@@ -13,7 +13,7 @@ LIBRARIES = ("typer", "rich", "jinja2", "PIL")
 
 try:
     from anybatch.cli.cli import app
-    from anybatch.cli.process import ENTRY
+    from anybatch.cli.process import ENTRY, end_readers
 except ModuleNotFoundError as error:
     if error.name not in LIBRARIES:
         raise
@@ -22,7 +22,10 @@ except ModuleNotFoundError as error:
 
 def main() -> None:
     """Run the command with the words of this process."""
-    app(obj=ENTRY)
+    try:
+        app(obj=ENTRY)
+    finally:
+        end_readers()
 
 
 if __name__ == "__main__":

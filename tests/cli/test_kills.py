@@ -208,3 +208,30 @@ def test_a_job_scheduler_gets_a_checkpoint_and_143(tmp_path: Path, classes: Make
     assert summary["interrupted"] is True
     assert summary["malloc"] == ("fast" if allocator.glibc() else "default")
     assert checkpoint(tmp_path / "run")["step"] == summary["steps"] >= 4
+
+
+FORGOTTEN = """
+import multiprocessing, signal
+from anybatch import __main__
+from anybatch.cli.interrupts import deaf
+
+def read(begun):
+    deaf()
+    begun.set()
+    while True:
+        signal.pause()
+
+fork = multiprocessing.get_context("fork")
+begun = fork.Event()
+fork.Process(target=read, args=(begun,), daemon=True).start()
+begun.wait()
+def app(obj):
+    raise SystemExit(7)
+__main__.app = app
+__main__.main()
+"""
+
+
+def test_a_reader_without_a_loader_does_not_keep_the_command() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORGOTTEN], check=False, timeout=240)
+    assert ended.returncode == 7

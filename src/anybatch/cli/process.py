@@ -9,7 +9,9 @@ is nothing but the command may be replaced; a program or a test that calls it is
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 
 import typer
 
@@ -28,6 +30,19 @@ def allocate(
     found = find_device(device)
     host = _host(context, malloc, found.type, budgeted=budgeted)
     return "; ".join(filter(None, (host, segments_of(found).ask())))
+
+
+def end_readers() -> None:
+    """End the processes that read images, and that no loader ends any more.
+
+    They ignore SIGTERM, so that a scheduler's does not end them in the middle of a step, and Python
+    would wait for them for ever (test_a_reader_without_a_loader_does_not_keep_the_command).
+    """
+    readers = multiprocessing.active_children()
+    if readers and hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises there where a reader is killed
+    for reader in readers:
+        reader.kill()
 
 
 def _host(context: typer.Context, malloc: allocator.Asked, device: str, *, budgeted: bool) -> str:
