@@ -44,7 +44,7 @@ def test_its_json_is_the_plan(command: Command) -> None:
         (
             ("cuda:1Gx",),
             "the size of a device must be bytes such as in \"cuda:24GiB\", and it is '1Gx' in "
-            "'cuda:1Gx': write it like that, or an index such as cuda:0.",
+            "'cuda:1Gx': write it like that; one that is there has an index, as in cuda:0.",
         ),
         (
             ("mps:8GiB",),
