@@ -108,6 +108,7 @@ def test_skipped_files_are_counted(command: Command, tmp_path: Path, classes: Ma
         (("--model", "unet"), "U-Net needs images whose height and width are multiples of 16"),
         (("--image-size", "big"), "image-size must be a number of pixels or WIDTHxHEIGHT"),
         (("--device", "toaster"), "device must be one that torch can use here; got 'toaster'"),
+        (("--device", "hpu"), "device must be one that torch can use here; got 'hpu'"),
         (("--task", "segmentation"), "the digits have no masks"),
         (
             ("--model", "tests.cli.runs:drawing", "--micro-batch", "64"),

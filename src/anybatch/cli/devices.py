@@ -29,7 +29,7 @@ def find_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise SettingsError(
             f"device must be one that torch can use here; got {name!r} ({_first_line(error)}). "
             "Leave --device out to have it chosen."
