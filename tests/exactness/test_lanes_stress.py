@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.busy import busy
 from tests.chance import Step, as_written_once, steps
 from tests.faults import MICRO_BATCH, Fails, Faults, Items, N, loss_of
 from tests.oracle import copy_of, same, snapshot, state_of, undivided
@@ -107,8 +108,7 @@ class Setting:
     def state(self) -> dict[str, Any]:
         """Everything that a failed step leaves as it was (Law 5)."""
         dice = {"python": random.getstate(), "numpy": np.random.get_state()[1].tolist()}  # type: ignore[index]
-        threads = [thread.ident for thread in threading.enumerate()]
-        return snapshot(self.model) | dice | {"threads": threads}
+        return snapshot(self.model) | dice | {"threads": busy()}
 
     def assert_the_next_step_is_exact(self) -> None:
         self.faults.disarm()
@@ -195,8 +195,18 @@ def test_what_is_raised_anywhere_leaves_nothing_behind(
         calls = calls_of(kind, warm=warm)[place]
         setting.faults.arm(place, round(part * (calls - 1)), error("on purpose"))
         before = setting.state()
-        with pytest.raises(error, match="on purpose"):
+        raised: BaseException | None = None
+        try:
             setting.step()
+        except error as one:
+            raised = one
+        if raised is None:  # in a forward that is only followed: a doubt, and no step of a person's
+            assert not warm
+            assert issubclass(error, Exception)
+            assert setting.engine.plan is not None
+            assert not setting.engine.plan.exact
+            continue
+        assert "on purpose" in str(raised)
         after = setting.state()
         assert same(before, after), [k for k in before if not same(before[k], after[k])]
         assert files_in(spill) == []
