@@ -1,4 +1,4 @@
-"""What must be the same on every rank, or the sum of their gradients is the gradient of nothing.
+"""Numbers that must agree on all ranks, or the sum of their gradients is no gradient.
 
 Ranks add up numbers by their place. Two models that were drawn from different seeds, registered in
 another order or frozen differently, or engines that are called in another order, give sums that
@@ -90,7 +90,7 @@ def named_parameters(modules: Modules, optimizer: torch.optim.Optimizer | None) 
 
 
 class Form:
-    """What parameters are but for their values, as a number; it is remembered."""
+    """Checksum of the names, shapes, dtypes and ``requires_grad`` of parameters, cached."""
 
     def __init__(self) -> None:
         self._known: Any = None

@@ -1,4 +1,4 @@
-"""What ranks tell each other when a step begins, and what they need not wait to hear.
+"""Facts that ranks exchange when a step begins, or expect without waiting.
 
 The size of the whole batch is known when all have said theirs, and a rank that waits for that does
 nothing. Where all of them have brought the same to several steps, one that brings it again goes on
@@ -30,7 +30,7 @@ Rows = list[list[float]]
 
 
 class Here(NamedTuple):
-    """What this rank brings to a step.
+    """Facts that this rank brings to a step.
 
     Attributes:
         size: samples.
@@ -51,29 +51,29 @@ class Here(NamedTuple):
 
 
 class UnexpectedError(AgainError):
-    """Another rank has brought what nobody expected: the step begins again."""
+    """Error for unexpected facts of another rank: the step begins again."""
 
 
 class Habit:
-    """What all ranks have brought to their last steps."""
+    """Facts that all ranks have brought to their last steps."""
 
     def __init__(self) -> None:
         self._rows: Rows = []
         self._times = 0
 
     def expected(self, mine: list[float], rank: int) -> Rows | None:
-        """Return what all bring, as `mine` lets expect; None where that must be heard first."""
+        """Return the facts of all ranks if `mine` predicts them; None if ranks must exchange."""
         same = self._times >= TIMES and self._rows[rank] == mine
         return self._rows if same else None
 
     def note(self, rows: Rows) -> None:
-        """Take in what all have brought."""
+        """Record the facts of all ranks."""
         self._times = self._times + 1 if rows == self._rows else 1
         self._rows = rows
 
 
 class Beginning:
-    """The batch over all ranks, by what they bring to it.
+    """Mini-batch over all ranks, from the facts of each.
 
     Args:
         rows: of all ranks.

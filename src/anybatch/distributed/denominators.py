@@ -1,4 +1,4 @@
-"""What a rank says of its loss, and the denominators of the loss of all ranks."""
+"""Facts of one rank's loss, and the denominators of the loss over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TERMS = 8
 
 
 def packed(totals: list[Total] | None, *, has_rows: bool, offer: int) -> Tensor:
-    """Return what a rank says of its loss, [4 + 3 TERMS].
+    """Return this rank's loss as a row of numbers, [4 + 3 TERMS].
 
     It is: whether samples meet, whether there are rows, terms, each term, and which pieces of
     gradients it offers to send early.

@@ -1,4 +1,4 @@
-"""One set of dice for all ranks, so that together they draw what the undivided batch would.
+"""Shared RNG state of all ranks, so that together they make the full-batch draw.
 
 Every rank has generators of its own, and they may stand anywhere. A step of ``rng="batch"`` begins
 on all ranks with those of rank 0; each draws for the batch of all ranks and keeps its own rows
@@ -35,7 +35,7 @@ def devices_of(model: nn.Module) -> list[torch.device]:
 
 
 def same_dice(unison: Unison, devices: Sequence[torch.device]) -> None:
-    """Begin with the dice of rank 0, on all ranks.
+    """Set the RNG state of rank 0 on all ranks.
 
     Args:
         unison: of a step that has not begun.
@@ -63,7 +63,7 @@ def _listed(types: list[str]) -> str:
 
 
 def drawn_apart(first: int, others: Sequence[int]) -> NotExactError:
-    """Return what says that ranks with samples have left the dice in different places."""
+    """Return the error for ranks with samples that end with different RNG states."""
     ranks = ", ".join(f"rank {rank}" for rank in others)
     return NotExactError(
         f'with rng="batch" every rank must draw as often as the others, and {ranks} and rank '

@@ -1,4 +1,4 @@
-"""What a step has to know of the others: the batch over all ranks, as far as it is not here.
+"""Interface of a step to the mini-batch over all ranks, with a single-process version.
 
 A step asks the same questions whether there are others or not: what is the loss divided by, what
 are all outputs, what do gradients add up to. `Alone` answers them for one process, at no cost;
@@ -22,7 +22,7 @@ Amended = list[tuple[Tensor, Tensor | None]]
 
 
 class Rows(NamedTuple):
-    """Outputs and targets of the whole batch, and where those of this rank begin.
+    """Outputs and targets of the full batch, and the first row of this rank.
 
     Attributes:
         outputs: of all ranks.
@@ -77,7 +77,7 @@ class Everyone(Protocol):
 
     @property
     def sending(self) -> bool:
-        """Whether gradients are on their way: all ranks run again what fails from here on."""
+        """Whether gradients are being sent: all ranks run again after a failure from here on."""
 
     def offer(self, parameters: Sequence[Tensor]) -> None:
         """Offer to send gradients before the last backward has ended, where `totals` is next.
@@ -87,14 +87,14 @@ class Everyone(Protocol):
         """
 
     def during(self, take: Take) -> AbstractContextManager[None]:
-        """Return what the last backward runs in, so that it sends what it completes.
+        """Return the context of the last backward, which sends completed gradients.
 
         Args:
             take: returns this rank's sums for some parameters, and lets go of them.
         """
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
-        """Return the denominators of the whole batch; None where the loss couples samples.
+        """Return the denominators of the full batch; None where the loss couples samples.
 
         Args:
             totals: of this rank's samples; None where the loss couples them.
@@ -104,7 +104,7 @@ class Everyone(Protocol):
         """Return the sum over all ranks."""
 
     def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the loss of all samples, whose value is there when the step has ended.
+        """Return a tensor for the loss of all samples, which is filled when the step ends.
 
         Args:
             here: this rank's share.
@@ -127,7 +127,7 @@ class Everyone(Protocol):
         """
 
     def agree(self, devices: Sequence[torch.device]) -> None:
-        """See that all ranks have drawn alike, and give their dice to those without samples.
+        """Check that all ranks have one RNG state, and copy it to those without samples.
 
         Args:
             devices: accelerators of the model.
@@ -142,13 +142,13 @@ class Everyone(Protocol):
         """
 
     def anew(self) -> None:
-        """Forget what was told: all ranks run the step again."""
+        """Discard the exchanged facts: all ranks run the step again."""
 
     def moves(self, buffers: Moved) -> None:
-        """Have ranks without samples take, at the end, what forward has moved on the others."""
+        """Copy buffers that forward moved to ranks without samples, when the step ends."""
 
     def end(self) -> Amended:
-        """Wait until all have come to the end of the step; return what sums are others."""
+        """Wait until all ranks have ended the step; return the amended sums."""
 
 
 class Alone:
@@ -212,19 +212,19 @@ class Alone:
         return [total for _, total in sums]
 
     def agree(self, devices: Sequence[torch.device]) -> None:
-        """Agree with nobody."""
+        """Check nothing: there is one RNG state."""
 
     def again(self, *, coupled: bool, others: bool = False) -> None:
-        """Tell nobody."""
+        """Notify no rank."""
 
     def anew(self) -> None:
         """Forget nothing."""
 
     def moves(self, buffers: Moved) -> None:
-        """Tell nobody."""
+        """Copy nothing."""
 
     def end(self) -> Amended:
-        """Wait for nobody."""
+        """Return no amended sums, without a wait."""
         return []
 
 

@@ -71,7 +71,7 @@ class Sums:
         self._late = [None if at in self._given else total for at, total in enumerate(totals)]
 
     def early(self) -> list[Tensor | None]:
-        """Return the sums of what was agreed on, as if some rank had each; None for the others."""
+        """Return the agreed sums, as if some rank had each; None for other gradients."""
         assert self._early is not None
         found: list[Tensor | None] = [None] * len(self._late)
         with torch.no_grad():
@@ -80,7 +80,7 @@ class Sums:
         return found
 
     def heard(self, rows: Sequence[Tensor]) -> bool:
-        """Take in what all ranks say; return whether sums are missing.
+        """Record the gradient types of all ranks; return whether sums are missing.
 
         Raises:
             AddedTwiceError: on some rank, of a checkpointed layer that is called twice for example.
@@ -92,7 +92,7 @@ class Sums:
         return any(found - {NONE} and at not in self._given for at, found in enumerate(self._there))
 
     def late(self) -> list[tuple[int, Tensor | None]]:
-        """Return (place, sum) of what was not agreed on; None where that was, and no rank has one.
+        """Return (place, sum) of other gradients; sum None for an agreed one that no rank has.
 
         All ranks must be known to come here.
         """

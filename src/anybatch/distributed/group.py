@@ -1,4 +1,4 @@
-"""A process group whose collectives end: with a result, or with the name of the rank that is gone.
+"""Process group with collectives that end: in a result, or in an error that names the lost rank.
 
 A collective waits for everybody, and where one process has died the others learn of it by a closed
 connection, if they talk to just that one; who talks to its neighbour waits on, for half an hour by
@@ -76,11 +76,11 @@ class Group:
         return self._handle()
 
     def number(self, who: Any) -> None:
-        """Give a number to who has made a first step with the others, the same on all ranks."""
+        """Assign a number to an engine that has made its first step, the same on all ranks."""
         self.orders[who] = next(self._numbers)
 
     def begin(self) -> None:
-        """Count the steps: what is said of a broken one does not concern the next.
+        """Count a step, so that reports of a broken one do not affect the next.
 
         Raises:
             RankError: a collective has broken before.
@@ -106,7 +106,7 @@ class Group:
         return part
 
     def start_sum(self, part: Tensor) -> Any:
-        """Begin to sum a contiguous tensor in place; return what `wait` waits for."""
+        """Begin to sum a contiguous tensor in place; return the work for `wait`."""
         return self._started(dist.all_reduce, part)
 
     def start_gather(self, whole: Tensor, part: Tensor, handle: Any) -> Any:
@@ -129,7 +129,7 @@ class Group:
         return self.unpacked(packed(one))
 
     def unpacked(self, data: Tensor) -> list[Any]:
-        """Return what each rank has `packed`, in order."""
+        """Return the object of each rank, in order, from its `packed` bytes."""
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
@@ -165,7 +165,7 @@ class Group:
                 return
 
     def abandon(self) -> None:
-        """Let the others know that this rank will not come to what they wait for."""
+        """Notify the other ranks that this one will not join their collectives."""
         self.broken = True
         with contextlib.suppress(RuntimeError):
             _store().set(self._key("any"), "1")
@@ -180,14 +180,14 @@ class Group:
         return f"anybatch/lost/{self._name}/{self._incident}/{name}"
 
     def _told(self) -> bool:
-        """Say whether another rank has met a broken collective in this step."""
+        """Return whether another rank has reported a broken collective in this step."""
         try:
             return bool(_store().check([self._key("any")]))
         except RuntimeError:
             return True
 
     def _lost(self, error: RuntimeError) -> RankError:
-        """Say who is gone: those that do not answer in time."""
+        """Return an error that names the lost ranks: those that do not answer in time."""
         self.broken = True
         gone = self._gone()
         who = ", ".join(f"rank {rank}" for rank in gone) or "a rank"

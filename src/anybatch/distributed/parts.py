@@ -1,4 +1,4 @@
-"""Parameters from their parts on all ranks, and a gradient's part from the whole of it.
+"""Parameters gathered from their parts on all ranks, and parts cut from full gradients.
 
 ``DTensor.full_tensor`` makes one collective a parameter, and waits for a rank that is gone until
 the process group gives up. Here many parameters are gathered at once, by a wait that ends. Parts
@@ -30,7 +30,7 @@ Shards = list[tuple[Any, torch.dtype]]
 
 
 def gathered(shards: Shards, group: Group | None) -> dict[int, nn.Parameter]:
-    """Return the whole parameter of each spread one, by the id of that.
+    """Return the full parameter of each sharded one, by the id of the shard.
 
     Args:
         shards: in the same order on every rank.
@@ -95,7 +95,7 @@ def _parameter(whole: Tensor, shard: Tensor) -> nn.Parameter:
 
 
 def part_of(total: Tensor, shard: Any) -> Tensor:
-    """Return this rank's part of a gradient that all have whole, and no memory of other parts."""
+    """Return this rank's part of a full gradient, without memory of other parts."""
     total = total.to_dense() if total.is_sparse else total
     tensor = sys.modules["torch.distributed.tensor"]
     found: Tensor = tensor.distribute_tensor(

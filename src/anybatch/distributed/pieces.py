@@ -1,4 +1,4 @@
-"""Pieces of gradients that are summed over ranks, always in the same order, each once it is whole.
+"""Pieces of gradients, summed over ranks in a fixed order, each once it is complete.
 
 Backward completes the gradients of the last layers first. A sum that waits for the end of backward
 lets the wire lie idle until then. torch's DistributedDataParallel sends earlier, and a rank that
@@ -38,7 +38,7 @@ NUMBERS = 2**20
 
 
 class _Sent(NamedTuple):
-    """A piece on its way: the numbers that are summed, and what `Group.wait` waits for."""
+    """Piece in transit: the numbers that are summed, and the work for `Group.wait`."""
 
     numbers: Tensor
     work: Any
@@ -98,7 +98,7 @@ class Pieces:
                 hook.remove()
 
     def send(self, totals: Sequence[Tensor | None]) -> None:
-        """Send what is not yet on its way.
+        """Send the pieces that are not yet sent.
 
         Args:
             totals: this rank's sums, one for each of the parameters.
@@ -108,7 +108,7 @@ class Pieces:
             self._send_next(lambda parameters: [totals[places[id(p)]] for p in parameters])
 
     def give_up(self) -> None:
-        """Send zeros for what is not yet on its way, and wait for all of it.
+        """Send zeros for the pieces that are not yet sent, and wait for all pieces.
 
         Raises:
             RankError: a rank is gone.
@@ -120,7 +120,7 @@ class Pieces:
             self._group.wait(work)
 
     def sums(self) -> Iterator[tuple[int, Tensor]]:
-        """Wait for each piece, and yield (place, sum) of what is in it.
+        """Wait for each piece, and yield (place, sum) of each gradient in it.
 
         Raises:
             RankError: a rank is gone.
@@ -151,7 +151,7 @@ class Pieces:
 
 
 def copied_bytes(parameters: Sequence[Tensor]) -> int:
-    """Return the bytes of the largest piece: for a moment it lies beside what it is a copy of."""
+    """Return the bytes of the largest piece, which briefly exists next to its originals."""
     largest = 0
     for piece in _divided(parameters, range(len(parameters))):
         forms = [_form(parameters[at]) for at in piece]
@@ -160,7 +160,7 @@ def copied_bytes(parameters: Sequence[Tensor]) -> int:
 
 
 def small_bytes(parameters: Sequence[Tensor]) -> int:
-    """Return the bytes of all gradients that are copied: sent late, they lie beside the copies."""
+    """Return the bytes of all copied gradients: sent late, they exist next to the copies."""
     forms = [_form(parameter) for parameter in parameters if _reals(parameter) <= SMALL]
     return sum(count * dtype.itemsize for count, dtype in forms)
 
@@ -175,7 +175,7 @@ def dense(parameter: Tensor, total: Tensor | None) -> Tensor:
 
 
 def _form(parameter: Tensor) -> tuple[int, torch.dtype]:
-    """Return how many elements a sum has, and of what type: half precision is summed in float32."""
+    """Return the element count and dtype of a sum: half precision is summed in float32."""
     return parameter.numel(), torch.float32 if parameter.itemsize < 4 else parameter.dtype
 
 

@@ -1,4 +1,4 @@
-"""The dtypes that ``fully_shard(mp_policy=...)`` asks for, kept while FSDP's own hooks are off.
+"""Dtypes of ``fully_shard(mp_policy=...)``, applied while FSDP's own hooks are off.
 
 Parameters are gathered in ``param_dtype``, and inputs and outputs of the sharded modules are cast
 as FSDP casts them. Gradients of half precision are summed over micro-batches and ranks in float32,
@@ -49,7 +49,7 @@ def dtype_in(policies: Mapping[str, Any], path: str, parameter: Tensor) -> torch
 
 
 def casting(module: nn.Module, policy: Any) -> list[Callable[[], None]]:
-    """Let a module cast its inputs and outputs; return what ends that."""
+    """Add hooks that cast a module's inputs and outputs; return functions that remove them."""
     undo: list[Callable[[], None]] = []
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         hook = partial(_inputs, policy.param_dtype)

@@ -43,7 +43,7 @@ R = TypeVar("R")
 
 
 def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
-    """Let a method come to its end before Ctrl-C does: the others would wait for this rank.
+    """Wrap a method so that it ends before Ctrl-C does: other ranks would wait for this one.
 
     A beginning that was put off comes before it.
     """
@@ -59,7 +59,7 @@ def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ra
 
 
 class Ranks:
-    """The ranks of one step; see `anybatch.distributed.everyone.Everyone`.
+    """Ranks of one step, joined by collectives.
 
     Args:
         unison: the collectives of the step.
@@ -113,7 +113,7 @@ class Ranks:
             self._take(self._expected)
 
     def _begin(self, told: Tensor | None = None) -> list[Tensor] | None:
-        """Hear what all bring to the step; return what all have told with it, if all have.
+        """Exchange the facts of all ranks; return the numbers sent with them, if all sent any.
 
         Raises:
             UnexpectedError: it is something else than was expected.
@@ -146,18 +146,18 @@ class Ranks:
         return self._unison.early is not None and self._unison.early.begun
 
     def offer(self, parameters: Sequence[Tensor]) -> None:
-        """Offer to send those early that were dense in the last step of this kind."""
+        """Offer to send gradients early that were dense in the last step of this signature."""
         places = self.dense or ()
         if gradients.OVERLAP and not self._counted and max(places, default=-1) < len(parameters):
             self._offered = Pieces(self._unison.group, parameters, places) if places else None
 
     def during(self, take: Take) -> AbstractContextManager[None]:
-        """Return what the last backward runs in: it sends early, if all have agreed on that."""
+        """Return the context of the last backward, which sends early if all ranks agreed."""
         early = self._unison.early
         return nullcontext() if early is None else early.during(take)
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
-        """Return the denominators of the whole batch; a rank without samples brings an empty list.
+        """Return the denominators of the full batch; a rank without samples passes an empty list.
 
         A step that begins again on this rank alone gets what was counted before.
         """
@@ -220,7 +220,7 @@ class Ranks:
         return Rows(found, aims, self.size, self.begin, leads=leads, here=size)
 
     def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what holds the loss of all samples once `end` has told this rank's share."""
+        """Return a tensor that `end` fills with the loss of all samples."""
         self._loss = here, torch.empty_like(here, dtype=dtype)
         return self._loss[1]
 
@@ -252,7 +252,7 @@ class Ranks:
 
     @meets
     def agree(self, devices: Sequence[torch.device]) -> None:
-        """See that all ranks have drawn alike, and give their dice to those without samples.
+        """Check that all ranks have one RNG state, and copy it to those without samples.
 
         Raises:
             NotExactError: a rank has drawn otherwise than another; all of them say so.
@@ -291,17 +291,17 @@ class Ranks:
             self._unison.fail("coupled" if coupled else "smaller")
 
     def anew(self) -> None:
-        """Forget what was counted: all ranks run the step again."""
+        """Discard the counted denominators: all ranks run the step again."""
         self._counted, self._offered, self._sums, self._loss = [], None, None, None
         self._shared = self._ending = False
 
     def moves(self, buffers: Moved) -> None:
-        """Have ranks without samples take, at the end, what forward has moved on the others."""
+        """Copy buffers that forward moved to ranks without samples, when the step ends."""
         self._moves = buffers
 
     @meets
     def end(self) -> Amended:
-        """Wait until all have come to the end of the step; return the sums that are others.
+        """Wait until all ranks have ended the step; return the amended sums.
 
         Raises:
             RanksAgainError: the step has to be run again.

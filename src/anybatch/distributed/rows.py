@@ -1,4 +1,4 @@
-"""Outputs and targets of all ranks, in the memory that they will stay in.
+"""Outputs and targets of all ranks, received in their final memory.
 
 Each rank says what it has, all see whether that can be joined, and then every tensor is sent into
 its rows of one that holds all of them. So beside its own a rank holds the whole, and no more.
@@ -22,7 +22,7 @@ from anybatch.distributed.unison import Unison
 
 
 class Sent(NamedTuple):
-    """What a rank says of its rows.
+    """Description of one rank's rows, as sent to all ranks.
 
     Attributes:
         size: samples.
@@ -140,7 +140,7 @@ def _filled(group: Group, every: list[Sent], mine: list[Tensor], at: int, form: 
 
 
 def _receive(group: Group, rank: int, part: Tensor, own: Tensor | None) -> None:
-    """Fill `part` with what a rank has, which is `own` where that is this one."""
+    """Fill `part` with the tensor of a rank, which is `own` on that rank."""
     piece = (
         part
         if part.is_contiguous()

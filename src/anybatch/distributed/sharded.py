@@ -1,4 +1,4 @@
-"""A model that ``fully_shard`` has spread over ranks is whole for a step, and spread again after.
+"""Model sharded by ``fully_shard``, gathered for a step and sharded again after it.
 
 FSDP2 gathers and frees parameters around every module, so all ranks must run it equally often: with
 3 micro-batches here and 2 there it waits for ever, and threads that take turns confuse its hooks.
@@ -45,7 +45,7 @@ FSDP = "torch.distributed.fsdp"
 
 
 def sharded_of(model: nn.Module) -> Sharded | None:
-    """Return what makes a model whole for a step; None for one that is.
+    """Return the `Sharded` that gathers a model for a step; None for an unsharded model.
 
     Raises:
         NotYetError: it is spread in another way than by ``fully_shard``.
@@ -95,7 +95,7 @@ class Sharded:
         group: Group | None,
         agreed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> T:
-        """Run a step, or what foresees one, on the whole model.
+        """Run a step, or its forecast, on the gathered model.
 
         Args:
             run: the step.
@@ -150,7 +150,7 @@ class Sharded:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the parts of parameters on this rank, which are there beside the whole ones."""
+        """Bytes of this rank's parts of parameters, which exist next to the gathered ones."""
         return sum(rounded(p.untyped_storage().nbytes(), p.device) for p, _ in self._parts())
 
     @property
@@ -169,7 +169,7 @@ class Sharded:
     def cut(
         self, sums: Sequence[tuple[Tensor, Tensor | None]], totals: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return the gradients of the spread parameters in place of those of the whole ones.
+        """Return the gradients of the sharded parameters in place of the gathered ones'.
 
         Args:
             sums: (parameter, this rank's sum) of all parameters, whole ones and spread ones.
@@ -199,7 +199,7 @@ class Sharded:
         return totals
 
     def parts(self, sums: Amended) -> Amended:
-        """Return this rank's parts in place of the sums of whole parameters that are spread."""
+        """Return this rank's parts in place of the sums of gathered parameters."""
         found: Amended = []
         for parameter, total in sums:
             shard = self._spread.get(id(parameter))
@@ -221,7 +221,7 @@ def _owners(modules: Modules) -> Owners:
 
 
 def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
-    """Refuse what could not be gathered and cut as it should be."""
+    """Refuse a parameter that could not be gathered and cut correctly."""
     kinds = [type(placement).__name__ for placement in shard.placements]
     if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
         raise NotYetError(
@@ -258,7 +258,7 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def _plainly(module: nn.Module) -> list[Callable[[], None]]:
-    """Take FSDP off one module: its class, hooks, state, and methods; return what puts it back."""
+    """Remove FSDP from a module: class, hooks, state, methods; return functions to undo it."""
     kind = type(module)
     plain = next(cls for cls in kind.__mro__ if not issubclass(cls, sys.modules[FSDP].FSDPModule))
     undo: list[Callable[[], None]] = [partial(setattr, module, "__class__", kind)]
@@ -276,7 +276,7 @@ def _plainly(module: nn.Module) -> list[Callable[[], None]]:
 
 
 def _put_back(held: dict[Any, Any], was: dict[Any, Any]) -> None:
-    """Put back what belongs to FSDP, in its place; what the step has changed stays."""
+    """Restore the entries of FSDP at their positions, and preserve changes of the step."""
     now = dict(held)
     held.clear()
     held.update({k: now.get(k, v) for k, v in was.items() if k in now or _of_fsdp(v)})
@@ -302,7 +302,7 @@ def _name(path: str, name: str) -> str:
 
 @contextmanager
 def in_unison(unison: Any) -> Iterator[None]:
-    """Run collectives that all ranks are known to come to."""
+    """Run collectives that all ranks are sure to reach."""
     with unison.met():
         unison.call("the parameters")
         with unison.raw():

@@ -1,4 +1,4 @@
-"""Ranks in unison: all of them run the same collectives in the same order, or all learn why not.
+"""Collectives that all ranks run in the same order, or that end with the reason on all ranks.
 
 A rank that fails, runs out of memory or finds a loss to couple the samples cannot just leave: the
 others would wait for it. So it takes part once more, in whatever collective comes next, with a
@@ -87,7 +87,7 @@ class RanksAgainError(Exception):
 
 
 class OffScriptError(LockstepError):
-    """This rank comes to another collective than in an earlier step of this kind."""
+    """Error for a collective other than in an earlier step of this signature."""
 
 
 class Unison:
@@ -117,11 +117,11 @@ class Unison:
         group.begin()
 
     def fact(self, key: str) -> None:
-        """Make sure that all have come here; only before `begin`."""
+        """Check that all ranks reach this barrier; only before `begin`."""
         self.gather(key, _filled([]))
 
     def begin_again(self) -> None:
-        """Take in that all ranks come to `begin` once more."""
+        """Record that all ranks run `begin` once more."""
         self.script, self._known = [], (FACTS,)
 
     def told(self, one: Any, source: int) -> Any:
@@ -177,13 +177,13 @@ class Unison:
 
     @contextmanager
     def raw(self) -> Iterator[None]:
-        """Run collectives on tensors as they are, which all ranks are known to come to."""
+        """Run collectives on unchanged tensors, which all ranks are sure to reach."""
         self._raw = True
         yield
         self._raw = False
 
     def learn_anew(self) -> None:
-        """Forget what collectives come: the step is run again, perhaps in another way."""
+        """Discard the expected collectives: the step is run again, perhaps in another way."""
         self.script, self._known, self._scripts = [], None, {}
         self.kind = Kind()
 
@@ -215,7 +215,7 @@ class Unison:
         return total[SLOTS:]
 
     def call(self, key: str) -> None:
-        """Make sure that all have come here, and can go on to collectives that cannot fail.
+        """Check that all ranks reach this barrier, and can run collectives that cannot fail.
 
         Raises:
             LockstepError, RankError, RanksAgainError: as in `gather`.
@@ -225,16 +225,16 @@ class Unison:
         self.script.append(HEADER)
 
     def end(self) -> None:
-        """Make sure that all have come to the end of the step; what fails after it is one's own."""
+        """Check that all ranks reach the end of the step; later failures concern one rank only."""
         self.call(END)
         self.over()
 
     def over(self) -> None:
-        """Take in that all have come to the end of the step."""
+        """Record that all ranks have reached the end of the step."""
         self._over = True
 
     def off_script(self) -> None:
-        """Do what the earlier step has not done: a header goes before each collective from here."""
+        """Stop expecting the earlier step's collectives: a header precedes each from here on."""
         self._known = None
 
     def fail(self, status: Status, message: str = "") -> None:
@@ -263,7 +263,7 @@ class Unison:
         self._hear(status, message)
 
     def give_up_early(self) -> None:
-        """Send what was promised, as zeros where it is not yet on its way, and drop all of it."""
+        """Send the promised pieces, as zeros where not yet sent, and drop all of them."""
         early, self.early = self.early, None
         if early is not None:
             early.give_up()
@@ -276,7 +276,7 @@ class Unison:
         self.script.append(coming)
 
     def _expect(self, coming: Together) -> None:
-        """Refuse what the others do not wait for: they do what an earlier step did."""
+        """Refuse a collective that other ranks do not expect: they repeat an earlier step."""
         known, at = self._known, len(self.script)
         if known is not None and (at >= len(known) or known[at] != coming):
             raise OffScriptError(
@@ -301,7 +301,7 @@ class Unison:
             self._elsewhere(key)
 
     def _elsewhere(self, key: str) -> None:
-        """Say where each rank is: all of them have seen that it is not the same place."""
+        """Raise an error with the place of each rank: all ranks have found that these differ."""
         self._over = True
         places = self.group.objects(key)
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
@@ -318,7 +318,7 @@ class Unison:
         )
 
     def _hear(self, status: Status, message: str) -> None:
-        """Tell each other what has happened.
+        """Exchange the status of all ranks.
 
         Raises:
             RankError: a rank has failed, and this one has not.
@@ -342,7 +342,7 @@ class Unison:
 
 
 def guarded(unison: Unison | None, run: Callable[[], T]) -> T:
-    """Run what is a rank's own business, and tell the others where it fails.
+    """Run a rank's own part of a step, and notify the other ranks where it fails.
 
     Args:
         unison: None tells nobody.

@@ -1,4 +1,4 @@
-"""A loss as numerator over denominator: declared, known from torch, or traced once.
+"""Losses as numerator over denominator: declared, in the table of torch's losses, or traced once.
 
 This folder knows functions of tensors, and models as far as they compute a loss inside. It knows no
 step, no micro-batch of another rank and no plan.

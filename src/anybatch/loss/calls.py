@@ -1,4 +1,4 @@
-"""The calls of a loss in a step: one that changes state is noticed, one that reads what is not its.
+"""Calls of a loss in a step, with checks for state it changes and for state that forward wrote.
 
 A micro-batch's outputs are all that a loss may take from forward. What forward leaves elsewhere,
 in an attribute or a dict, is that of the last micro-batch when the loss of the whole batch is
@@ -76,7 +76,7 @@ class LossCalls:
     def compare(
         self, whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool, alone: bool = False
     ) -> None:
-        """Compare the loss with itself in the first step of a kind, once.
+        """Compare two calls of the loss, once, in the first step of a signature.
 
         Args:
             whole: the loss.
@@ -100,11 +100,11 @@ class LossCalls:
 
     @property
     def iterators(self) -> list[str]:
-        """What the loss may draw from, and nothing can put back."""
+        """Paths of the iterators that the loss may draw from, which cannot be restored."""
         return self._state.iterators
 
     def watched(self, call: Callable[[], T]) -> T | None:
-        """Return what a call without data returns, and None where it is not to be trusted.
+        """Return the result of a call without data; None where state changes or iterators exist.
 
         State that it changes is restored. Nothing is called that draws from an iterator, which
         cannot be.
@@ -128,7 +128,7 @@ class LossCalls:
         return None if self.changed else found
 
     def called(self, call: Callable[[], T]) -> T:
-        """Return what a call returns.
+        """Run a call of the loss, record the state that it changes, and return its result.
 
         Raises:
             LossError: it reads what forward has changed.
@@ -186,7 +186,7 @@ def _without_gradients(call: Callable[[], T], parameters: set[int]) -> T:
 
 
 def _refuse(found: list[str]) -> None:
-    """Refuse a loss that reads what forward has left.
+    """Refuse a loss that reads state written by forward.
 
     Raises:
         LossError: it does.
@@ -231,7 +231,7 @@ WORD = re.compile(r"[^\W\d]\w*")
 
 @contextmanager
 def _names_read(names: set[str]) -> Iterator[set[str]]:
-    """Collect which of the names the functions of the body come upon, instruction by instruction.
+    """Collect the names that functions of the body read, instruction by instruction.
 
     A function may name what it does not read, in a branch that is not taken.
     """
@@ -264,7 +264,7 @@ def _names_read(names: set[str]) -> Iterator[set[str]]:
 
 
 def _spied(cls: type, paths: dict[tuple[int, str], str], found: list[str]) -> Callable[[], None]:
-    """Let the objects of a class tell what is read of them; return what ends that."""
+    """Record attribute reads on objects of a class; return the function that ends it."""
     get: Any = cls.__getattribute__
     put: Any = cls.__setattr__
     own = {n: vars(cls)[n] for n in ("__getattribute__", "__setattr__") if n in vars(cls)}
@@ -299,5 +299,5 @@ def _spied(cls: type, paths: dict[tuple[int, str], str], found: list[str]) -> Ca
 
 
 def _torch_asks() -> bool:
-    """Say whether torch asks for all attributes: its modules look their tensors up so."""
+    """Return whether torch reads all attributes, as its modules do to find their tensors."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("torch.")

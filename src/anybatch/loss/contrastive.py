@@ -39,7 +39,7 @@ Gather = Callable[[Tensor], Tensor]
 def contrastive(
     *, temperature: float | None = None, symmetric: bool = False, within: bool = False
 ) -> Loss:
-    """Make the loss that lets every sample find its partner among those of the whole batch.
+    """Make a contrastive loss, in which every sample is to find its partner in the full batch.
 
     The model returns embeddings, as they are to be compared (normalise them there): two or more
     tensors of shape [n, d] in a tuple, list or mapping, or one of shape [n, k, d]. The second
@@ -101,7 +101,7 @@ class Contrastive(Loss):
     def of_rows(
         self, own: Any, every: Any, begin: int, micro: MicroBatch, gather: Gather
     ) -> Tensor:
-        """Return the loss of all samples, whose gradient flows to the rows of this rank alone.
+        """Return the loss of all samples, with a gradient only for the rows of this rank.
 
         Args:
             own: outputs for the samples of this rank, perhaps none.
@@ -131,11 +131,11 @@ class Contrastive(Loss):
         return None
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Never asked for."""
+        """Raise NotImplementedError: a coupled loss has no parts."""
         raise NotImplementedError
 
     def _parsed(self, outputs: Any, size: int | None) -> tuple[list[Tensor], Tensor | float]:
-        """Return the embeddings, [n, d] each, and what multiplies their similarities."""
+        """Return the embeddings, [n, d] each, and the factor of their similarities."""
         found = [tensor for _, tensor in tree.tensors(outputs)]
         scales = [tensor for tensor in found if tensor.dim() == 0]
         embeddings = list[Tensor]()
@@ -184,7 +184,7 @@ class _Pair(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What is compared with what, and where."""
+    """Pairs of embeddings to compare, the first row of this rank, and a gather over ranks."""
 
     pairs: list[_Pair]
     begin: int
@@ -235,7 +235,7 @@ class _Function(torch.autograd.Function):
 def _sums(
     task: _Task, every: list[Tensor] | None, scale: Tensor | float, own: tuple[Tensor, ...]
 ) -> Tensor:
-    """Return t, and m and r of each that searches, for the rows that are here: [1 + 2 who, n]."""
+    """Return t, and m and r of the k searching embeddings, for the local rows: [1 + 2 k, n]."""
     true = own[0].new_zeros(len(own[0]), dtype=computed_in(own[0]))
     each = [Sums.none(true) for _ in range(task.searching)]
     for a, b, both in task.pairs:
@@ -252,7 +252,7 @@ def _sums(
 
 
 def _log(sums: Sums, true: Tensor) -> Tensor:
-    """Return l; the partner is the largest but where a sample is taken for another."""
+    """Return l; the partner is the largest, except where samples are confused."""
     return torch.log1p(sums.of + torch.expm1(true - sums.most))
 
 

@@ -37,7 +37,7 @@ Number = float | int | Tensor
 
 @dataclass(frozen=True)
 class Scope:
-    """The whole mini-batch, as far as it is known when its first micro-batch has run.
+    """Facts of the mini-batch that are available once its first micro-batch has run.
 
     Attributes:
         size: N_B, samples of this process.
@@ -60,7 +60,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Total:
-    """A term of the whole batch's loss: its weight c and denominator D (None: not yet known).
+    """Term of the full batch's loss: its weight c and denominator D (None: not yet counted).
 
     Attributes:
         sums: it is a plain sum, of any part and of the whole. Default False.
@@ -73,7 +73,7 @@ class Total:
 
     @property
     def adds(self) -> bool:
-        """Whether denominators of parts add up to that of the whole: that of a sum is 1."""
+        """Whether denominators of parts add up to that of the full batch: that of a sum is 1."""
         return not self.sums and (self.term is None or self.term.divides)
 
 
@@ -145,7 +145,7 @@ class Loss(ABC):
 
     @staticmethod
     def inside(*, count: Callable[[Any, Any], Number] | None) -> Loss:
-        """Declare what a loss is divided by that the model computes, where it cannot be traced.
+        """Declare the denominator of a loss that the model computes, where it cannot be traced.
 
         ``Engine(model)`` traces it, and most models need no declaration. Where a count contradicts
         what is traced, it is refused with both numbers; where nothing can be traced it is believed.
@@ -192,7 +192,7 @@ class Loss(ABC):
         return forward()
 
     def outputs(self, found: Any) -> Any:
-        """Return the outputs of the model in what `run` returned."""
+        """Return the outputs of the model from the result of `run`."""
         return found
 
     def own(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -210,14 +210,14 @@ class Loss(ABC):
 
     @abstractmethod
     def totals(self, scope: Scope) -> list[Total] | None:
-        """Return the terms of the whole batch's loss; None where it couples the samples."""
+        """Return the terms of the full batch's loss; None where it couples the samples."""
 
     @abstractmethod
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return a micro-batch's part of each of `totals`."""
 
     def describe(self, totals: list[Total]) -> str:
-        """Return the loss in words, once its terms are known."""
+        """Return the loss in words: the names of its terms, or its own name."""
         terms = dict.fromkeys(total.term.name for total in totals if total.term is not None)
         return " + ".join(terms) or self.name
 
@@ -307,7 +307,7 @@ class PerSample(Loss):
 
 
 class Inside(Loss):
-    """`Loss.inside`, believed; an engine compares it with what is traced (`model_loss`)."""
+    """Loss of `Loss.inside`, trusted; an engine compares it with the trace (`model_loss`)."""
 
     takes_outputs = False
     believed = True
@@ -322,14 +322,14 @@ class Inside(Loss):
         return loss_inside(outputs)
 
     def totals(self, scope: Scope) -> list[Total] | None:
-        """Count over the whole batch."""
+        """Count the denominator over the full batch."""
         if self.count is None:
             return [Total(1.0, 1, sums=True)]
         batch = scope.batch
         return [Total(1.0, None if batch is None else self.count(batch.inputs, batch.targets))]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Turn the micro-batch's mean back into its sum; a mean over nothing is no part."""
+        """Convert the micro-batch's mean to its sum; a mean over no targets adds nothing."""
         loss = loss_inside(outputs)
         if self.count is None:
             return [Part(loss, lambda: 1)]
@@ -371,7 +371,7 @@ class Algorithm1(Loss):
 
 @contextmanager
 def _derivative_errors() -> Iterator[None]:
-    """Turn torch's error about an unused tensor into one sentence.
+    """Convert torch's error about an unused tensor to a `LossError` of one sentence.
 
     Raises:
         LossError: it differentiates by something that the outputs were not computed from.
@@ -412,7 +412,7 @@ def loss_inside(outputs: Any) -> Tensor:
 
 
 def loss_among(outputs: Any) -> Any:
-    """Return what stands for the loss among what a model returned; None where nothing does."""
+    """Return the loss among the outputs of a model; None where there is none."""
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):

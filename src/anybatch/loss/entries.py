@@ -24,11 +24,11 @@ ASKS = (
 
 
 class UnreadError(Exception):
-    """A stand-in was asked for what it stands for."""
+    """Error for a read of a stand-in, which has no values."""
 
 
 class StandIn:
-    """In place of a list, text or array of samples: it notes that it is asked, and fails.
+    """Stand-in for a list, text or array of samples, which records a read and fails.
 
     Args:
         leaf: what it stands for.
@@ -39,7 +39,7 @@ class StandIn:
         object.__setattr__(self, "_stands", (type(leaf), told))
 
     def __getattribute__(self, name: str) -> Any:
-        """Answer what type it has, which is that of all parts, and nothing else."""
+        """Return its class, which all parts of the batch share; record and refuse other reads."""
         kind, told = object.__getattribute__(self, "_stands")
         if name == "__class__":
             return kind
@@ -76,7 +76,7 @@ def holds(values: Any) -> bool:
 
 @dataclass(frozen=True)
 class Asked:
-    """Which stand-ins were asked: one type for each question."""
+    """Types of the stand-ins that were read: one for each read."""
 
     outputs: list[type] = field(default_factory=list)
     targets: list[type] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The loss that a model computes inside its forward, taken apart without anybody declaring it.
+"""The loss that a model computes inside its forward, traced to its terms without a declaration.
 
 A model that returns its own loss is wrapped in `Overheard`, whose forward is the model's own under
 `Hearing`: what comes out are the terms of the loss, numerators and denominators of these rows. The
@@ -57,11 +57,11 @@ OPTIONS = "the loss is called with other options from step to step"
 
 
 class OtherFormError(LossError):
-    """The loss has a form that has not been seen at two sizes: look again."""
+    """Error for a loss form that was not observed at two sizes: inspect the model again."""
 
 
 class Heard(dict[str, Any]):
-    """What a model returned, as far as it is needed, and what was heard of its loss.
+    """Outputs of a model, as far as they are needed, with the traced terms of its loss.
 
     Attributes:
         terms: weights and terms of the loss; None where it is not known.
@@ -93,7 +93,7 @@ class Sizes:
         return self
 
     def note(self, heard: Heard, inputs: Any) -> None:
-        """Take in a forward of some samples; a later look may find another divisor of a sum."""
+        """Record a forward of some samples; a later inspection may find another divisor."""
         if heard.terms is None:
             return
         form = _form(heard.terms)
@@ -159,7 +159,7 @@ class Sizes:
         )
 
     def apart(self, terms: Weighted) -> bool | None:
-        """Say whether it is so; None where one size is all that was seen."""
+        """Return whether rows are in proportion to samples; None where one size was observed."""
         return self._apart.get(_form(terms))
 
     def familiar(self, terms: Weighted) -> bool:
@@ -168,7 +168,7 @@ class Sizes:
         return alike and len(self._apart) >= MOST
 
     def meets(self, terms: Weighted) -> bool:
-        """Say whether a form of loss has been seen to compare samples."""
+        """Return whether a form of loss was observed to compare samples."""
         return _form(terms) in self.crossed
 
 
@@ -229,7 +229,7 @@ class Tracer:
 
 
 class Overheard(nn.Module):
-    """A model whose forward returns what was heard of its loss.
+    """Wrapper of a model, with a forward that returns its loss and the traced terms.
 
     Args:
         model: any module that returns its loss, as for `Tracer`.
@@ -285,7 +285,7 @@ class OfModel(Loss):
         return loss_inside(outputs)
 
     def totals(self, scope: Scope) -> list[Total]:
-        """Count over the whole batch, from its labels; what cannot be counted so is late.
+        """Count denominators from the full batch's labels; any others are counted late.
 
         Raises:
             LossError: the loss is not a weighted sum of known losses over samples.
@@ -339,7 +339,7 @@ class OfModel(Loss):
         return [Part(term.numerator, lambda term=term: term.count) for _, term in terms]  # type: ignore[misc]
 
     def _refuse_joined(self, terms: Weighted) -> None:
-        """Refuse terms whose rows are not known to belong to single samples.
+        """Refuse terms with rows that are not shown to belong to single samples.
 
         Raises:
             OtherFormError: no two sizes have been seen.
@@ -402,7 +402,7 @@ class OfModel(Loss):
         return outputs.terms
 
     def _count(self, term: HeardTerm, scope: Scope, *, alone: bool) -> known.Count | None:
-        """Return the denominator of the whole batch; None where its labels do not tell.
+        """Return the denominator of the full batch; None where its labels do not determine it.
 
         That of the one term of a loss may come late; of several, shapes have to tell.
         """
@@ -422,7 +422,7 @@ class OfModel(Loss):
     def _adds_up(
         self, term: HeardTerm, whole: known.Count, scope: Scope, batch: TensorBatch
     ) -> bool:
-        """Say whether the parts make up the whole, and the first is what was heard; once a kind."""
+        """Return whether counts add up and match the trace, checked once a signature."""
         shapes = tuple(t.shape[1:] for _, t in tree.tensors(batch.inputs))
         kind = term.form, term.index, scope.size, scope.first.size, shapes
         checked = kind in self._tracer.sizes.checked
@@ -518,7 +518,7 @@ def _by_sample(tensor: Tensor, rows: int) -> Tensor:
 
 
 def _counted(term: HeardTerm, inputs: Any, size: int, heard: int) -> known.Count | None:
-    """Return the denominator of `size` samples, of which `heard` were heard; None if unknown."""
+    """Return the denominator of `size` samples, from a term traced on others; None if unknown."""
     tensors = [tensor for _, tensor in tree.tensors(inputs)]
     arguments = dict(term.arguments)
     for name, recipe in term.recipes.items():
@@ -584,7 +584,7 @@ def _by_samples(term: HeardTerm, rows: int) -> SumBySamples:
 
 
 def _other_form(totals: list[Total], terms: Weighted) -> str:
-    """Say what a micro-batch has that the first one has not; "" where they have the same form."""
+    """Return how the form differs from the first micro-batch's; "" where it does not."""
     if len(totals) != len(terms):
         first = " + ".join(total.term.name for total in totals if total.term is not None)
         return f"they were {first} and then {_names(terms)}"

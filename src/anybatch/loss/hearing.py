@@ -1,4 +1,4 @@
-"""Hear which known losses a model calls inside its forward, and how its loss is made of them.
+"""Trace of the torch losses that a model calls in its forward, and of their weights in its loss.
 
 ``model(input_ids, labels=labels).loss`` says nothing of what it was divided by. The functional that
 the model called does: its targets are there, and its sum. `Hearing` answers each call of a known
@@ -68,7 +68,7 @@ def _kind(func: Any) -> int:
 
 
 class Hearing(TorchFunctionMode):
-    """Run a model inside ``with hearing:`` and ask for `combination` of its loss.
+    """Function mode that traces the loss of a model run inside it, for `combination`.
 
     Args:
         inputs: what the model is called with, any tree of tensors [n, ...].
@@ -118,7 +118,7 @@ class Hearing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer a known functional, follow its result and the labels, and let all else be."""
+        """Answer a listed functional, trace its result and the labels, and run all others."""
         kwargs = keywords(func, kwargs)
         if self._aside:
             return func(*args, **kwargs)
@@ -196,7 +196,7 @@ class Hearing(TorchFunctionMode):
             self._aside = before
 
     def of_all(self, value: Tensor, fn: Callable[..., Tensor]) -> Tensor:
-        """Return a value that is one of the whole batch, and take it in as a term."""
+        """Record a value that the full batch shares as a term, and return it."""
         if self._aside:
             return value
         with self.aside():
@@ -250,7 +250,7 @@ class Hearing(TorchFunctionMode):
         )
 
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
-        """Return the value of a known functional, from its numerator; None where it is not one."""
+        """Return the value of a listed functional from its numerator; None for another form."""
         entry, divides = known.TABLE[func], known.divides(func, arguments)
         if divides is None or any(map(_is_wrapped, arguments.values())):
             return None
@@ -364,7 +364,7 @@ class Hearing(TorchFunctionMode):
         numerator: Tensor,
         count: known.Count,
     ) -> None:
-        """Take in a term with what it was called with."""
+        """Record a term with the arguments of its call."""
         entry = known.TABLE[func]
         given = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
         own = func in (known.own_values, known.own_weighted_values)
@@ -399,7 +399,7 @@ class Hearing(TorchFunctionMode):
         return next((d for d, size in enumerate(values.shape) if size == self.rows), 0)
 
     def _fits(self, entry: known.Known, arguments: dict[str, Any]) -> bool:
-        """Say whether the rows come first, and no weight belongs to a sample."""
+        """Return whether samples are the first dimension, and no weight belongs to a sample."""
         if not entry.fits(arguments):
             return False
         layer = [arguments.get(name) for name in entry.parameters]
@@ -493,7 +493,7 @@ def is_parameter(value: Any) -> bool:
 
 
 def source_of(fn: Any) -> Any:
-    """Return what is the same of a function that is made anew in each forward."""
+    """Return the code of a function, which is the same when each forward defines it anew."""
     while isinstance(fn, partial):
         fn = fn.func
     return getattr(fn, "__code__", fn)

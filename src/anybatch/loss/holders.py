@@ -42,7 +42,7 @@ NONE: Any = object()
 
 
 class Depth(IntEnum):
-    """How much of a place is noted: what shows a change, what undoes one, or every value."""
+    """Depth of a snapshot of a place: enough to detect a change, to undo one, or every value."""
 
     QUICK = 0
     UNDO = 1
@@ -50,7 +50,7 @@ class Depth(IntEnum):
 
 
 class Change(NamedTuple):
-    """One place whose content is another than it was.
+    """Place with changed content.
 
     Attributes:
         path: as the loss writes it.
@@ -75,7 +75,7 @@ class Container:
         return self.held.copy() if every else len(self.held)
 
     def same(self, was: Any) -> bool:
-        """Say whether the content is what it was."""
+        """Return whether the content is unchanged."""
         held = self.held
         if type(was) is int:
             return len(held) == was
@@ -88,7 +88,7 @@ class Container:
         return all(map(is_, held, was)) or all(map(same_value, held, was))
 
     def changes(self, was: Any) -> Iterator[Change]:
-        """Yield what is not as it was; all of a list, which has no names, is one place."""
+        """Yield each changed place; a list has no names and is one place."""
         if self.owner is None or type(was) is int:
             owner, name = self.via or (None, self.path)
             yield Change(self.path, owner, name)
@@ -99,7 +99,7 @@ class Container:
                 yield Change(f"{self.path}.{name}", self.owner, name)
 
     def restore(self, was: Any) -> None:
-        """Make the content what it was."""
+        """Restore the content."""
         held = self.held
         if type(was) is not int:
             fill(held, was)
@@ -123,15 +123,15 @@ class AttributesPlace:
         self.holders = holders
 
     def copy(self, depth: Depth) -> list[dict[str, Any]] | None:
-        """Return what each has; None where values are not noted."""
+        """Return the attributes of each holder; None where values are not recorded."""
         return [vars(one).copy() for one in self.holders] if depth is Depth.THOROUGH else None
 
     def same(self, was: list[dict[str, Any]] | None) -> bool:
-        """Say whether they are what they were, as far as that was noted."""
+        """Return whether the attributes are unchanged, as far as they were recorded."""
         return was is None or all(map(_same_attributes, map(vars, self.holders), was))
 
     def changes(self, was: list[dict[str, Any]]) -> Iterator[Change]:
-        """Yield what is not as it was, under its name alone: no class tells who asks a tensor."""
+        """Yield changed attributes by name only: reads of a tensor's attributes are not traced."""
         for now, before in zip(map(vars, self.holders), was, strict=True):
             for name in {**now, **before}:
                 if not same_value(now.get(name, NONE), before.get(name, NONE)):
@@ -171,7 +171,7 @@ class Place:
         return getattr(holder, self.name, NONE)
 
     def same(self, was: Any) -> bool:
-        """Say whether the value is what it was."""
+        """Return whether the value is unchanged."""
         now = self.copy()
         return now is was or same_value(now, was)
 
@@ -221,7 +221,7 @@ class TensorWas(NamedTuple):
 
 
 class TensorPlace:
-    """A tensor that is written to in place, or whose ``.data`` is replaced.
+    """Place of a tensor that is written to in place, or gets another ``.data``.
 
     Attributes:
         written: a rehearsal has shown that calls write to it, so its values are copied, however
@@ -234,7 +234,7 @@ class TensorPlace:
         self._fixed = isinstance(tensor, torch.nn.Parameter)
 
     def copy(self, depth: Depth) -> TensorWas:
-        """Return what it is now."""
+        """Return the version, address and values of the tensor, as far as `depth` requests."""
         tensor = self.tensor
         if depth is Depth.QUICK or _comes_and_goes(tensor) or is_spread(tensor):
             return TensorWas(tensor._version, _address(tensor), None, None)
@@ -247,7 +247,7 @@ class TensorPlace:
         return TensorWas(tensor._version, _address(tensor), data, values)
 
     def same(self, was: TensorWas) -> bool:
-        """Say whether it is what it was, as far as that was noted."""
+        """Return whether the tensor is unchanged, as far as it was recorded."""
         tensor, values = self.tensor, was.values
         if values is None or is_fake(values) or tensor.device != self._device(was):
             return tensor._version == was.version and _address(tensor) == was.place
@@ -301,7 +301,7 @@ class ArrayPlace:
         return self.array.copy() if isinstance(self.array, np.ndarray) else bytes(self.array)
 
     def same(self, was: Any) -> bool:
-        """Say whether the values are what they were."""
+        """Return whether the values are unchanged."""
         now = self.array
         if was is None:
             return True
@@ -369,7 +369,7 @@ class Random:
         yield Change(self.path, None, self.path)
 
     def restore(self, was: Any) -> None:
-        """Make the state what it was."""
+        """Restore the RNG state."""
         generator = self.generator
         if isinstance(was, Dice):
             random.setstate(was.python)

@@ -1,4 +1,4 @@
-"""What is known of torch's own losses: a sum over samples, and what the sum is divided by.
+"""Table of torch's losses: numerator as a sum over samples, and its denominator.
 
 ``reduction="mean"`` hides the denominator, and that is where accumulation goes wrong: a mean over
 the targets that are not ignored, or weighted by their classes, is not the mean of the
@@ -56,7 +56,7 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments)
 
 
 def divides(function: Callable[..., Any], arguments: Arguments) -> bool | None:
-    """Say whether the call divides its sum; None where it does not reduce in a known way."""
+    """Return whether the call divides its sum; None where its reduction is not listed."""
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return None
     if arguments.get("reduction") == "batchmean":
@@ -65,7 +65,7 @@ def divides(function: Callable[..., Any], arguments: Arguments) -> bool | None:
 
 
 def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
-    """Return the sum over the rows whose mean the call asked for.
+    """Return the sum over the rows, the numerator of the requested mean.
 
     Half-precision arguments are summed in float32: a sum in float16 ends at 65504.
     """
@@ -77,7 +77,7 @@ def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
 
 
 def aligned(arguments: Arguments) -> Tensor:
-    """Return what ``F.ctc_loss`` adds up, one number a sample: a mean is by the lengths, too."""
+    """Return the summands of ``F.ctc_loss``, one a sample; a mean is also by the lengths."""
     each: Tensor = F.ctc_loss(**{**arguments, "reduction": "none"})
     if arguments["reduction"] == "sum":
         return each

@@ -75,7 +75,7 @@ class ModelLoss(OfModel):
 
 
 class DeclaredLoss(ModelLoss):
-    """`Loss.inside` of a model whose loss is traced as far as that can be done.
+    """Loss of `Loss.inside`, traced in the model as far as possible.
 
     Args:
         model: the model.
@@ -105,7 +105,7 @@ class DeclaredLoss(ModelLoss):
         return self._declared.whole(self.outputs(outputs), micro)
 
     def totals(self, scope: Scope) -> list[Total]:
-        """Return what is traced, where it is; else what is declared.
+        """Return the traced totals where there are any, else the declared ones.
 
         Raises:
             LossError: they contradict each other.
@@ -139,7 +139,7 @@ class DeclaredLoss(ModelLoss):
         return super().describe(totals) if any(total.term for total in totals) else self.name
 
     def _traced(self, scope: Scope) -> list[Total] | None:
-        """Return the terms of the loss; None where they are not known."""
+        """Return the traced terms of the loss; None where it cannot be traced."""
         terms = scope.outputs.terms if isinstance(scope.outputs, Heard) else None
         if not terms:
             return None
@@ -167,7 +167,7 @@ class DeclaredLoss(ModelLoss):
         )
 
     def _compare(self, outputs: Any, micro: MicroBatch) -> None:
-        """Refuse a count of a micro-batch that another one, or the whole batch, contradicts."""
+        """Refuse a micro-batch's count that contradicts another one's or the full batch's."""
         count, terms = self._declared.count, isinstance(outputs, Heard) and outputs.terms
         if count is None or not terms:
             return
@@ -186,7 +186,7 @@ class DeclaredLoss(ModelLoss):
 
 @dataclass(frozen=True)
 class Counts:
-    """What some samples are divided by, as it is declared and as it is traced.
+    """Denominators of some samples, as declared and as traced.
 
     Attributes:
         samples: how many.
@@ -200,7 +200,7 @@ class Counts:
 
     @property
     def unknown(self) -> bool:
-        """Whether one of them is not known, or is one of a rehearsal."""
+        """Whether one of them is missing, or is one of a dry run."""
         return any(one is None or is_fake(one) for one in (self.declared, self.traced))
 
     @property
@@ -252,7 +252,7 @@ def returned_loss(outputs: Any) -> Tensor:
 
 
 def _told(outputs: Any) -> str:
-    """Return what came, in words."""
+    """Return a description of the outputs, for an error."""
     if isinstance(outputs, Tensor):
         return f"a tensor of shape {tuple(outputs.shape)}"
     if isinstance(outputs, Mapping):
@@ -264,12 +264,12 @@ def _told(outputs: Any) -> str:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Say whether a model is compiled as a whole."""
+    """Return whether a model itself is compiled, not only its parts."""
     return hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None
 
 
 def loss_of(model: nn.Module, loss_fn: Loss | None) -> Loss:
-    """Return the loss of an engine: that of the model where none is given."""
+    """Return the loss of an engine: that of the model where `loss_fn` is None."""
     if loss_fn is None:
         return ModelLoss(model)
     return DeclaredLoss(model, loss_fn) if isinstance(loss_fn, Inside) else loss_fn

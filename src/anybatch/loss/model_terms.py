@@ -1,4 +1,4 @@
-"""The terms of a loss that a model computes inside: what it called, its sum, and what divides it.
+"""Terms of a loss that a model computes inside: functional, numerator and denominator.
 
 F.cross_entropy(a, t)          HeardTerm      sum of the rows, and what these are divided by
 1 in 1 - cosine.mean()         Constant       the same in all parts of the batch
@@ -27,7 +27,7 @@ ALIKE = frozenset(["ignore_index"])
 
 @dataclass(frozen=True)
 class HeardTerm(Term):
-    """A known functional that a model called: `numerator`, and what it was divided by.
+    """Listed functional that a model called, with its `numerator` and its denominator.
 
     Attributes:
         count: the denominator of these rows; 1 for a sum.
@@ -61,7 +61,7 @@ class HeardTerm(Term):
         return self.name, given, len(self.factors), self.bounds
 
     def bounded(self, count: known.Count) -> known.Count:
-        """Return the denominator of the whole batch that its count makes."""
+        """Return the denominator of the full batch: its count within the bounds."""
         for kind, number in self.bounds:
             count = torch.as_tensor(count)
             count = count.clamp(min=number) if kind == "least" else count + number
@@ -112,7 +112,7 @@ class Record:
 
     @property
     def intact(self) -> bool:
-        """Whether nothing has been written to it since, and no function has taken its graph.
+        """Whether the tensor was not written to since, and its graph is still its own.
 
         An ``autograd.Function`` puts its own node in the place of that which its forward has made.
         """

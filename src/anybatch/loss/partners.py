@@ -1,4 +1,4 @@
-"""Hear whether a loss lets each sample look for its partner among all of the batch.
+"""Detection of a loss in which each sample is to find its partner in the full batch.
 
 InfoNCE is written as a cross-entropy of N x N similarities whose right classes are 0, 1 ... N - 1;
 CLIP takes it of both directions. Then `anybatch.contrastive` says the same in memory that grows

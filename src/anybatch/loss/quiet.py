@@ -1,4 +1,4 @@
-"""Parts of a model in which no loss is taken, and which run as if nobody listened.
+"""Parts of a model that compute no loss, and run without tracing.
 
 To hear a call costs some microseconds, and a forward makes hundreds; the loss is taken in the few
 after the last layer. So the first forward finds the parts in which none was taken, and from then on
@@ -23,7 +23,7 @@ from anybatch.loss.hearing import Hearing
 
 
 class Quiet:
-    """The parts of a model, and which of them are known to be quiet.
+    """Parts of a model, each recorded as computing a loss or quiet.
 
     Args:
         model: its children are asked first.
@@ -39,7 +39,7 @@ class Quiet:
 
     @contextmanager
     def around(self, hearing: Hearing) -> Iterator[None]:
-        """Listen in the body, but in what is quiet; forwards of several lanes may run in turn."""
+        """Trace the body, except its quiet parts; forwards of several lanes may alternate."""
         if self._forwards == 0:
             for part in self._quiet:
                 self._handles.append(part.register_forward_pre_hook(self._enter))
@@ -58,7 +58,7 @@ class Quiet:
                 self._learn()
 
     def forget(self) -> None:
-        """Listen everywhere from now on: a loss was taken where none had been."""
+        """Trace every part from now on: a loss was computed in a part that had none."""
         self._quiet.clear()
 
     def _enter(self, part: nn.Module, _inputs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A loss compared with itself: state that no walk can list shows in what it does.
+"""Comparison of two calls of a loss, which reveals state that no walk can list.
 
 A loss may count in a file, in an extension, in an attribute of a library. So in the first step of a
 kind it is called twice on the same outputs, with the same dice and the same listed state. It must

@@ -64,7 +64,7 @@ class Recipe:
 
 
 class Recipes:
-    """What is known of the tensors of one forward.
+    """Recipes for the tensors of one forward.
 
     Args:
         inputs: the batch: any tree of tensors.
@@ -77,13 +77,13 @@ class Recipes:
             self._note(tensor, Recipe(None, (index,), {}))
 
     def of(self, tensor: Any) -> Recipe | None:
-        """Return how a tensor was made; None where that is not known."""
+        """Return the recipe for a tensor; None where it has none."""
         return self._made.get(id(tensor))
 
     def follow(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Note what a call made of known tensors, or wrote to.
+        """Record the recipe for a call's result, or drop those of a tensor that it wrote to.
 
         Args:
             function: what was called, of which `touches` said that it matters.

@@ -51,7 +51,7 @@ STATEFUL = frozenset(
 def axis_after(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, axis: int, size: int
 ) -> int | None:
-    """Return the axis of `result`, or None where samples may have met.
+    """Return the axis of `result`, or None where samples may be coupled.
 
     Args:
         name: the function's name, without its module.

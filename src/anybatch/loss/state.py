@@ -127,7 +127,7 @@ class LossState:
         return self
 
     def snapshot(self, depth: Depth = Depth.QUICK) -> Snapshot:
-        """Return what every place holds.
+        """Return the content of every place.
 
         Args:
             depth: how much of it is noted. Default: what shows a change.
@@ -138,7 +138,7 @@ class LossState:
         return bool(self._places or self.iterators or self.caches)
 
     def changes(self, since: Snapshot, *, drawn: bool = True) -> list[Change]:
-        """Return the places whose content is another than in a snapshot.
+        """Return the places with content other than in a snapshot.
 
         Args:
             since: the snapshot.
@@ -152,7 +152,7 @@ class LossState:
         ]
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Make every place hold what it did."""
+        """Restore every place from a snapshot."""
         for place, was in zip(self._places, snapshot, strict=True):
             if not place.same(was):
                 place.restore(was)
@@ -163,7 +163,7 @@ class LossState:
 
     @contextmanager
     def large_kept(self) -> Iterator[None]:
-        """Put back what the body writes to large tensors: snapshots copy those from then on."""
+        """Restore large tensors that the body writes to; snapshots copy those from then on."""
         large = [p for p in self.tensors() if p.tensor.nbytes > SMALL and not is_fake(p.tensor)]
         if not large:
             yield
@@ -315,7 +315,7 @@ class _Listing:
             self._instance(value, path)
 
     def _extension(self, value: Any, path: str) -> bool:
-        """List what keeps its state in C; say whether it does."""
+        """List an object with its state in C; return whether it is one."""
         if isinstance(value, GENERATORS):
             self.places.append(Random(value, path))
         elif isinstance(value, Iterator):
@@ -384,7 +384,7 @@ class _Listing:
             self.places.append(Place(fn.__globals__, name, name))
 
     def _name(self, holder: Any, name: str, path: str) -> None:
-        """Follow what has a name in a module or a class."""
+        """Follow the value of a name in a module or a class."""
         if (id(holder), name) in self._seen:
             return
         self._seen.add((id(holder), name))
@@ -442,7 +442,7 @@ class _Listing:
         self._open.append((module, path))
 
     def _named(self, value: Any, path: str) -> None:
-        """Follow what the code names of a Python module, a class or an object."""
+        """Follow the attributes of a Python module, a class or an object that the code names."""
         if isinstance(value, ModuleType):
             for name in self._names & vars(value).keys():
                 self._name(vars(value), name, f"{path}.{name}")

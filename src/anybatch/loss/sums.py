@@ -1,4 +1,4 @@
-"""Arithmetic on the terms of a loss: what is still a weighted sum of them, and with which weights.
+"""Arithmetic on the terms of a loss: the results that are weighted sums, and their weights.
 
 0.5 * a + b / 4      ->  {a: 0.5, b: 0.25}
 a * b, a ** 2, a + 1 ->  none

@@ -1,4 +1,4 @@
-"""Add up the denominators of the micro-batches of a step, and compare them with the whole batch's.
+"""Sum of the denominators of a step's micro-batches, compared with that of the full batch.
 
 A denominator is counted before the first backward, as if every micro-batch had the shapes of the
 first one. A model that cuts its rows to the longest of those that come along has other ones:
@@ -86,7 +86,7 @@ class Tally:
 
 
 def same(a: float, b: float, *rounding: float) -> bool:
-    """Say whether two counts agree: whole numbers exactly, others but for rounding.
+    """Return whether two counts agree: integers exactly, others up to rounding.
 
     Args:
         a: a count.

@@ -1,4 +1,4 @@
-"""One known functional in a loss: its numerator, its denominator, and what it was called with.
+"""One call of a listed functional in a loss: its numerator, denominator and arguments.
 
 `Watch` finds the terms of the whole batch on outputs without data; `Numerators` then answers the
 same calls for a micro-batch with numbers, and follows nothing.
@@ -22,7 +22,7 @@ from anybatch.memory.fakes import is_fake
 
 @dataclass(frozen=True)
 class Term:
-    """One call of a known functional.
+    """One call of a listed functional.
 
     Attributes:
         index: its place among the calls of known functionals.
@@ -55,7 +55,7 @@ class Term:
         return bool(known.divides(self.function, self.arguments))
 
     def denominator(self) -> known.Count:
-        """Count what the sum is divided by; 1 for a sum."""
+        """Count the denominator of the sum; 1 for a plain sum."""
         return known.TABLE[self.function].count(self.arguments) if self.divides else 1
 
     def options(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Term:
         return self._is_like(other, _same) and same_layer and self.options() == other.options()
 
     def part_of(self, other: Term) -> bool:
-        """Say the same where the options are known not to depend on the size.
+        """Return whether it is the same call on other samples; the options are compared elsewhere.
 
         A rehearsal takes a constant without data for the one that was watched. The rows must be as
         long as those of `other`, the whole batch's: what a model cuts to the longest row of a
@@ -93,7 +93,7 @@ class Term:
 
 
 class Numerators(TorchFunctionMode):
-    """Take the numerators of a loss whose form is known.
+    """Function mode that records the numerators of a loss with a traced form.
 
     Args:
         terms: the terms of the whole batch; `found` holds the same calls on other samples.
@@ -114,7 +114,7 @@ class Numerators(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer a known functional that is a term with its numerator."""
+        """Return the numerator for a listed functional that is a term; run all others."""
         kwargs = keywords(func, kwargs)
         if func in known.TABLE:
             term = self._terms.get(self._calls)
@@ -129,7 +129,7 @@ class Numerators(TorchFunctionMode):
 
 
 def _rows_alike(part: Any, n: int, whole: Any, size: int, axis: int) -> bool:
-    """Say whether `part` holds `n` samples as `whole` holds `size`, but for how many they are."""
+    """Return whether `part` has the full batch's shape, but for its number of samples."""
     if not isinstance(part, Tensor) or part.dim() != whole.dim():
         return False
     pairs = enumerate(zip(part.shape, whole.shape, strict=True))

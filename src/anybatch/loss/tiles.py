@@ -41,7 +41,7 @@ FIRST = 2
 
 
 def computed_in(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which sums over similarities are taken: float32 at least."""
+    """Return the dtype of sums over similarities: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -52,7 +52,7 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Sums(NamedTuple):
-    """Sums of exponentials over rows or columns, of what is left when the largest is taken off.
+    """Sums of exponentials over rows or columns, relative to the largest entry.
 
     Attributes:
         most: [n], the maximum m.
@@ -64,17 +64,17 @@ class Sums(NamedTuple):
 
     @classmethod
     def none(cls, like: Tensor) -> Sums:
-        """Return those of nothing, as many as `like`; a maximum of -inf would be taken off -inf."""
+        """Return empty sums, as many as `like`; their maximum is finite: -inf - -inf is NaN."""
         return cls(torch.full_like(like, torch.finfo(like.dtype).min), torch.zeros_like(like))
 
     def beside(self, other: Tensor) -> Sums:
-        """Return them with [n] others among those whose maximum it is."""
+        """Return the sums relative to a maximum that includes the [n] values of `other`."""
         most = torch.maximum(self.most, other)
         return Sums(most, (self.most - most).exp_().mul_(self.of))
 
 
 class Shares(NamedTuple):
-    """What turns a similarity into its share of a sum, exp(x - m - l).
+    """Maximum and logarithm that map a similarity to its share of a sum, exp(x - m - l).
 
     Attributes:
         most: [n], m.
@@ -189,7 +189,7 @@ def _similar(
 
 
 def _add(tile: Tensor, most: Tensor, of: Tensor, dim: int, *, keep: bool) -> None:
-    """Add exponentials over `dim`, in the memory of the tile unless that is to be kept.
+    """Add exponentials over `dim`, in the memory of the tile unless `keep` is set.
 
     The kernel of that name makes a second tile that no meter sees.
     """

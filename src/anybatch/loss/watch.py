@@ -36,7 +36,7 @@ Call = tuple[str, tuple[Any, ...], tuple[int, ...], torch.Size, int | None]
 
 
 class UnfollowableError(Exception):
-    """The loss reads a value, writes to a tensor, or does what cannot be followed."""
+    """Error for a loss that reads a value, writes to a tensor, or cannot be traced."""
 
 
 class Watch(TorchFunctionMode):
@@ -90,7 +90,7 @@ class Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note what `func` does to samples and terms, and let it."""
+        """Run `func`, and record its effect on samples and terms."""
         try:
             return self._call(func, args, keywords(func, kwargs))
         except UnfollowableError:
@@ -253,7 +253,7 @@ class Watch(TorchFunctionMode):
         self._alive.append(tensor)
 
     def _intact(self, tensor: Tensor) -> bool:
-        """Say whether its gradient is that of the functions seen, not of an own autograd.Function.
+        """Return whether the traced functions give its gradient, not a custom autograd.Function.
 
         Those run their forward here, and replace the graph of the result afterwards.
         """
@@ -287,7 +287,7 @@ def same_calls(a: Watch, b: Watch) -> bool:
 
 
 def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what a constant tensor is filled with; its shape may depend on the size."""
+    """Return the fill value of a constant tensor; its shape may depend on the size."""
     if name == "full":
         return (kwargs.get("fill_value", args[-1] if len(args) > 1 else None),)
     return () if name in rows.FILLED else args

@@ -1,4 +1,4 @@
-"""A plain callable as a loss: a sum of known losses where it is seen to be one, coupled otherwise.
+"""Plain callable as a loss: a sum of listed losses where traced as one, else a coupled loss.
 
 At the first micro-batch of a step the function is called on outputs that have shapes and no data
 (meta tensors), with the targets of the whole batch: that gives the weight and the denominator of
@@ -34,7 +34,7 @@ Weighted = list[tuple[float, Term]]
 
 
 class NotAPartError(Exception):
-    """A micro-batch's loss is not the part of the whole that was seen: take the loss as coupled."""
+    """Error for a micro-batch's loss that is no part of the traced one: the loss is coupled."""
 
 
 MANY = 100
@@ -43,7 +43,7 @@ MANY = 100
 
 @dataclass(frozen=True)
 class Seen:
-    """What the loss of the whole batch was seen to be, for its parts to be compared with.
+    """Traced loss of the full batch, for comparison with that of its parts.
 
     Attributes:
         key: what other steps have in common with it, where their losses are the same.
@@ -91,7 +91,7 @@ class Watched(Loss):
         return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
 
     def totals(self, scope: Scope) -> list[Total] | None:
-        """Watch the loss of the whole batch, without data."""
+        """Return the terms of the full batch's loss, traced without data."""
         lazy = scope.batch is None
         real = scope.first.targets if scope.batch is None else scope.batch.targets
         first = _without_data(scope.outputs), _without_data(scope.first.targets)
@@ -158,7 +158,7 @@ class Watched(Loss):
     def _whole(
         self, outputs: Any, targets: Any, scope: Scope
     ) -> tuple[tuple[Weighted, Watch] | None, bool]:
-        """Watch the loss of the whole batch; say whether it reads rows that are no tensors.
+        """Trace the loss of the full batch; return whether it reads rows that are no tensors.
 
         What a list says of the samples must be seen in each part of the batch, and what one among
         the outputs says of all of them is not known.
@@ -198,7 +198,7 @@ class Watched(Loss):
         return all(held)
 
     def _is_part(self, seen: Seen, outputs: Any, micro: MicroBatch) -> bool:
-        """Say whether the loss of a micro-batch is that of the whole, but for its samples."""
+        """Return whether a micro-batch's loss is the full batch's, but for its samples."""
         if not seen.reads:
             lazy = seen.key[-1] and not seen.entries and holds(micro.targets)
             return not lazy and self._holds_at(seen, micro.size)
@@ -234,7 +234,7 @@ class Watched(Loss):
     def _watch(
         self, outputs: Any, targets: Any, of: Scope | Seen, size: int, asked: Asked | None = None
     ) -> tuple[Weighted, Watch] | None:
-        """Return the terms for `size` samples; with stand-ins, where they are to be `asked`."""
+        """Return the terms for `size` samples; with stand-ins, where reads are recorded."""
         device = of.device if isinstance(of, Seen) else _device_of(of.outputs)
         with unset_fake_temporarily():
             watch = Watch((outputs, of.layout), targets, size, device)
@@ -275,7 +275,7 @@ class Rehearsed(Watched):
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """No warnings: they are of rows that no step computes with so, or come again where it does."""
+    """Suppress warnings: no step computes such rows, or it warns again where it does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

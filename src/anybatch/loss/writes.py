@@ -33,7 +33,7 @@ class Writes(TorchDispatchMode):
         return _has_memory(tensor) and _memory(tensor) in self._heard
 
     def put_back(self) -> None:
-        """Give the tensors the values that were kept."""
+        """Restore the copied values of the tensors."""
         with torch.no_grad():
             for data, values in self._kept:
                 data.copy_(values)
@@ -45,7 +45,7 @@ class Writes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Note what `func` writes to, and let it."""
+        """Run `func`, and record the tensors that it writes to."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             pairs = zip(func._schema.arguments, args, strict=False)
@@ -73,5 +73,5 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what two tensors on the same memory have in common."""
+    """Return the id of a tensor's storage, which tensors on the same memory share."""
     return int(tensor.untyped_storage()._cdata)
