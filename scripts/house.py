@@ -172,12 +172,8 @@ class House:
         found = {"Exception", "BaseException", "RuntimeError", "ValueError"}
         while more := {name for name, of in bases.items() if of & found} - found:
             found |= more
-        public = {
-            alias.name
-            for node in self.trees[self.source / "__init__.py"].body
-            if isinstance(node, ast.ImportFrom)
-            for alias in node.names
-        }
+        errors = self.trees.get(self.source / "errors.py", ast.Module([], []))
+        public = {node.name for node in errors.body if isinstance(node, ast.ClassDef)}
         commands = {
             node.name
             for path, tree in self.trees.items()
