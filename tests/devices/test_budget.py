@@ -147,26 +147,39 @@ class Words(nn.Module):
         return self.last(self.table(x)).transpose(1, 2)
 
 
-@pytest.mark.xfail(reason="in lanes of a tight budget, inputs from the host are not counted")
-@pytest.mark.parametrize("share", [0.0, 0.03])
-def test_lanes_of_a_tight_budget_hold_what_was_foreseen(stand_in: Any, share: float) -> None:
+def above(stand_in: Any, model: nn.Module, batch: Any, **asked: Any) -> int:
+    """Return by how many bytes a first step holds more than was foreseen.
+
+    A function of its own: what an expected failure keeps of its frames would count in later tests.
+    """
     stand_in.workspace(0)
-    torch.manual_seed(0)
-    model = small().cuda()
-    batch = torch.randn(48, 3, 20, 20), torch.randint(5, (48,))
-    found = anybatch.plan(model, F.cross_entropy, batch, memory="4GiB", timed=False).memory
-    assert found is not None
-    budget = int(found.floor + share * (found.whole - found.floor))
-    plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
+    plan = anybatch.plan(model, F.cross_entropy, batch, timed=False, **asked)
+    model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     Engine(model, F.cross_entropy, plan=plan).backward(*batch)
     assert plan.memory is not None
-    assert torch.cuda.max_memory_allocated() <= plan.memory.predicted
+    return torch.cuda.max_memory_allocated() - plan.memory.predicted
 
 
-@pytest.mark.xfail(reason="memory of dry runs on the device is not compared with the budget")
-@pytest.mark.parametrize("below", [1 << 20, 5 << 20])
-def test_planning_below_the_floor_ends_in_a_budget_error(stand_in: Any, below: int) -> None:
+def above_in_lanes(stand_in: Any, share: float) -> int:
+    torch.manual_seed(0)
+    model, batch = small().cuda(), (torch.randn(48, 3, 20, 20), torch.randint(5, (48,)))
+    stand_in.workspace(0)
+    found = anybatch.plan(model, F.cross_entropy, batch, memory="4GiB", timed=False).memory
+    assert found is not None
+    return above(
+        stand_in, model, batch, memory=int(found.floor + share * (found.whole - found.floor))
+    )
+
+
+def above_of_words(stand_in: Any) -> int:
+    torch.manual_seed(0)
+    batch = torch.randint(8000, (16, 32)), torch.randint(8000, (16, 32))
+    return above(stand_in, Words().cuda(), batch, memory="8GiB", micro_batch=2)
+
+
+def refused(stand_in: Any, below: int) -> str:
+    """Return the error of a step whose budget and device have fewer bytes than the floor."""
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(512, 5)).cuda()
@@ -175,22 +188,26 @@ def test_planning_below_the_floor_ends_in_a_budget_error(stand_in: Any, below: i
     found = anybatch.plan(model, F.cross_entropy, batch, memory="4GiB", timed=False).memory
     assert found is not None
     stand_in.clear_workspaces()
-    budget = found.floor - below
-    stand_in.cap(budget)
-    with pytest.raises(anybatch.errors.BudgetError):
-        Engine(model, F.cross_entropy, memory=budget).backward(*batch)
+    stand_in.cap(found.floor - below)
+    try:
+        Engine(model, F.cross_entropy, memory=found.floor - below).backward(*batch)
+    except (anybatch.errors.BudgetError, torch.OutOfMemoryError) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.xfail(reason="in lanes of a tight budget, inputs from the host are not counted")
+@pytest.mark.parametrize("share", [0.0, 0.03])
+def test_lanes_of_a_tight_budget_hold_what_was_foreseen(stand_in: Any, share: float) -> None:
+    assert above_in_lanes(stand_in, share) <= 0
+
+
+@pytest.mark.xfail(reason="memory of dry runs on the device is not compared with the budget")
+@pytest.mark.parametrize("below", [1 << 20, 5 << 20])
+def test_planning_below_the_floor_ends_in_a_budget_error(stand_in: Any, below: int) -> None:
+    assert refused(stand_in, below) == "BudgetError"
 
 
 @pytest.mark.xfail(reason="the first look at a model is not rehearsed on the device")
 def test_the_first_step_of_a_language_model_holds_what_was_foreseen(stand_in: Any) -> None:
-    stand_in.workspace(0)
-    torch.manual_seed(0)
-    model = Words().cuda()
-    batch = torch.randint(8000, (16, 32)), torch.randint(8000, (16, 32))
-    loss = nn.CrossEntropyLoss()
-    plan = anybatch.plan(model, loss, batch, memory="8GiB", micro_batch=2, timed=False)
-    model.zero_grad()
-    torch.cuda.reset_peak_memory_stats()
-    Engine(model, loss, plan=plan).backward(*batch)
-    assert plan.memory is not None
-    assert torch.cuda.max_memory_allocated() <= plan.memory.predicted
+    assert above_of_words(stand_in) <= 0
