@@ -1,4 +1,4 @@
-"""Algorithms for convolution kernels: what torch runs, and what it has no fast path for.
+"""Algorithms for convolution kernels: those of torch, and others without a fast path in torch.
 
     native          torch's kernel on the operands as they are
     channels_last   the same on operands in the other layout
@@ -136,15 +136,15 @@ class Algorithm(Protocol):
     once: bool
 
     def shared(self, problem: Problem, w: Tensor) -> Tensor:
-        """Return what all parts need of the filters."""
+        """Return the data of the filters that all parts share."""
         ...
 
     def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
-        """Return what a forward or a gradient of the input is for some samples."""
+        """Return the result of a forward or of a gradient of the input for some samples."""
         ...
 
     def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-        """Add what some samples give for the filters."""
+        """Add the contribution of some samples to the gradient of the filters."""
         ...
 
     def finish(self, problem: Problem, total: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Plain:
         return w
 
     def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-        """Add the gradient of the filters; sums of half precision are kept in float32."""
+        """Add the gradient of the filters; sums of half precision are accumulated in float32."""
         found = self.part(problem, dy, x)
         if total is None:
             return found

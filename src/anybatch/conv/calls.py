@@ -1,4 +1,4 @@
-"""What a call of torch's convolutions asks for: kernels, and their samples.
+"""Kernels and samples of a call of torch's convolutions.
 
     aten::convolution            forward
     aten::convolution_backward   data, filter, or both, as its mask says
@@ -32,7 +32,7 @@ Place = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 
 
 def takes(x: Tensor, w: Tensor, *, transposed: bool) -> bool:
-    """Say whether a call is of a kind that may be ours.
+    """Return whether a call of a convolution is one that this library may compute.
 
     Args:
         x: the input of the layer.

@@ -62,7 +62,7 @@ class Chosen:
 
 @dataclass
 class Convolutions:
-    """What `convolutions` has decided so far.
+    """Settings of `convolutions`, and its choices so far.
 
     Attributes:
         workspace: bytes that a kernel may allocate beside its operands and its result; or all
@@ -128,7 +128,7 @@ class Chooser:
         bias: Tensor | None,
         strides: Strides,
     ) -> Tensor | None:
-        """Compute a kernel, or leave it to torch."""
+        """Compute a kernel, or return None to have torch compute it."""
         chosen = self._chosen((problem, len(operands[0])))
         if chosen is None or not divided(chosen):
             return None
@@ -146,16 +146,16 @@ class Chooser:
 
     @property
     def measures(self) -> bool:
-        """Whether kernels that are met are measured, or only those of a plan are obeyed."""
+        """Return whether new kernels are measured, or only those of a plan are computed."""
         return self._costs is not None
 
     @property
     def most(self) -> int:
-        """The most bytes of workspace that a kernel may take, whatever comes."""
+        """Return the most bytes of workspace that any kernel may use."""
         return self.found.workspace if self._costs is not None else self.used(self.found.chosen)
 
     def limit(self, workspace: int) -> None:
-        """Let kernels allocate no more than so many bytes; what took more is chosen again.
+        """Limit the workspace of each kernel to so many bytes, and drop the choices that exceed it.
 
         With none at all every kernel is torch's own, and nothing is measured.
         """
@@ -173,7 +173,7 @@ class Chooser:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measure nothing in the body: kernels that are not known yet are torch's own, and noted.
+        """Measure nothing in the body: unmeasured kernels are torch's own, and recorded.
 
         Those of a network that shares its workspace are divided when it has been heard, as ever.
         """
@@ -186,7 +186,7 @@ class Chooser:
                 self._waiting -= 1
 
     def choose(self, keys: Iterable[Key] | None = None) -> None:
-        """Measure and choose what is not known yet, each in its share of the seconds that are left.
+        """Measure and choose unmeasured kernels, each in its share of the remaining seconds.
 
         Args:
             keys: kernels. Default None: those that were noted.
@@ -245,7 +245,7 @@ class Chooser:
         }
 
     def _front(self, key: Key, seconds: float) -> list[Configuration]:
-        """Return what a kernel may be: torch's own, and what is clearly faster.
+        """Return the candidates for a kernel: torch's own, and the clearly faster configurations.
 
         One for whose measurement memory does not suffice stays torch's own.
         """
@@ -276,12 +276,12 @@ def _captured(problem: Problem) -> bool:
 
 
 def own_of(parts: Iterable[Part], size: int) -> Part:
-    """Return torch's kernel on all samples, of what was measured."""
+    """Return the measurement of torch's kernel on all samples."""
     return next(part for part in parts if part.algorithm == NATIVE and part.size == size)
 
 
 def worthwhile(parts: list[Part], size: int, limit: int) -> list[Configuration]:
-    """Return torch's own kernel, and the front of what is clearly faster.
+    """Return torch's own kernel, and the front of clearly faster configurations.
 
     Args:
         parts: all that was measured.
@@ -294,7 +294,7 @@ def worthwhile(parts: list[Part], size: int, limit: int) -> list[Configuration]:
 
 
 def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[Configuration]:
-    """Return a front without what is in doubt, where the best of it has lost a duel.
+    """Return a front without its doubtful configurations, if the best one has lost a duel.
 
     Args:
         costs: fights duels, and remembers them.

@@ -61,7 +61,7 @@ class Circle:
 
 
 def whole(problem: Problem) -> tuple[Circle, ...]:
-    """Return a circle for each direction that has room for all of it."""
+    """Return, for each direction, a circle that is large enough for all of it."""
     return tuple(_whole(problem, at) for at in range(len(problem.image)))
 
 
@@ -76,7 +76,7 @@ def tiled(problem: Problem) -> tuple[Circle, ...] | None:
 
 
 def options(problem: Problem) -> list[list[Circle]]:
-    """Return all ways in which each direction may be cut, the whole of it first."""
+    """Return all ways to cut each direction, the uncut one first."""
     return [[circle, *_tiles(problem, at)] for at, circle in enumerate(whole(problem))]
 
 

@@ -118,7 +118,7 @@ def chooser_of(
     progress: bool = True,
     shared: bool = False,
 ) -> Chooser:
-    """Return what chooses and computes kernels; arguments are those of `convolutions`.
+    """Return the chooser that computes kernels; arguments are those of `convolutions`.
 
     Raises:
         ValueError: `policy` means nothing.
@@ -138,12 +138,12 @@ def chooser_of(
 
 
 def devices() -> list[str]:
-    """Return the types of devices whose convolutions are computed here."""
+    """Return the device types on which this library computes convolutions."""
     return with_plans()
 
 
 def cache_file(cache: Cache) -> Path | None:
-    """Return the file that is meant; None where what was measured is forgotten."""
+    """Return the file of measurements; None if they are not stored."""
     if cache is False:
         return None
     if cache is not True:
@@ -152,7 +152,7 @@ def cache_file(cache: Cache) -> Path | None:
 
 
 def _cache_folder() -> Path:
-    """Return the folder in which the system's programs keep what can be made again."""
+    """Return the folder in which the system's programs store caches."""
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     if sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""What algorithms take on this machine: measured once, and kept in a file.
+"""Costs of algorithms on this machine: measured once, and stored in a file.
 
     one kernel, so many samples, one algorithm ──> seconds, bytes of workspace
 
@@ -29,7 +29,7 @@ from anybatch.errors import StoreError
 
 
 class Tell(Protocol):
-    """Is told what is measured."""
+    """Callback that receives the kernel and algorithm measured next."""
 
     def __call__(self, problem: Problem, size: int, algorithm: str) -> None:
         """Take in a kernel, its samples and an algorithm, which are measured next."""
@@ -79,7 +79,7 @@ class Costs:
     def parts(
         self, problem: Problem, size: int, policy: str, limit: int, seconds: float | None = None
     ) -> list[Part]:
-        """Return what is known of a kernel, and measure what is not.
+        """Return the measurements of a kernel, and run the missing ones.
 
         Args:
             problem: the kernel.
@@ -101,7 +101,7 @@ class Costs:
         return alike(found)
 
     def duel(self, problem: Problem, configuration: Configuration) -> float:
-        """Return what a configuration takes, in what torch's own kernel takes, run in turns.
+        """Return the seconds of a configuration relative to torch's own kernel, run alternately.
 
         Parts were measured one by one, and other work may have been beside some of them. Of both
         run in turns that is not so.
@@ -146,11 +146,11 @@ class Costs:
         self._path = None
 
     def _here(self, problem: Problem) -> dict[tuple[int, str], Part]:
-        """Return what this process has measured of a kernel."""
+        """Return the measurements of a kernel from this process."""
         return {(n, name): part for (p, n, name), part in self._known.items() if p == problem}
 
     def _kept(self, problem: Problem) -> dict[tuple[int, str], Part]:
-        """Return what the file has of a kernel."""
+        """Return the measurements of a kernel from the file."""
         if self._path is None:
             return {}
         wanted = machine(problem.device), _text(problem)

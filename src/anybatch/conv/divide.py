@@ -69,7 +69,7 @@ class Configuration:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all parts, and of what each algorithm does once for all of its own."""
+        """Return the seconds of all parts, and of one setup for each algorithm."""
         return sum(part.seconds for part in self.parts) + sum(_setups(self.parts).values())
 
     @property
@@ -123,7 +123,7 @@ def _setups(parts: Iterable[Part]) -> dict[str, float]:
 
 
 def _front(parts: Sequence[Part], size: int) -> list[Configuration]:
-    """Return the front by the seconds of parts alone, which come in the order of workspace."""
+    """Return the front by the seconds of parts only; parts are in the order of workspace."""
     best = np.full(size + 1, np.inf)  # T(n)
     best[0] = 0.0
     last = np.full(size + 1, -1)  # the part with which n was paid last

@@ -1,4 +1,4 @@
-"""The convolutions of an engine's steps: what computes them, and when it is chosen.
+"""Convolutions of an engine's steps: the chooser that computes them, and when it chooses.
 
 Within a budget nothing is measured inside a step. Kernels are chosen before it, for the sizes that
 its micro-batches will have; and what only the step itself has shown, before the next one.
@@ -21,7 +21,7 @@ from anybatch.core.divisions import Division, Divisions
 
 
 class Engaged:
-    """What computes the convolutions of an engine.
+    """Convolutions of an engine, with its own chooser or one that a person has entered.
 
     Args:
         device: type of device.
@@ -35,13 +35,13 @@ class Engaged:
 
     @property
     def chooser(self) -> Chooser | None:
-        """What chooses now; None where convolutions are torch's."""
+        """Return the active chooser; None where torch computes convolutions."""
         found = self._own or inside(self._device)
         return found if isinstance(found, Chooser) else None
 
     @property
     def yields(self) -> Chooser | None:
-        """What chooses and may be given less workspace; None where that is not the engine's own."""
+        """Return the engine's own chooser if its workspace may be reduced; else None."""
         own = self._own
         return own if own is not None and not own.found.shared and own.measures else None
 
@@ -85,7 +85,7 @@ class Engaged:
 
 
 def obeying(divisions: Divisions) -> Chooser:
-    """Return what computes kernels as a plan has it, and leaves all others to torch."""
+    """Return a chooser that computes kernels as a plan specifies, and the others with torch."""
     found = Convolutions(divisions.workspace, divisions.policy)
     for one in divisions.kernels:
         parts = tuple(Part(*part) for part in one.parts)

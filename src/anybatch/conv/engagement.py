@@ -1,4 +1,4 @@
-"""What computes an engine's convolutions: torch, a workspace of its own, or what a plan says."""
+"""Choice of an engine's convolutions: torch, a workspace of its own, or a plan's kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anybatch.errors import NotYetError
 
 
 def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
-    """Return what computes the convolutions of an engine.
+    """Return the `Engaged` that computes an engine's convolutions.
 
     Args:
         device: where its model is.

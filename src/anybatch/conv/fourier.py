@@ -69,7 +69,7 @@ class Fourier:
         return found.view(len(found) * problem.groups, *turned.shape[1:3])
 
     def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
-        """Return what a forward or the gradient of the input is for some samples."""
+        """Return the result of a forward or of the gradient of the input for some samples."""
         circles = self._circles(problem)
         forward = problem.kernel == "forward"
         image = _exact(one) if forward else _apart(_exact(one), problem.stride)
@@ -154,7 +154,7 @@ def _turned(problem: Problem, outputs: Tensor, circles: Circles) -> Tensor:
 
 
 def _apart(tensor: Tensor, steps: Sizes) -> Tensor:
-    """Return a tensor with zeros between its entries, so that they are `steps` apart."""
+    """Return a tensor with zeros between its entries, so that their distance is `steps`."""
     if all(step == 1 for step in steps):
         return tensor
     sizes = tensor.shape[-len(steps) :]

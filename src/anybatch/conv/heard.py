@@ -1,4 +1,4 @@
-"""Which convolution kernels a step calls, and of which layers: heard while it runs.
+"""Recorder of the convolution kernels that a step calls, and of their layers.
 
 A model need not say which convolutions it has. It is run on tensors without data, in the sizes that
 a step will have, and every call is noted: no memory, no time, and the strides are those that the
@@ -24,7 +24,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class Hearing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the kernels that are called inside ``with hearing:``.
+    """Dispatch mode that records the convolution kernels called inside it.
 
     Args:
         model: its layers are noted by their names, too. Default None.
@@ -87,7 +87,7 @@ class Hearing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _layer(problem: Problem) -> Problem:
-    """Return what all three kernels of a layer have in common."""
+    """Return the common description of all three kernels of a layer."""
     return replace(problem, kernel="forward")
 
 

@@ -1,4 +1,4 @@
-"""torch's convolutions are taken over below autograd, autocast and compilers, and put back.
+"""Replacement and restoration of torch's convolutions below autograd, autocast and compilers.
 
 Every convolution of every module, of one to three directions and in any graph, ends in one of two
 kernels of the dispatcher. They are replaced there while somebody wants it, so no model is changed.
@@ -51,7 +51,7 @@ _NOTHING: set[Any] = set()
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Leave the convolutions of this thread to torch in the body."""
+    """Have torch compute the convolutions of this thread in the body."""
     before, _BUSY.now = getattr(_BUSY, "now", False), True
     try:
         yield
@@ -60,7 +60,7 @@ def untouched() -> Iterator[None]:
 
 
 class Kernels:
-    """What stands in the place of torch's two kernels on one type of device.
+    """Replacements of torch's two convolution kernels on one type of device.
 
     Most calls of most networks are torch's for ever. What computes may keep a set of these, `left`,
     and say by `leaves(problem, size)` what belongs to it; such a call costs a look into the set.
@@ -118,7 +118,7 @@ class Kernels:
     def _joined(
         self, keys: Any, args: Sequence[Any], data: Tensor | None, filters: Tensor | None
     ) -> tuple[Any, Any, Any]:
-        """Return three gradients, of which torch computes what is missing."""
+        """Return three gradients; torch computes the missing ones."""
         dy, mask = args[0], args[-1]
         missing = [mask[0] and data is None, mask[1] and filters is None, False]
         dx, dw, db = data, filters, None
@@ -139,7 +139,7 @@ class Kernels:
         operands: tuple[Tensor, Tensor],
         bias: Tensor | None = None,
     ) -> tuple[Tensor | None, bool]:
-        """Return what a kernel computes where it is not left to torch, and whether it ever is."""
+        """Return the result of a kernel, None for torch's, and whether it is always torch's."""
         problem = problem_of(kernel, x, w, place, self._device)
         with untouched():
             found = compute(problem, operands, bias, partial(self._strides, problem, x, w))
@@ -172,7 +172,7 @@ def _strides(problem: Problem, x: Tensor, w: Tensor) -> tuple[int, ...]:
 
 
 class _Installed:
-    """torch's kernels are replaced while somebody is inside.
+    """Replacement of torch's kernels while any context is active.
 
     The dispatcher must not change while another thread calls it, so it does only when the first one
     comes and when the last one has gone; and what comes and goes all the time lets it stay.
@@ -237,7 +237,7 @@ _INSTALLED = _Installed()
 
 @contextmanager
 def intercepted(device: str, compute: Compute) -> Iterator[None]:
-    """Have convolutions of the whole process computed by `compute` in the body.
+    """Compute the convolutions of the process, in all threads, by `compute` in the body.
 
     Of several that are active at a time, in one thread or in more, the one entered last computes;
     when all have been left, torch's own kernels are back. No thread may compute a convolution
@@ -256,12 +256,12 @@ def intercepted(device: str, compute: Compute) -> Iterator[None]:
 
 
 def inside(device: str) -> Compute | None:
-    """Return what computes the convolutions on a device now; None where torch does."""
+    """Return the active `Compute` of a device; None where torch computes convolutions."""
     return _INSTALLED.last(device)
 
 
 def stay(device: str) -> None:
-    """Let torch's kernels remain replaced: what is entered often must not change the dispatcher.
+    """Let torch's kernels remain replaced, so that frequent entries do not change the dispatcher.
 
     Where nobody is inside, a convolution then goes to torch's kernel by way of ours.
     """

@@ -1,4 +1,4 @@
-"""What an algorithm takes: seconds and bytes, of a real run on random numbers.
+"""Measurement of an algorithm: seconds and bytes of a real run on random numbers.
 
 Of the seconds of a few runs the median counts; long ones are taken as they are. Workspace is what
 the algorithm allocates, as the meter counts it, and its own result, because that is copied to where
@@ -49,7 +49,7 @@ REVISION = 2
 
 @lru_cache(maxsize=1 << 14)
 def held(problem: Problem, size: int, name: str) -> int:
-    """Return the bytes of workspace of one algorithm, as told without computing it.
+    """Return the bytes of workspace of one algorithm, by a dry run.
 
     It is asked again for every limit. On CUDA libraries allocate more, which only a real run shows.
     """
@@ -84,7 +84,7 @@ def duel(problem: Problem, configuration: Configuration) -> float:
 
 
 def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
-    """Return what it takes."""
+    """Return the seconds of a piece of work."""
     _finish(device)
     begin = perf_counter()
     work()
@@ -128,7 +128,7 @@ def _run(
 
 @contextmanager
 def allocated(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Count what the allocator of a device gives in the body, its libraries' workspace included.
+    """Count the bytes that a device's allocator gives out in the body, library workspace included.
 
     Yields:
         What returns the bytes at the peak; 0 on a device whose allocator does not tell.
@@ -143,7 +143,7 @@ def allocated(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def machine(device: str) -> str:
-    """Return what times depend on beside the kernel."""
+    """Return the machine, versions and settings that times depend on, as JSON."""
     named = platform.processor() or platform.machine()
     found = [torch.__version__, device, torch.get_num_threads(), REVISION]
     there = accelerator.of(device)

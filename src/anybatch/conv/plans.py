@@ -1,4 +1,4 @@
-"""cuDNN's own plans for a convolution, each with the workspace that it is given.
+"""cuDNN's own plans for a convolution, each with the workspace that it requires.
 
 torch asks cuDNN for one plan and gives it what it wants. Here its first few are algorithms of their
 own, so that each can be measured, and chosen within a workspace:

@@ -1,4 +1,4 @@
-"""What a convolution kernel is, all but its samples: what its seconds and workspace depend on.
+"""Problem of a convolution kernel: all that determines its time and workspace, except samples.
 
     forward   y  = x * w          operands x [N, C, image], w [F, C / groups, window]
     data      dx = dy * w'        operands dy [N, F, outputs], w
@@ -74,7 +74,7 @@ class Problem:
         return (y, self.weight) if self.kernel == "data" else (y, x)
 
     def result(self, size: int) -> Sizes:
-        """Return the shape of what it computes for so many samples."""
+        """Return the shape of the result for so many samples."""
         if self.kernel == "filter":
             return self.weight
         if self.kernel == "data":

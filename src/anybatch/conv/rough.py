@@ -23,7 +23,7 @@ COMPLEX = 8
 
 
 def rate(length: int) -> float:
-    """Return what a place takes in a fast transform along one direction.
+    """Return the cost of a place in a fast transform along one direction.
 
     Twos are cheap, and threes, fives and sevens cost alike.
     """
@@ -45,12 +45,12 @@ def odds(number: int) -> int | None:
 
 
 def fast(lengths: Sequence[int]) -> float:
-    """Return what the fast transform of one image on circles of these lengths takes."""
+    """Return the cost of the fast transform of one image on circles of these lengths."""
     return prod(lengths) * (PASSES + sum(rate(length) for length in lengths))
 
 
 def staged(lengths: Sequence[int], spans: Sequence[int]) -> float:
-    """Return what the transform of one window takes by products of matrices.
+    """Return the cost of the transform of one window by products of matrices.
 
     Args:
         lengths: of the circles.

@@ -1,4 +1,4 @@
-"""What of a kernel is worth measuring: the most promising algorithms first.
+"""Search for the algorithms of a kernel that are worth measuring, the most promising first.
 
 Torch's own on all samples is what all others must beat. Each algorithm is tried on the fewest
 samples; then those that were fastest for a sample come first, on more and more of them, until they
@@ -48,7 +48,7 @@ class Search:
     def run(
         self, size: int, known: Known, measure: Callable[[Problem, int, str], Part]
     ) -> list[Part]:
-        """Return what is known of N samples and what is measured now.
+        """Return the earlier and the new measurements for N samples.
 
         Args:
             size: N, the samples of the mini-batch.
@@ -83,6 +83,6 @@ class Search:
         return list(found.values())
 
     def _affords(self, n: int, name: str, each: Mapping[str, float]) -> bool:
-        """Say whether there is room for one more, and time: it takes what others do, or less."""
+        """Return whether one more measurement fits in the limit and the time, by those so far."""
         expected = n * each.get(name, 0.0)
         return perf_counter() + expected <= self.until and self.fits(n, name)

@@ -75,7 +75,7 @@ def _choose(seconds: list[Floats], sizes: list[Ints], total: int) -> list[int]:
 
 
 def _price(seconds: list[Floats], sizes: list[Ints], total: int) -> float:
-    """Return the price of a byte at which the choices of all kernels come nearest to the total.
+    """Return the price of a byte at which the choices of all kernels are nearest to the total.
 
     They are steps along the lower convex hulls of the fronts, the steepest of all first.
     """
@@ -105,7 +105,7 @@ def _above(t: Floats, w: Ints, a: int, b: int, c: int) -> bool:
 
 
 def _greedy(seconds: list[Floats], sizes: list[Ints], total: int, price: float) -> list[int]:
-    """Return a choice within the total: what each takes at the price, then what still has room."""
+    """Return a choice within the total: the best at the price, then faster ones that still fit."""
     chosen = []
     for t, w in zip(seconds, sizes, strict=True):
         cost = t + price * w
@@ -135,7 +135,7 @@ def _search(
     total: int,
     gap: float,
 ) -> list[int]:
-    """Return a choice within the total whose regrets are less than `gap`, the fastest; or [].
+    """Return the fastest choice within the total with regrets below `gap`; [] if there is none.
 
     States are partial choices in the order of their bytes, each faster than the one before.
     """

@@ -60,7 +60,7 @@ def filters(problem: Problem, w: Tensor) -> Tensor:
 
 
 def matrices(problem: Problem, laid: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the spectra, as they are multiplied, of what `images` or `filters` has laid out.
+    """Return the spectra of the result of `images` or `filters`, in the layout of their products.
 
     Some rows at a time are transformed and transposed, so that they stay in the processor's cache
     and there is no second copy of all of them.
@@ -81,7 +81,7 @@ def matrices(problem: Problem, laid: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def spectra(problem: Problem, product: Tensor, shape: Sizes) -> Tensor:
-    """Return what `matrices` was before it, of a product: so many [..., *frequencies]."""
+    """Return the spectra of a product in the layout before `matrices`: [..., *frequencies]."""
     if apart(problem):
         return product.view(shape)
     count = prod(shape[-len(problem.image) :])

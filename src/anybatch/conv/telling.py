@@ -1,4 +1,4 @@
-"""What is being measured, said on a terminal while it takes long.
+"""Message on a terminal about a measurement that takes long.
 
 The first pass of a network through `anybatch.convolutions` may take minutes in which nothing seems
 to happen. So after a while one line says which kernel and algorithm are at work, and goes away when
@@ -22,7 +22,7 @@ PAUSE = 1.0
 
 
 class Telling:
-    """Says what is measured: call it before each measurement.
+    """Progress line on a terminal: call it before each measurement.
 
     Args:
         on: say anything at all.
@@ -37,7 +37,7 @@ class Telling:
         self._shown = False
 
     def __call__(self, problem: Problem, size: int, algorithm: str) -> None:
-        """Take in what is measured next."""
+        """Record the next measurement, and show it if measuring takes long."""
         if not self._on:
             return
         now = perf_counter()
@@ -48,7 +48,7 @@ class Telling:
             self._show(f"measuring convolutions, {self._count}: {problem}, {algorithm}@{size}")
 
     def over(self) -> None:
-        """Take the line away: nothing is measured for now."""
+        """Remove the line: nothing is measured for now."""
         if self._shown:
             self._stream.write("\r" + " " * _width() + "\r")
             self._stream.flush()

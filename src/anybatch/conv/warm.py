@@ -28,7 +28,7 @@ from anybatch.conv.network import Key
 
 @dataclass(frozen=True)
 class Warming:
-    """What is measured, and how.
+    """Settings for the measurement of kernels.
 
     Attributes:
         path: of the file.
@@ -46,7 +46,7 @@ class Warming:
 
 
 def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
-    """Measure kernels, and yield each with what is known of it; what the file has is not run again.
+    """Measure kernels, and yield each with its measurements; those in the file are not run again.
 
     Args:
         keys: kernels and their samples.

@@ -1,4 +1,4 @@
-"""`Engine`, and what runs its steps.
+"""`Engine`, and the modules that run its steps.
 
 This folder knows everything below it, and is known by the tools, the integrations and the command.
 

@@ -1,4 +1,4 @@
-"""How a step will be run, before it is: its batch over all ranks, its size, its room.
+"""Arrangement of a step before it runs: its batch over all ranks, its size, its budget.
 
 Every rank foresees what it can hold, all take the smallest micro-batch, and where samples meet on
 one rank they meet on all. What a rank holds may depend on the samples of all of them, so it plans
@@ -144,7 +144,7 @@ class Arranger:
         most: int,
         everyone: int,
     ) -> Planned:
-        """Return how a batch is run beside so many samples of all ranks."""
+        """Return the signature and plan of a batch, for this many samples of all ranks."""
         kind = replace(self.kind(batch, modules, gradients, most=most), everyone=everyone)
         try:
             return kind, self.allow(planner, kind, batch, modules)
@@ -190,7 +190,7 @@ class Arranger:
     def kind(
         self, batch: Batch, modules: Modules, gradients: Gradients | None, *, most: int = 0
     ) -> Kind:
-        """Return what a plan for a step of one process belongs to.
+        """Return the signature of a plan for a single-process step.
 
         Args:
             batch: the mini-batch.
@@ -223,7 +223,7 @@ class Arranger:
             )
 
     def recall(self, n: int) -> None:
-        """Take the size that an earlier run has chosen for what was planned last."""
+        """Use the size that an earlier run has chosen for the last planned batch."""
         assert self._last is not None
         planner, kind = self._last
         planner.recall(n, kind)

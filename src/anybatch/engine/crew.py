@@ -1,4 +1,4 @@
-"""Who shares the batch of an engine: this process alone, or all ranks of a process group.
+"""Ranks that share the batch of an engine: a single process, or a process group.
 
 Under ``torchrun`` nothing is declared: where a process group is there, the batch is that of all of
 its ranks. A model in DistributedDataParallel is unwrapped, because its reducer would average the
@@ -88,7 +88,7 @@ class Crew:
         self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
-        """Run a step in unison with the others, if there are any; each learns of a failure.
+        """Run a step on all ranks, if there are several; each learns of a failure.
 
         Raises:
             RankError: this process was started as one of several, and they do not know each other;
@@ -105,7 +105,7 @@ class Crew:
             self._unison = None
 
     def foreseeing(self, run: Callable[[], T]) -> T:
-        """Run what foresees a step; only where a model is sharded all ranks must call it."""
+        """Run a forecast; only a sharded model requires the call on all ranks."""
         with self.apart():
             if self._sharded is None:
                 return run()
@@ -133,7 +133,7 @@ class Crew:
     def join(
         self, here: Here, kind: Any, named: Named, scale: float = 1.0, hooks: int = 0
     ) -> Everyone:
-        """Return the batch over all ranks; the dice may be others then.
+        """Return the batch over all ranks; the RNG state may change.
 
         Args:
             here: what this rank brings.
@@ -165,7 +165,7 @@ class Crew:
         return Alike(self._form.number(named), order, values, scale, self._adaptive, hooks)
 
     def end(self) -> Amended:
-        """Let nobody keep what not all can keep, and remember what this kind of step has run.
+        """Wait until all ranks can commit the step, and record its collectives by signature.
 
         Returns:
             (parameter, sum) of gradients that are others than the step was told.

@@ -62,7 +62,7 @@ RngMode = Literal["micro_batch", "batch"]
 
 
 class Engine:
-    """Train a model at any batch size with the gradient of the whole batch.
+    """Trainer of a model at any batch size, with the gradient of the full batch.
 
     After `backward`, ``.grad`` of every parameter holds what
     ``loss_fn(model(inputs), targets).backward()`` on the undivided batch would have added, up to
@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that was given, or that of the last step; None before the first one."""
+        """The plan passed in, or that of the last step; None before the first one."""
         return self._plan
 
     @property
@@ -176,7 +176,7 @@ class Engine:
 
     @property
     def last(self) -> StepReport | None:
-        """What the last step was; None before the first one."""
+        """The report of the last step; None before the first one."""
         return self._last
 
     @property
@@ -192,7 +192,7 @@ class Engine:
         scaler: Scaler | None = None,
         observe: Observer | None = None,
     ) -> Tensor:
-        """Add the gradient of the whole batch to ``.grad``, and return its loss.
+        """Add the gradient of the full batch to ``.grad``, and return its loss.
 
         Args:
             inputs: tree of tensors of shape [N_B, ...]: a tensor is passed as ``model(x)``, a tuple
@@ -259,7 +259,7 @@ class Engine:
     def evaluate(
         self, inputs: Any, targets: Any = None, *, observe: Observer | None = None
     ) -> Tensor:
-        """Return the loss of the whole batch without gradients, one micro-batch at a time.
+        """Return the loss of the full batch without gradients, one micro-batch at a time.
 
         The model is used in the mode it is in: call ``model.eval()`` before.
 
@@ -298,7 +298,7 @@ class Engine:
         return self._note(step, loss, perf_counter() - start, allowed, peak)
 
     def _refuse_place(self) -> None:
-        """Refuse a step where parameters should leave and do not, or do and must not."""
+        """Refuse a step with parameters resident against its plan, or offloaded over ranks."""
         states = self._states
         outside = states is not None and states.paged and not states.entered
         refuse_place(outside=outside)
@@ -435,7 +435,7 @@ class Engine:
         return self._arranger.timeline()
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: what is trained, the plan, and the last step."""
+        """Return HTML for a notebook: the model, the plan, and the last step."""
         count = sum(p.numel() for p in self.model.parameters())
         named = {"model": f"{type(self.model).__name__}, {count:,} parameters"}
         named |= {} if self.plan else {"plan": "none yet: the first step makes it"}

@@ -1,4 +1,4 @@
-"""What a plan's reasons are made from: facts of a step that was run, or of one that is foreseen."""
+"""Facts behind a plan's reasons, of a step that was run or of one that is forecast."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def of_run(step: Step, failed: int) -> Facts:
 
 
 def of_foreseen(step: Step, allowed: Allowed, leaves: Iterable[Tensor]) -> Facts:
-    """Return the facts of a step that will be run as it is allowed, on these leaves."""
+    """Return the facts of a step to be run as planned, on these leaf tensors."""
     leaves = list(leaves)
     dtypes = {gradient_dtype(leaf) for leaf in leaves}
     return Facts(

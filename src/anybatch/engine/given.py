@@ -1,4 +1,4 @@
-"""What a step is given, in the form that the mechanisms want: batch, modules, leaves, its kind.
+"""Inputs of a step in the mechanisms' form: batch, modules, leaf tensors, signature.
 
 A person hands over a model, a loss and perhaps an optimizer once, and trees of tensors at every
 step. What follows from them alone, without any state of the engine, is here.
@@ -37,7 +37,7 @@ LOSS = "loss_fn: "
 
 @dataclass(frozen=True)
 class Given:
-    """What stays the same from step to step.
+    """Inputs that are the same in every step.
 
     Attributes:
         model: the person's.
@@ -75,7 +75,7 @@ class Given:
         return self._states[0]
 
     def calls(self, *, first: bool) -> LossCalls | None:
-        """Return what compares that state around the calls of a step; None where there is none.
+        """Return the checker of loss state around the calls of a step; None without state.
 
         In the `first` step of a kind values are compared, and so is the loss with itself.
         Algorithm 1 to the letter calls its loss as often as there are micro-batches.
@@ -139,7 +139,7 @@ class Given:
 
     @property
     def shards(self) -> list[Tensor]:
-        """During a step, the parameters that stay when a model is spread again."""
+        """During a step, the parameters that persist when a model is sharded again."""
         return [] if self.sharded is None else self.sharded.shards
 
     def rows_leaves(self, batch: Batch) -> list[Tensor]:
@@ -176,11 +176,11 @@ class Given:
         return self.gathers + bare + training_batchnorms(of_model)
 
     def kinds(self, batch: Batch) -> tuple[Any, ...]:
-        """Return path, dimensions and dtype of every tensor of a batch, where they are known."""
+        """Return path, dimensions and dtype of every tensor of a batch that is not lazy."""
         return kinds_of(batch) if isinstance(batch, TensorBatch) else ("lazy",)
 
     def kind(self, batch: Batch, modules: Modules, *, trains: bool, before: int) -> Kind:
-        """Return what a plan for a step belongs to.
+        """Return the signature of a plan for a step.
 
         Args:
             batch: of the step; of a lazy one a few rows are loaded, once.
@@ -209,7 +209,7 @@ class Given:
         return self.reach.rows(batch)
 
     def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
-        """Return what is rehearsed of a step."""
+        """Return the case of a step, for its dry run."""
         self._rehearsed[:] = [True]
         held = paged()
         return Case(

@@ -1,4 +1,4 @@
-"""What an engine is not given: refused at once, with what must hold, what came and what to do."""
+"""Refusals of invalid arguments and steps: each error names the rule, the value and the fix."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def versions_of(leaves: list[Tensor]) -> list[int]:
 
 
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
-    """Refuse a step in which something wrote to a parameter: later micro-batches met another model.
+    """Refuse a step that wrote to a parameter: later micro-batches used another model.
 
     What was written cannot be undone here: no copy of the parameters is kept.
     """
@@ -93,7 +93,7 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
 
 
 def refuse_place(*, outside: bool) -> None:
-    """Refuse a step where parameters should leave and do not, or do and must not.
+    """Refuse a step with parameters resident against its plan, or offloaded over ranks.
 
     Args:
         outside: the plan has them leave, and the step is not where they do.

@@ -1,4 +1,4 @@
-"""Runs a step as it was decided: whole, streamed, gathered or in lanes; again if memory ran out.
+"""Runner of a step by its mechanism: undivided, streaming, two-pass or lockstep; with retry.
 
 Which mechanism a batch needs is found out by its first step (`anybatch.execution.look`, and the
 loss that is watched) and remembered for the kind of batch; so is a size at which memory ran out.
@@ -71,7 +71,7 @@ from anybatch.offload.keeping import Keeping
 
 
 class Runner:
-    """Makes steps and runs them, and knows what earlier ones found out.
+    """Runner of steps, with the findings of earlier ones.
 
     Args:
         given: model, loss and optimizer.
@@ -160,7 +160,7 @@ class Runner:
         return step
 
     def _require(self, away: Away) -> None:
-        """Require that what leaves has a place."""
+        """Require a store with the capacity for offloaded tensors."""
         require_place(away.store, self._given.device)
         require_room(away.most, away.where)
 
@@ -176,27 +176,27 @@ class Runner:
         return keeping
 
     def close(self) -> None:
-        """Give up the file or the host memory of saved tensors that leave."""
+        """Release the file or the host memory of offloaded saved tensors."""
         if self._keeping is not None:
             self._keeping[1].close()
             self._keeping = None
 
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
-        """Return what the findings of a step belong to: kinds of tensors, modes, direction."""
+        """Return the signature of a step: dimensions, dtypes, modes and direction."""
         modes = tuple(in_training(module) for _, module in modules)
         return self._given.kinds(batch), modes, not trains, self._given.batchnorm
 
     def _made(self, signature: Any) -> bool:
-        """Say whether a step of this kind has been made."""
+        """Return whether a step of this signature has been made."""
         return signature in self._seen or signature in self._walked
 
     def coupled(self, signature: Any) -> bool:
-        """Say whether the loss is known to need all outputs at once."""
+        """Return whether earlier steps have found a coupled loss."""
         seen = self._seen.get(signature)
         return seen is not None and seen.coupled
 
     def refuse_division(self, modules: Modules) -> None:
-        """Raise where a batch cannot be divided: that is known before it runs.
+        """Raise an error before the run where a batch cannot be divided.
 
         Raises:
             NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
@@ -288,7 +288,7 @@ class Runner:
                 step.everyone.again(coupled=False)
 
     def _draws(self, step: Step) -> WholeDice:
-        """Return what lets micro-batches draw as the whole batch would."""
+        """Return the dispatch mode of full-batch draws for the micro-batches of a step."""
         if step.divided:
             refuse_scripted(self._given.model)
         laws = self._laws.setdefault(step.signature, Laws())
@@ -299,7 +299,7 @@ class Runner:
         return WholeDice(Shared(laws, everyone.size, modules, everyone.begin, everyone.several))
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
-        """Put everything back but what was shown, for a run at a smaller size.
+        """Restore all but the observations already made, for a retry at a smaller size.
 
         Raises:
             SmallerPlanError: nobody has foreseen what the batch holds when it is divided.
@@ -366,7 +366,7 @@ class Runner:
         return loss
 
     def _without_samples(self, step: Step, tracked: Tracked, names: dict[int, str]) -> Tensor:
-        """Meet the others, who may go another way than in the steps before."""
+        """Run lockstep without samples, and again where other ranks change their collectives."""
         try:
             return lockstep(step, tracked)
         except OffScriptError:
@@ -377,7 +377,7 @@ class Runner:
     def _look_at_lanes(
         self, step: Step, modules: Modules, before: Before, known: SeenInLanes | None
     ) -> SeenInLanes:
-        """Look at the model where its micro-batches will wait; return what is known then."""
+        """Run the first inspection of a model in lanes, and return its findings."""
         with attributes_of(step):
             watch = LaneLook(modules)
             with AloneNorms(step.counters, watch, rows=step.everyone.size) as alone:
@@ -390,7 +390,7 @@ class Runner:
         return (known or SeenInLanes()).after(slots, watch.way(), singles=alone.singles > 0)
 
     def _divided(self, step: Step, before: Before) -> Tensor:
-        """Stream, unless the loss couples the samples: that is known, or found out on the way."""
+        """Run a streaming step, or a two-pass one where a coupled loss is recorded or detected."""
         seen = self._seen.get(step.signature)
         if not step.batch.size:
             return self._streamed_or_gathered(step, None)
@@ -413,7 +413,7 @@ class Runner:
         return self._divided(step, before)
 
     def _at_new_sizes(self, step: Step) -> None:
-        """Compare the whole batch with its parts again, where its sizes are new."""
+        """Compare the full batch with its parts again, where its sizes are new."""
         known = step.sizes
         if known is None or not known.matter:
             return
@@ -432,7 +432,7 @@ class Runner:
         step.coupled = False
 
     def _listening(self, before: Before) -> AbstractContextManager[None]:
-        """Return what hears batch normalisation that no module stands for."""
+        """Return a context that detects batch normalisation outside of modules."""
         if self._given.batchnorm != "exact":
             return nullcontext()
         return listening(before, self._singles)
@@ -465,7 +465,7 @@ class Runner:
         return loss
 
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
-        """Make ready what only a divided step needs."""
+        """Prepare the parts of a step that only a divided one needs."""
         self.refuse_division(modules)
         if step.everyone.several and isinstance(self._given.loss, Algorithm1):
             raise NotExactError(
@@ -494,7 +494,7 @@ class Runner:
             step.attributes = Attributes(module for _, module in of_model(modules))
 
     def _known(self, step: Step, modules: Modules) -> Seen | None:
-        """Return what earlier steps have found out, if the model was looked at as it is now."""
+        """Return the findings of earlier steps, if the model is unchanged since its inspection."""
         familiar = self._familiar.setdefault(step.signature, Familiar())
         seen = self._seen.get(step.signature)
         batch = step.batch if isinstance(step.batch, TensorBatch) else None

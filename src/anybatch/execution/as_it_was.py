@@ -1,4 +1,4 @@
-"""A few steps of training that leave nothing behind: all that they move is put back.
+"""Snapshot and restore of all state around trial steps of training.
 
 A step that failed is undone by `anybatch.core.undo`, which notes what a step moves before the
 optimizer: gradients, buffers and dice. Steps that are only tried move the parameters and the
@@ -28,7 +28,7 @@ Back = Callable[[], Any]
 def as_it_was(
     modules: Modules, leaves: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
 ) -> Iterator[None]:
-    """Let the body train, and put everything back, whatever ends it.
+    """Run the body as trial training, and restore all state however it ends.
 
     Args:
         modules: every module that a step runs.
@@ -75,7 +75,7 @@ def _tried(step: Back) -> Exception | None:
 
 
 def kept(one: Any) -> Back:
-    """Return what puts a thing back: a tensor's values, and all that a list or mapping holds.
+    """Return a function that restores a tensor's values, or all entries of a list or mapping.
 
     Raises:
         NotYetError: a tensor has no data: it waits elsewhere.
@@ -122,14 +122,14 @@ def _items_back(found: Any, items: list[Back]) -> Any:
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Back:
-    """Return what lets the optimizer hold just the states that it holds now."""
+    """Return a function that restores the optimizer's states, and drops those added since."""
     return partial(
         _entries_back, optimizer.state, {leaf: kept(one) for leaf, one in optimizer.state.items()}
     )
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Back:
-    """Return what puts back the groups, and every option of each."""
+    """Return a function that restores the parameter groups and every option of each."""
     groups = list(optimizer.param_groups)
     entries = [
         {name: _left(one) if name == "params" else kept(one) for name, one in group.items()}

@@ -1,4 +1,4 @@
-"""Tensors and numbers that a coupled function reads beside its arguments.
+"""Tensors and numbers that a coupled function reads without getting them as arguments.
 
 It is called once, with the rows of all. What else it reads, through a closure or an attribute, is
 that of the micro-batch that happens to call it, and none of it shows in the result.
@@ -28,7 +28,7 @@ from anybatch.execution.proof.places import scalars
 
 
 class Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Note what a function computes with, kernel by kernel.
+    """Dispatch mode that records each kernel of a function, and sample tensors not passed to it.
 
     Args:
         leaves: the tensors that it is given.
@@ -72,7 +72,7 @@ class Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._follow.masks.of(one) is not None
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        """Return what a call of the function returns.
+        """Return the result of a call, and refuse samples that are not among its arguments.
 
         Raises:
             LossError: it computes with samples that it was not given.
@@ -91,7 +91,7 @@ class Beside(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def held(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function holds beside its arguments: closure, defaults, arguments of a partial.
+    """Yield the values that a function holds: closure, defaults, arguments of a partial.
 
     Args:
         fn: a function, a method, a `functools.partial`; anything else holds nothing that shows.

@@ -1,4 +1,4 @@
-"""Buffers that a forward pass moves, and what the undivided batch would have made of them.
+"""Buffers that forward moves, and their values after one forward of the full batch.
 
 The undivided batch runs forward once; K micro-batches run it K times. A buffer whose new value does
 not depend on the samples (the vectors of spectral_norm, a counter) is set back before each
@@ -49,12 +49,12 @@ class ForwardBuffers:
 
     @property
     def still(self) -> bool:
-        """Whether forward is known to move no buffer."""
+        """Whether the record shows that forward moves no buffer."""
         none = self._known == frozenset() if self._left is None else not self._left
         return none and not self._exempt
 
     def strays(self) -> list[str]:
-        """Set back what was written to though forward moves nothing; return the paths."""
+        """Restore buffers that were written to though forward moves none; return their paths."""
         moved = [state for state in self._kept if state.written()]
         for state in moved:
             state.put_back()
@@ -75,24 +75,24 @@ class ForwardBuffers:
             state.put_back()
 
     def leave(self) -> None:
-        """Leave the buffers that forward moves as a whole forward did."""
+        """Set the buffers that forward moves to their values after one forward."""
         for state, values in self._left or ():
             if values is not None:
                 _give(state, values)
 
     def told(self) -> dict[str, Tensor]:
-        """Return what forward has moved, by path, on the host."""
+        """Return the values of the buffers that forward moved, path -> tensor on the host."""
         left = self._left or ()
         return {state.path: values.cpu() for state, values in left if values is not None}
 
     def hear(self, told: Mapping[str, Tensor]) -> None:
-        """Take what forward has moved elsewhere: here it has not run."""
+        """Copy the buffer values of a forward on another rank; on this one it has not run."""
         for state in self._kept:
             if state.path in told:
                 _give(state, told[state.path])
 
     def after(self) -> None:
-        """Check that forward moved what it moved before, to the same values.
+        """Check that forward moves the same buffers as before, to the same values.
 
         Raises:
             NotExactError: a buffer depends on the samples.
@@ -127,7 +127,7 @@ class ForwardBuffers:
             )
 
     def refuse_moved(self, tracked: Mapping[int, int | None]) -> None:
-        """Refuse what every lane has moved again, where a single forward would move it once.
+        """Refuse buffers that every lane moved again, where a single forward moves them once.
 
         Args:
             tracked: ids of buffers that were moved once for all lanes; for a counter, by how much.
@@ -156,7 +156,7 @@ class ForwardBuffers:
         return [_copy(state) for state in self._exempt]
 
     def restart(self) -> None:
-        """Set back what has moved, running statistics too: a second pass begins."""
+        """Restore all buffers that moved, running statistics included, for a second pass."""
         self._undo()
         for state in self._exempt:
             state.put_back()
@@ -199,7 +199,7 @@ def _meets(paths: list[str]) -> NotExactError:
 
 
 def put_back_moved(states: list[BufferState]) -> None:
-    """Set back the buffers that have other values; a write to the others would look like a move."""
+    """Restore the buffers with other values; a write to others would count as a move."""
     for state in states:
         if state.moved():
             state.put_back()

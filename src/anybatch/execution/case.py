@@ -1,4 +1,4 @@
-"""What a step is before its micro-batches have a size: the thing that is rehearsed and timed.
+"""Description of a step without its micro-batch size, for dry runs and timing.
 
 A case names the model, the loss, the rows and the parameters of a step. `as_fakes` makes the same
 case of tensors without data; both go through the same mechanisms (`anybatch.planner.rehearse`).
@@ -32,7 +32,7 @@ MICRO_BATCHES = 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is rehearsed: all of a step but the size of its micro-batches.
+    """Input of a dry run: all of a step except the size of its micro-batches.
 
     Attributes:
         model: the person's own, or a fake of it.
@@ -89,7 +89,7 @@ class Case:
         return self.mode is not nullcontext
 
     def batch(self, count: int) -> Batch:
-        """Return the batch of which only the first `count` micro-batches are asked for."""
+        """Return the batch, limited to its first `count` micro-batches."""
         if self.lazy:
             return Loaded(self.rows, self.size, count)
         return FirstRows(self.rows.inputs, self.rows.targets, self.size, self.rows.size, count)
@@ -97,7 +97,7 @@ class Case:
 
 @dataclass(frozen=True)
 class FirstRows(TensorBatch):
-    """A batch of `size` rows, all there, of which `count` micro-batches are asked for.
+    """Batch of `size` rows in memory, limited to its first `count` micro-batches.
 
     Of a small batch there are more rows than it has, `there`, so that there can be so many.
     """
@@ -134,7 +134,7 @@ class Claiming(HostLink):
         self._meter = meter
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
-        """Copy what is not there."""
+        """Copy the tensors that are not on the device, and claim all of them as inputs."""
         if absent() is not None:  # a batch on the host is copied to it
             micro_batch = micro_batch.map(Tensor.clone)
         sent = super().send(micro_batch)
@@ -211,7 +211,7 @@ def first_rows(case: Case, size: int) -> Case:
 
 
 def stretched(rows: TensorBatch, shapes: Sequence[tuple[int, ...]], count: int) -> TensorBatch:
-    """Return the first rows in other shapes: what is too short is repeated, too long is cut.
+    """Return the first rows in other shapes: short dimensions are repeated, long ones cut.
 
     Args:
         rows: at least one.

@@ -1,4 +1,4 @@
-"""Comparison of the rows that ``collate_fn`` makes of some items together and of the same apart.
+"""Comparison of the rows from ``collate_fn`` for some items together and in separate calls.
 
 The undivided batch would be collated at once. Where a function normalises by what it is given,
 mixes samples or counts them, what it makes of a micro-batch is no part of that. So a few items are
@@ -123,7 +123,7 @@ def told_of(collate_fn: Any) -> tuple[Any, ...]:
 
 
 def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) -> tuple[str, ...]:
-    """Return why it is not shown that samples stay apart as a batch is loaded.
+    """Return why it is not shown that samples pass through loading separately.
 
     Args:
         batch: the batch.
@@ -220,7 +220,7 @@ class Compared:
         return Found(next((one for one in order if one in found), FINE), size)
 
     def _made(self, items: Sequence[Any], at: range) -> Any:
-        """Collate copies of some items; the function may take its list and them apart."""
+        """Collate copies of some items; the function may modify its list and the items."""
         given = [copy.deepcopy(items[index % len(items)]) for index in at]
         return collated(self._collate(given), len(at), {}, paired=self._paired)
 

@@ -27,7 +27,7 @@ from anybatch.core.batch import MicroBatch
 
 @dataclass(frozen=True)
 class Shipment:
-    """A micro-batch on its way: its tensors on the device, and what to wait for."""
+    """Micro-batch in transfer: its tensors on the device, and the event to wait for."""
 
     micro_batch: MicroBatch
     copied: Any = None
@@ -41,7 +41,7 @@ class Link(Protocol):
         """Start the copy."""
 
     def receive(self, shipment: Shipment) -> MicroBatch:
-        """Make the present stream wait for that copy, and return what has arrived."""
+        """Make the present stream wait for that copy, and return the micro-batch."""
 
 
 def feed(
@@ -132,7 +132,7 @@ class StreamLink:
         self._turn = 0
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
-        """Copy through the pinned buffers whose turn it is, on the copy stream."""
+        """Copy on the copy stream, through the two sets of pinned buffers in alternation."""
         turn, self._turn = self._turn, 1 - self._turn
         before = self._copied[turn]
         if before is not None:
@@ -161,13 +161,13 @@ class StreamLink:
         return shipment.micro_batch
 
     def settle(self) -> None:
-        """Let the computing stream wait for all copies: what they fill may be freed."""
+        """Make the computing stream wait for all copies, so that their targets may be freed."""
         self._there.current_stream(self.device).wait_stream(self.stream)
 
     def _place(
         self, copies: list[tuple[Tensor, Tensor]], buffers: dict[int, Tensor], tensor: Tensor
     ) -> Tensor:
-        """Return where a tensor will be, with its strides; note what is to be copied there."""
+        """Return a tensor's place on the device, with its strides; record the copy into it."""
         plain = of(tensor.device).host and type(tensor) is Tensor and not tensor.requires_grad
         if not plain or tensor.dim() == 0:
             return tensor.to(self.device)

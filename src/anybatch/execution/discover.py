@@ -20,7 +20,7 @@ from anybatch.execution.step import Step
 def discoverer(
     step: Step, before: Before, also: list[Tensor] | None = None
 ) -> Callable[[list[Tensor]], None]:
-    """Return what takes in the leaves behind the roots of a backward, or refuses their hooks.
+    """Return a function that adds the leaves behind a backward's roots, or refuses their hooks.
 
     Args:
         step: its gradients take them in.

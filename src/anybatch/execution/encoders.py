@@ -67,7 +67,7 @@ class Encoders(nn.Module):
         self.logit_scale = start
 
     def forward(self, **inputs: Any) -> dict[str, Tensor | Any]:
-        """Return ``{name: encoder(input)}`` for the names that are given, and the scale.
+        """Return ``{name: encoder(input)}`` for the names among the inputs, and the scale.
 
         Args:
             inputs: name -> what its encoder takes.

@@ -1,4 +1,4 @@
-"""The first of two passes: the outputs of the whole batch, without graphs but for the last one.
+"""The first of two passes: the outputs of the full batch, without graphs except the last one.
 
 Encoders that do not meet are run in laps, one encoder over all micro-batches before the next one:
 what a processor has at hand of its weights serves all of them.
@@ -81,7 +81,7 @@ class FirstPass:
         return self.runs[-1].flat
 
     def run(self) -> None:
-        """Run them, and join what they give."""
+        """Run all laps, and join their outputs and targets."""
         of_laps: list[Any] = []
         for lap in self._laps:
             run = Run(lap, sum(len(tree.flat(one)) for one in of_laps))
@@ -98,7 +98,7 @@ class FirstPass:
         self.targets = tree.join(self.targets, sizes=first, name="targets")
 
     def _run(self, run: Run) -> list[Any]:
-        """Run a lap; return what its forwards give."""
+        """Run a lap, and return the outputs of its forwards."""
         found: list[Any] = []
         lazy = not isinstance(self._step.batch, TensorBatch)
         for loaded in feed(self._step, run.lap):
@@ -109,14 +109,14 @@ class FirstPass:
         return found
 
     def leave_to(self, rows: Rows) -> None:
-        """Hold this rank's part of what is there of all ranks, and no more."""
+        """Store only this rank's rows of the outputs and targets of all ranks."""
         step, size = self._step, self._step.batch.size
         if step.everyone.several and size:
             self.outputs = step.rows(rows.outputs, rows.begin, size, rows.size)
             self.targets = tree.rows(rows.targets, rows.begin, rows.begin + size, rows.size)
 
     def _check(self, run: Run, out: Any) -> None:
-        """Raise `OutputsChangedError` where all laps together will not give what was looked at."""
+        """Raise `OutputsChangedError` where the number of outputs is not the inspected one."""
         layout, there = self._step.layout, run.place + len(tree.flat(out))
         last = run.lap == self._laps[-1]
         if layout and (there != len(layout) if last else there >= len(layout)):

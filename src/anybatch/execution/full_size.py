@@ -1,4 +1,4 @@
-"""The forward of the whole batch beside those of its micro-batches, for the sizes of a step."""
+"""Comparison of the full batch's forward with its micro-batches', for the sizes of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHANGES = "the declared loss changes state of its own"
 
 
 def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
-    """Compare the forward of the whole batch with those of its micro-batches, without data.
+    """Compare the forward of the full batch with those of its micro-batches, without data.
 
     What differs for a micro-batch of one sample leaves a doubt: its kernels may be others.
 
@@ -84,7 +84,7 @@ def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict
 
 
 def _compared(compare: Compare, sizes: list[int], found: Verdict | None = None) -> Verdict:
-    """Compare forwards; where they differ, compare calls that find what an earlier one has kept.
+    """Compare forwards; where they differ, compare calls that find state stored by an earlier one.
 
     A grid that is kept for the last number of rows is built for some sizes and found for others.
     """
@@ -122,7 +122,7 @@ def compare_new_sizes(step: Step) -> None:
 
 
 def sizes_of_step(step: Step) -> list[int]:
-    """Return the sizes at which a declared loss is called: of the whole batch, and of its parts."""
+    """Return the sizes at which a declared loss is called: of the full batch, and of its parts."""
     samples, followed = step.everyone.size, 0 if step.sizes is None else step.sizes.followed
     sizes = congruent.sizes_of(samples, step.micro_batch, followed)
     return [*sizes, *({1} & _parts(step) - {samples})]
@@ -154,7 +154,7 @@ def _parts(step: Step) -> set[int]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Nothing hears what the body calls: it is not a part of forward."""
+    """Suspend all function modes in the body, which is not a part of forward."""
     with ExitStack() as stack:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())

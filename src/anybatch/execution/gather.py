@@ -1,4 +1,4 @@
-"""A loss that couples the samples, computed once on the outputs of the whole batch.
+"""A coupled loss, computed once on the outputs of the full batch.
 
 Dice, InfoNCE, or any function that is not known to be a sum over samples needs all outputs at once;
 outputs are small, what the model saves for backward is not. So the outputs come first, without

@@ -1,4 +1,4 @@
-"""Where the gradients of the micro-batches come together (MBS, Algorithm 1, line 12).
+"""Sum of the gradients of the micro-batches (MBS, Algorithm 1, line 12).
 
 Autograd adds to ``.grad`` in place, which is the fastest sum there is, and right for float32
 parameters. Two cases need more. Half-precision sums lose small addends (2048 micro-batches in
@@ -86,7 +86,7 @@ class Gradients:
 
     @property
     def half(self) -> tuple[str, ...]:
-        """Names of the dtypes whose gradients are summed in float32."""
+        """Names of the dtypes with gradients that are summed in float32."""
         return tuple(sorted({str(gradient_dtype(p)).removeprefix("torch.") for p in self._half}))
 
     @property
@@ -100,7 +100,7 @@ class Gradients:
         return self._hooks or None
 
     def set_aside(self) -> None:
-        """Take away the gradients that are there, so that the step starts from none."""
+        """Set the present gradients aside, so that the step starts from none."""
         self._set_aside(self.parameters)
 
     def _set_aside(self, parameters: Iterable[Tensor]) -> None:
@@ -110,7 +110,7 @@ class Gradients:
                 parameter.grad = None
 
     def add(self, leaves: Iterable[Tensor]) -> None:
-        """Take in more leaves before they get a gradient; what they have is set aside.
+        """Add more leaves before they get a gradient, and set their present gradients aside.
 
         Args:
             leaves: tensors that turn up during the step; those already here are left out.
@@ -144,7 +144,7 @@ class Gradients:
             )
 
     def restart(self) -> None:
-        """Throw away what was summed so far: the step starts over."""
+        """Drop all sums so far, because the step starts over."""
         self._separated = 0
         self._sums.clear()
         self._assigned.clear()
@@ -155,14 +155,14 @@ class Gradients:
             parameter.grad = None
 
     def collect(self) -> None:
-        """Add what the last micro-batch left, where autograd did not do it."""
+        """Add the last micro-batch's gradients to the sums, where autograd did not do it."""
         if self._wide:  # the step is divided
             self._separate()
         if self._apart or self._half:
             self._collect(self.parameters if self._apart else self._half)
 
     def _separate(self) -> None:
-        """Let no two gradients lie in one place, or what is added to one is added to both.
+        """Clone gradients that share memory, so that an addition to one changes no other.
 
         torch hands both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
         """
@@ -238,7 +238,7 @@ class Gradients:
         return gradient.contiguous() if dense else gradient
 
     def drop(self) -> None:
-        """Throw away what a backward that failed has left in ``.grad``; the sums are `apart`."""
+        """Drop the gradients that a failed backward wrote to ``.grad``; the sums are separate."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -264,7 +264,7 @@ class Gradients:
                 self._prepare(parameter, total)
 
     def amend(self, sums: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Take other sums for some parameters than `finish` was given.
+        """Replace the sums of some parameters after `finish`.
 
         Args:
             sums: (parameter, its sum, or None where it has none).
@@ -276,7 +276,7 @@ class Gradients:
                 self._prepare(parameter, total)
 
     def fire(self, *, in_order: bool) -> None:
-        """Fire the hooks of the parameters that have some, on the sums that `finish` was given.
+        """Fire the hooks of the parameters that have some, on the sums from `finish`.
 
         What they find in ``.grad`` of other parameters is what will be there, and what they make of
         it is delivered. What was there before is written to by `deliver` alone.
@@ -311,7 +311,7 @@ class Gradients:
                 self._complete[parameter] = before, found
 
     def deliver(self) -> None:
-        """Make ``.grad`` what it was before the step plus the sum; nothing here can fail.
+        """Set ``.grad`` to its value before the step plus the sum; nothing here can fail.
 
         What could (casts, layouts that do not add, tensors that cannot be written to) was done in
         `finish`; left are references, and sums in place of plain dense tensors.

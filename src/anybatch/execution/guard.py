@@ -1,4 +1,4 @@
-"""What a kernel call gives away: batch statistics, writes to parameters, dice.
+"""Dispatch mode that detects batch statistics, writes to parameters and random draws.
 
 Modules can be walked, and functions can be patched; what a model really runs is seen only where its
 kernels are dispatched. This mode is on during the first look at a model (`anybatch.execution.look`)
@@ -63,7 +63,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at one kernel call, and let it."""
+        """Check one kernel call, and run it; a dropout kernel drops nothing."""
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)
         if schema is None:  # control flow: its kernels come one by one
@@ -93,7 +93,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place(tensor: Tensor) -> int | None:
-    """Return which storage a dense tensor has; None for what has none of its own."""
+    """Return the storage of a dense tensor, as a number; None where it has none of its own."""
     if is_lazy(tensor) or tensor.layout != torch.strided or not tensor.numel():
         return None
     try:
@@ -112,7 +112,7 @@ def _normalises_the_batch(schema: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _dropping_nothing(name: str, args: tuple[Any, ...]) -> Any:
-    """Return what a dropout kernel would that keeps everything; None for any other kernel."""
+    """Return the result of a dropout kernel that drops nothing; None for any other kernel."""
     if name == "aten::bernoulli_":
         return args[0].fill_(1)
     if name == "aten::bernoulli":

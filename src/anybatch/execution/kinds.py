@@ -1,4 +1,4 @@
-"""What a plan belongs to, and what it allows: the kind of a batch, and how it is run.
+"""Signature of a batch, to which a plan belongs, and the run that the plan permits.
 
 Two batches of one kind hold the same bytes. One kind bounds another where every row of it is at
 least as large, because a kernel on fewer elements needs no more memory.
@@ -38,7 +38,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a plan belongs to: everything about a batch that decides what a step holds.
+    """Signature that a plan belongs to: all properties of a batch that decide a step's bytes.
 
     Attributes:
         tensors: path, dimensions and dtype of each tensor of the batch.

@@ -1,4 +1,4 @@
-"""The first look at a model: a few rows of a batch, before its outputs are trusted.
+"""The first inspection of a model: a few rows of a batch, before its outputs are trusted.
 
 Splitting a batch rests on things that no shape of one forward pass can tell: along which dimension
 an output holds the samples (``[T, n, C]`` with T equal to n?), whether samples meet (a BatchNorm
@@ -100,7 +100,7 @@ class Norms(Protocol):
 
 
 def look(step: Step, norms: Norms | None = None) -> None:
-    """Run forward on a few rows and on half of them, and tell `step` what a split rests on.
+    """Run forward on a few rows and on half of them, and set the fields of `step` for a split.
 
     Random states and buffers are left as they were.
 
@@ -336,7 +336,7 @@ class _Look:
             return rebound.holds(self._step.model, self._masks)
 
     def rebinds(self, before: list[Held], outputs: Any, part: MicroBatch, dice: Dice) -> None:
-        """Doubt a model that computes with a tensor in whose place each call puts another.
+        """Doubt a model that computes with a tensor which each call replaces by another.
 
         Args:
             before: what it held before the call that gave `outputs`.
@@ -402,7 +402,7 @@ class _Look:
             self.doubt(doubt)
 
     def repeated(self, last: MicroBatch) -> None:
-        """Run forward once more on the rows of the last call, where the model has kept samples.
+        """Run forward once more on the rows of the last call, where the model has stored samples.
 
         What it only keeps changes nothing. What it computes with is refused, whatever the size at
         which it does.
@@ -450,7 +450,7 @@ class _Look:
             self._runs[0] = later
 
     def again(self, whole: MicroBatch, part: MicroBatch) -> None:
-        """Follow all rows again, where forward may tell samples apart by other means than rows.
+        """Follow all rows again, where forward may distinguish samples by other means than rows.
 
         It makes numbers that are as long as there are rows; or numbers differ between the forwards,
         which come from how many rows there are, or from state. Lanes have state of their own.
@@ -600,7 +600,7 @@ class _Look:
             self._moved = self._moved or other
 
     def sizes(self, inputs: Any) -> ComparedSizes:
-        """Return what comparisons of whole batches need; at first none has been made.
+        """Return the record for comparisons of full batches, at first without any comparison.
 
         Where forward does not know how many samples there are, it computes the same for any number.
         """
@@ -611,7 +611,7 @@ class _Look:
 
     @property
     def local(self) -> bool:
-        """Whether rows were normalised by themselves, in whatever way that was called."""
+        """Whether any call normalised rows separately."""
         return any(run.notes.local for run in self._runs)
 
     def _hidden(self, inputs: Any) -> bool:
@@ -620,7 +620,7 @@ class _Look:
         return _lists(inputs) or any(isinstance(part, ScriptModule) for part in parts)
 
     def doubt(self, why: str) -> None:
-        """Take in why it is not shown that samples stay apart."""
+        """Record why it is not shown that samples are separate."""
         self._doubts += (why,)
 
     def mixed(self, layout: Layout) -> frozenset[int]:
@@ -628,7 +628,7 @@ class _Look:
         return mixed_outputs(self._runs[0].outputs, layout)
 
     def verdict(self, layout: Layout) -> Verdict:
-        """Return what the forwards say."""
+        """Return the verdict of the forwards."""
         whole, *others = self._runs
         found = judge(whole, others[0] if others else None, layout)
         left = "" if self._repeated is None else in_outputs(self._repeated, layout)
@@ -705,7 +705,7 @@ def _parted(micro: MicroBatch, most: int, *, odd: bool) -> tuple[MicroBatch, Mic
 
 
 def _alone(inputs: Any, size: int, made_of: Any) -> MicroBatch:
-    """Return a micro-batch that shares no tensor with what it was `made_of`, without rows at least.
+    """Return a micro-batch with copies of the tensors that it shares with `made_of`.
 
     Rows that were joined or turned are copies already: copied again they would be there twice.
     """
@@ -733,7 +733,7 @@ def turned(inputs: Any, size: int) -> Any:
 
 
 def written(micro: MicroBatch) -> bool:
-    """Say whether forward wrote to its inputs: they are copies that nobody else has."""
+    """Return whether forward wrote to its inputs, which are its own copies."""
     tensors = [tensor for _, tensor in tree.tensors(micro.inputs)]
     return any(not tensor.is_inference() and tensor._version > 0 for tensor in tensors)
 
@@ -786,7 +786,7 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
 
 
 def _check_numbers(outputs: Any, fewer: Any) -> None:
-    """Refuse numbers that came from the number of rows: the whole batch has another."""
+    """Refuse numbers that came from the number of rows: the full batch has another."""
     for (path, a), (_, b) in zip(_numbers(outputs), _numbers(fewer), strict=False):
         if a != b:
             raise BatchError(
@@ -802,7 +802,7 @@ def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
 
 
 def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
-    """Return where outputs beside a loss hold samples, asking nothing of them."""
+    """Return where outputs next to a loss hold samples, without requirements on them."""
     a, b = ([t for _, t in tree.tensors(values)] for values in (outputs, fewer))
     if len(a) != len(b):
         return ()
@@ -844,7 +844,7 @@ def apart_rows(
 
 
 def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, apart: str) -> None:
-    """Say what the difference comes from: other rows, or another call."""
+    """Refuse the difference, and name its cause: other rows, or another call."""
     dice = Dice.now()
     with quietly(), torch.no_grad(), Guard(step):
         again = step.forward(part)

@@ -133,7 +133,7 @@ def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, floa
 
 
 def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
-    """Return the plain numbers in a person's modules, and those beside them.
+    """Return the plain numbers in a person's modules, and in closures and globals they use.
 
     Args:
         modules: paths and modules.
@@ -166,7 +166,7 @@ def _grew(before: Any, after: Any) -> bool:
 
 
 def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:
-    """Return the numbers and texts that a batch holds beside its rows.
+    """Return the numbers and texts of a batch that are not rows.
 
     Args:
         given: trees.
@@ -185,7 +185,7 @@ def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:
 
 
 class Outside:
-    """The places beside some modules that hold numbers.
+    """Places with numbers that some modules may read: closures, globals, attributes.
 
     Args:
         modules: of a model.
@@ -214,7 +214,7 @@ class Outside:
             self._follow(self._ahead.pop())
 
     def numbers(self) -> dict[Named, Any]:
-        """Return what the places hold now; of a list of other things nothing."""
+        """Return the present numbers in the places; places without any are omitted."""
         found = {named: read() for named, read in self._read.items()}
         return {named: value for named, value in found.items() if value is not None}
 
@@ -224,7 +224,7 @@ class Outside:
         return {named: float(one.item()) for named, one in held.items() if _single(one)}
 
     def _foreign(self, module: nn.Module) -> None:
-        """Note attributes that a person has given to a module of torch's own."""
+        """Record attributes that a person has set on a module of torch's own."""
         held, cls = vars(module), type(module)
         for name in held.keys() - Attributes.OWN - _named_in(cls):  # type: ignore[arg-type]
             self._place(held, cls.__name__, name, partial(held.get, name))
@@ -261,7 +261,7 @@ class Outside:
             self._ahead.append(call)
 
     def _code(self, given: FunctionType) -> None:
-        """Note what a function, and those inside it, name."""
+        """Record the places that are named by a function and by the functions inside it."""
         path, of_file = given.__name__, given.__globals__
         for name, cell in zip(given.__code__.co_freevars, given.__closure__ or (), strict=True):
             self._place(cell, path, name, partial(_content, cell))

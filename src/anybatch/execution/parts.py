@@ -27,7 +27,7 @@ Lap = int | None
 
 
 class Parts:
-    """Into what the forward of a micro-batch falls, in order; `len` is how many parts there are.
+    """Parts of the forward of a micro-batch, in order; `len` is their number.
 
     Args:
         step: its model is asked.
@@ -54,7 +54,7 @@ class Parts:
         return outputs
 
     def outputs(self, micro: MicroBatch, *, graph: bool) -> list[Any]:
-        """Run all parts without graphs, but for the last where `graph` is asked for."""
+        """Run all parts without graphs, except the last where `graph` is set."""
         found = []
         for at in range(len(self)):
             with torch.set_grad_enabled(graph and at + 1 == len(self)):
@@ -64,7 +64,7 @@ class Parts:
 
 
 def joined(outputs: list[Any]) -> Any:
-    """Return what the model returns, of the outputs of its parts or laps in order."""
+    """Return the model's outputs, joined from those of its parts or laps in order."""
     if len(outputs) == 1:
         return outputs[0]
     return {name: found for part in outputs for name, found in part.items()}
@@ -85,7 +85,7 @@ def laps(step: Step, *, whole: bool = False) -> list[Lap]:
 
 
 def feed(step: Step, lap: Lap) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a step on the device, with what a lap takes; targets come once."""
+    """Yield the micro-batches of a step on the device, with the inputs of a lap; targets once."""
     batch = step.batch
     if lap is None or not isinstance(batch, TensorBatch):
         return step.feed()

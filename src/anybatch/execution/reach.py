@@ -36,13 +36,13 @@ class LargerRowsError(AgainError):
 
 
 class Reach:
-    """The largest rows met so far, for each kind of tree that they come in."""
+    """The largest rows so far, for each signature (paths, dimensions and dtypes)."""
 
     def __init__(self) -> None:
         self._known: dict[Any, TensorBatch] = {}
 
     def rows(self, batch: LazyBatch) -> TensorBatch:
-        """Return a few rows as large as any that came; the first ones, where none have come.
+        """Return a few rows as large as any so far; the first ones, where there are none yet.
 
         The dice are put back.
         """

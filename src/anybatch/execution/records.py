@@ -1,4 +1,4 @@
-"""What a step was, and what the first of its kind found out."""
+"""Report of a step, and the findings of the first step of a signature."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from anybatch.execution.step import Layout
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last step was.
+    """Report of the last step: loss, sizes, time, peak and retries.
 
     Attributes:
         loss: of the whole batch, a detached 0-dim tensor.
@@ -48,7 +48,7 @@ class StepReport:
     batchnorm: str = "exact"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: what was held against what was foreseen, and the step."""
+        """Return the notebook view: the measured peak next to the forecast, and the step."""
         held, foreseen = self.peak_bytes, self.predicted_bytes
         named = {
             "loss": f"{float(self.loss):.6g}",
@@ -74,7 +74,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class SeenInLanes:
-    """What looks at a model have found out for lanes.
+    """Findings of inspections of a model for lanes.
 
     Attributes:
         slots: attributes and containers that every lane has of its own.
@@ -89,7 +89,7 @@ class SeenInLanes:
     current: bool = True
 
     def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> SeenInLanes:
-        """Return what is known after one more look."""
+        """Return the findings after one more inspection."""
         every = {id(slot): slot for slot in (*self.slots, *slots)}
         return SeenInLanes(
             tuple(every.values()), (*self.ways, way), singles=self.singles or singles
@@ -98,7 +98,7 @@ class SeenInLanes:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the first step of a signature found out, and later ones need not look for.
+    """Findings of the first step of a signature, which later steps reuse.
 
     A signature is the kinds of the tensors of a batch, without its size, and the training flags.
 

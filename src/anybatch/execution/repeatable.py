@@ -1,4 +1,4 @@
-"""What is kept of a step so that a micro-batch, or all of it, can be done again.
+"""State of a step that is stored for a retry of a micro-batch, or of all of it.
 
 A step moves more than gradients: buffers, the dice, what an observer has seen. When memory runs
 out, or a look was wrong, or another plan is needed, all that must be as it was before the next try.
@@ -40,7 +40,7 @@ is "fired" when hooks of parameters may have been."""
 
 
 class Moment(NamedTuple):
-    """What a micro-batch moves before its gradients, as it was when it began.
+    """Snapshot at the start of a micro-batch: RNG state and buffer statistics.
 
     Attributes:
         dice: None where steps of this kind draw nothing, so that nobody has to note them.
@@ -52,7 +52,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class Tries:
-    """What is kept of a step however often it begins again, under another plan perhaps.
+    """Record of a step that survives each new begin, under another plan perhaps.
 
     Attributes:
         rows: how many an observer has seen.
@@ -72,12 +72,12 @@ class SmallerPlanError(AgainError):
 
 
 class OutputsChangedError(Exception):
-    """The model computes something else than when it was looked at: look again."""
+    """The outputs are not those of the inspection: the model must be inspected again."""
 
 
 @dataclass(kw_only=True)
 class Repeatable(ABC):
-    """A mini-batch, its model and loss, and how far a try has come; `Step` has the way through.
+    """Mini-batch, model, loss and progress of a try; `Step` adds forward and backward.
 
     Attributes:
         micro_batch: N_mu, samples that are loaded at once.
@@ -129,12 +129,12 @@ class Repeatable(ABC):
 
     @cached_property
     def where(self) -> str:
-        """The type of that device, which is asked for at every micro-batch."""
+        """The type of that device, cached because every micro-batch reads it."""
         return self.device.type
 
     @abstractmethod
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
-        """Return `size` rows of outputs that hold `of`; what holds no samples as it is."""
+        """Return `size` rows of outputs that hold `of`; outputs without samples are unchanged."""
 
     def show(self, outputs: Any, micro: MicroBatch) -> None:
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
@@ -163,7 +163,7 @@ class Repeatable(ABC):
         return Moment(None if self.still else self.dice, statistics)
 
     def drew(self) -> bool:
-        """Say whether something was drawn since the dice were noted last."""
+        """Return whether something was drawn since the RNG state was recorded last."""
         return self.dice is None or not Dice.now().same_as(self.dice)
 
     def drew_any(self) -> bool:
@@ -172,18 +172,18 @@ class Repeatable(ABC):
         return not Dice.now().same_as(self.start)
 
     def put_back(self, dice: Dice) -> None:
-        """Make `dice` the present ones."""
+        """Restore an RNG state, and record it as the present one."""
         dice.put_back()
         self.dice = dice
 
     def begin_again(self) -> None:
-        """Put the dice back where the step began, and restart."""
+        """Restore the RNG state of the step's start, and restart."""
         assert self.start is not None
         self.put_back(self.start)
         self.restart()
 
     def go_back(self, moment: Moment, failure: Exception) -> None:
-        """Undo what a micro-batch did until memory ran out, for another try in smaller parts.
+        """Undo a micro-batch that ran out of memory, for a retry in smaller parts.
 
         Raises:
             Exception: `failure`, where parts are no help or the sums cannot be undone.
@@ -212,7 +212,7 @@ class Repeatable(ABC):
         return min(self.limit, self.batch.size) > 1 and self.phase not in ("shown", "fired")
 
     def shrink(self, failure: Exception) -> None:
-        """Halve what is computed at once, because of `failure`, and free what that holds."""
+        """Halve the samples that are computed at once, after `failure`, and free its memory."""
         forget(failure, outside=sys.exception())
         self.failure = failure
         self.retries += 1

@@ -1,4 +1,4 @@
-"""Memory ran out inside a step: again, smaller, and only what has to be done again.
+"""Retry inside a step that ran out of memory: smaller, and only of work to be repeated.
 
 Finders of a batch size catch the error around a whole training and start that over; a loop that
 catches it around one micro-batch has half a gradient in ``.grad``, moved buffers and dice, and the

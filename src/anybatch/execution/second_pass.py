@@ -75,7 +75,7 @@ class Backwards:
         self._early = first.flat[-1]
 
     def second_pass(self) -> None:
-        """Run the micro-batches again, but for what is done."""
+        """Run the micro-batches again, except those that are done."""
         for run in self._first.runs:
             self._run, self._begin = run, 0
             self._sizes = dict(zip(accumulate(run.flat, initial=0), run.flat, strict=False))
@@ -210,7 +210,7 @@ def shares(
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
-    """Compare the outputs of both passes up to rounding: other dice differ by far more."""
+    """Compare the outputs of both passes up to rounding; other draws differ by far more."""
     if torch.equal(now, before):
         return True
     if not now.is_floating_point() or now.shape != before.shape:

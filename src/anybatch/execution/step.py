@@ -43,14 +43,14 @@ from anybatch.memory.fakes import is_fake
 
 
 class Scaler(Protocol):
-    """What of ``torch.amp.GradScaler`` a step needs."""
+    """The part of ``torch.amp.GradScaler`` that a step needs."""
 
     def scale(self, outputs: Tensor) -> Tensor:
         """Return the tensor times the present scale."""
 
 
 class Away(Protocol):
-    """Lets what autograd saves in a micro-batch leave the device."""
+    """Interface that offloads the saved tensors of a micro-batch."""
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of `size` samples; the `first` finds no sums yet."""
@@ -99,7 +99,7 @@ CHANGES = "forward builds another graph from step to step"
 
 @dataclass(kw_only=True)
 class Step(Repeatable):
-    """A mini-batch on its way through the model; what it is made of, `Repeatable` has.
+    """A mini-batch in its pass through the model; `Repeatable` has its data and progress.
 
     Attributes:
         layout: where the outputs hold the samples; None until somebody has looked.
@@ -183,7 +183,7 @@ class Step(Repeatable):
 
     @property
     def reads(self) -> bool:
-        """Whether Python reads numbers of tensors, as far as somebody has looked."""
+        """Whether Python reads numbers of tensors, as far as inspections show."""
         return self.sizes is not None and (self.sizes.reads or bool(self.sizes.values))
 
     def restart(self) -> None:
@@ -194,7 +194,7 @@ class Step(Repeatable):
             self.calls.restart()
 
     def totals(self, outputs: Any, micro: MicroBatch) -> list[Total] | None:
-        """Return the terms of the whole batch's loss; None where it couples samples.
+        """Return the terms of the full batch's loss; None where it couples samples.
 
         A loss that changes state of its own is taken so, too: it is called once.
 
@@ -227,13 +227,13 @@ class Step(Repeatable):
         return found
 
     def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """Return the loss of the whole batch, from all outputs."""
+        """Return the loss of the full batch, from all outputs."""
         if self.calls is None:
             return self.loss.whole(outputs, micro)
         return self.calls.called(partial(self.loss.whole, outputs, micro))
 
     def compare(self, outputs: Any, micro: MicroBatch, *, alone: bool = False) -> None:
-        """Compare a loss that a person wrote with itself; `alone`: the step calls it once only."""
+        """Compare a loss that a person wrote with itself; the flag: the step calls it once only."""
         if self.calls is not None and self.loss.takes_outputs:
             trains = self.gradients is not None
             if self.budgeted:  # two calls more of all rows were not foreseen
@@ -269,11 +269,11 @@ class Step(Repeatable):
         return feed(self.watch(loaded), self.link, moved=moved)
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """Return what a micro-batch is computed in, so that it draws as it should."""
+        """Return the context in which a micro-batch is computed, for its full-batch draws."""
         return nullcontext() if self.draws is None else self.draws
 
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
-        """Return what is known of the whole batch after its first forward."""
+        """Return the `Scope` of the loss: the facts on the full batch after its first forward."""
         whole = self.batch if isinstance(self.batch, TensorBatch) else None
         layout = self.layout or ()
         self.check_structure(outputs)
@@ -337,7 +337,7 @@ class Step(Repeatable):
         return outputs
 
     def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
-        """Call the model, with the dice of the whole batch where it has some."""
+        """Call the model, with full-batch draws where `draws` is not None."""
         if micro.size == 1:
             one_row()
         forward = partial(call_model, self.model, micro.inputs)
@@ -363,7 +363,7 @@ class Step(Repeatable):
         return outputs
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
-        """Return forward and backward of a micro-batch with its saved tensors away, if they go."""
+        """Return forward and backward of a micro-batch; offload saved tensors where planned."""
         away, gradients = self.away, self.gradients
         if away is None or gradients is None:
             return work
@@ -390,7 +390,7 @@ class Step(Repeatable):
     def pull(
         self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
     ) -> int:
-        """Accumulate what flows back from `gradients` of `roots`; return how many do.
+        """Accumulate gradients of leaves from those of `roots`; return how many roots have a graph.
 
         Roots without a graph are left out. Where `into` is given, no other leaf gets anything.
         """
@@ -443,19 +443,19 @@ class Step(Repeatable):
 
     @property
     def hung(self) -> set[Hung]:
-        """Attributes of its batch and outputs that their rows lack, as far as they are seen."""
+        """Attributes of its batch and outputs that their rows lack, as far as observed."""
         if isinstance(self.batch, TensorBatch | LazyBatch):
             return self.hanging | self.batch.hanging
         return self.hanging
 
     def doubt_batch(self) -> None:
-        """Take in what its batch has shown as it was loaded."""
+        """Add the doubts about its batch that loading has shown."""
         found = self.batch.doubts if isinstance(self.batch, LazyBatch) else ()
         found += doubts_of(self.hung)
         self.doubts += tuple(doubt for doubt in found if doubt not in self.doubts)
 
     def collect(self) -> None:
-        """Take what has flowed back from a micro-batch into the sum."""
+        """Add the gradients of a micro-batch to the sum."""
         assert self.gradients is not None
         self._collected += 1
         if self._collected > self.coupled:  # what they held may be large
@@ -477,7 +477,7 @@ class Step(Repeatable):
     def sending(
         self, micro: MicroBatch, factor: Callable[[], float | Tensor]
     ) -> AbstractContextManager[None]:
-        """Return what a backward runs in; the last one sends to other ranks what it completes.
+        """Return the context of a backward; the last one sends completed sums to other ranks.
 
         Args:
             micro: whose backward it is.
@@ -497,13 +497,13 @@ class Step(Repeatable):
             self.gradients.finish(factor, shared)
 
     def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
-        """Return the sums over all ranks; what belongs to the rows of this one stays."""
+        """Return the sums over all ranks; the sums of `private` leaves are not reduced."""
         every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
         totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
     def fire_hooks(self) -> None:
-        """Fire the hooks of the leaves, once: whatever fails from here on is not done again.
+        """Fire the hooks of the leaves, once: a failure from here on is not retried.
 
         Raises:
             NotExactError: one draws random numbers, and there are several ranks.
@@ -523,7 +523,7 @@ class Step(Repeatable):
             )
 
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
-        """Return `size` rows of outputs that hold `of`; what holds no samples as it is.
+        """Return `size` rows of outputs that hold `of`; outputs without samples are unchanged.
 
         Outputs beside a loss have no layout: there the first dimension decides.
         """
@@ -543,7 +543,7 @@ class Step(Repeatable):
 
 
 def copied(micro: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with copies of its inputs, which nobody else holds."""
+    """Return the micro-batch with its own copies of its inputs."""
     inputs = tree.map_tensors(lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs)
     return replace(micro, inputs=inputs)
 

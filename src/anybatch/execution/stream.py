@@ -1,4 +1,4 @@
-"""Micro-Batch Streaming, with the gradient of the whole batch (MBS, Algorithm 1, made exact).
+"""Micro-Batch Streaming, with the gradient of the full batch (MBS, Algorithm 1, made exact).
 
 The paper divides each micro-batch's loss by the number of micro-batches. Here line 11 divides each
 numerator by the denominator of the whole batch, which is counted before the first backward; where
@@ -60,7 +60,7 @@ def stream(step: Step) -> Tensor | None:
 
 
 class Streaming:
-    """Lines 9 to 12, and what they leave behind for the next micro-batch."""
+    """Lines 9 to 12, with the state that is stored for the next micro-batch."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -100,14 +100,14 @@ class Streaming:
             normalization(step, None)
 
     def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
-        """Find what the loss of the whole batch is divided by, from its first outputs."""
+        """Find the denominator of the full batch's loss, from its first outputs."""
         totals = self.step.totals(outputs, micro)
         self.normalize = normalization(self.step, totals)
         return self.normalize
 
 
 def normalization(step: Step, totals: list[Total] | None) -> Normalization:
-    """Return what the loss over all ranks is divided by.
+    """Return the denominators of the loss over all ranks, as a `Normalization`.
 
     Args:
         step: the step.
@@ -125,7 +125,7 @@ def normalization(step: Step, totals: list[Total] | None) -> Normalization:
 
 
 class Normalization:
-    """Line 11: what a numerator is multiplied by, and what the sum still lacks at the end.
+    """Line 11: the weight of each numerator, and the factor that the sum lacks at the end.
 
     The multiplication is left to backward, which starts from the weight instead of 1. Where the
     terms come in half precision the weights are powers of two, which rounds nothing; 1/D itself,
@@ -161,7 +161,7 @@ class Normalization:
         self._denominator: Number = 0
 
     def __call__(self, parts: list[Part], n: int) -> list[Tensor]:
-        """Return the weight of each numerator, whose value waits for `count`.
+        """Return the weight of each numerator; the numerators' values are stored until `count`.
 
         Args:
             parts: a micro-batch's numerators, one for each of `totals`.
@@ -182,14 +182,14 @@ class Normalization:
         return self._weights
 
     def count(self) -> None:
-        """Count the micro-batch whose weights were asked for last: it is done."""
+        """Count the micro-batch of the last requested weights: it is done."""
         counted = self._counted + self._denominator
         for total, value in zip(self._sums, self._values, strict=True):
             total.add_(value)
         self._counted = counted
 
     def correction(self) -> float | Tensor:
-        """Return what the delivered sum must be multiplied by; 1.0 in the plain case."""
+        """Return the factor that the delivered sum lacks; 1.0 in the plain case."""
         if not self._late:
             return self._lacks
         if self._all is None:
@@ -197,7 +197,7 @@ class Normalization:
         return self._lacks * _ratio(self._estimate, self._all)
 
     def loss(self) -> Tensor:
-        """Return the loss of the whole batch."""
+        """Return the loss of the full batch."""
         correction = self.correction()
         if not self._sums:  # a rank without samples
             return self._everyone.loss(self._nothing, self._nothing.dtype)
@@ -237,7 +237,7 @@ class Normalization:
 
 
 def _number(value: Number | None) -> Number:
-    """Return a host number for what has one; what lies on a device, or is fake, stays there."""
+    """Return a host number; of a value on a device, or of a fake, a tensor."""
     assert value is not None
     if isinstance(value, Tensor):
         here = accelerator.of(value.device).host and not is_fake(value)

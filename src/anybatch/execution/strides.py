@@ -36,7 +36,7 @@ NAMES = ("native_batch_norm_backward", "batch_norm_backward")
 
 
 def standard(x: Tensor) -> Tensor:
-    """Return a view whose dimensions of size 1 have the strides of a new tensor of its format."""
+    """Return a view with the strides of a new tensor of its format in dimensions of size 1."""
     shape, other = x.shape, FORMATS.get(x.dim())
     if other is None or 1 not in shape or x.is_contiguous():
         return x
@@ -49,7 +49,7 @@ def standard(x: Tensor) -> Tensor:
 
 
 class _Kernels:
-    """Knows the steps that run, and keeps what stands in the place of torch's kernels."""
+    """Registry of the running steps, and of the replacements of torch's kernels."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # an interrupt may come before its end is heard

@@ -22,7 +22,7 @@ from anybatch.loss.contrastive import Contrastive
 
 
 class Taken(NamedTuple):
-    """A loss that was taken.
+    """Loss of all outputs at once, with the gradients of these outputs.
 
     Attributes:
         loss: of the whole batch, detached.
@@ -36,14 +36,14 @@ class Taken(NamedTuple):
 
 
 def value_of_all(step: Step, rows: Rows) -> Tensor:
-    """Return the loss of the whole batch without a gradient; a rank without samples joins in."""
+    """Return the loss of the full batch without a gradient; a rank without samples joins in."""
     if isinstance(step.loss, Contrastive):
         return _of_rows(step, step.loss, rows, _here(step, rows)).detach()
     return step.whole(rows.outputs, _whole(rows)).detach()
 
 
 def loss_of_all(step: Step, rows: Rows) -> Taken:
-    """Return the loss of the whole batch, and the gradients of the outputs.
+    """Return the loss of the full batch, and the gradients of the outputs.
 
     Args:
         step: the step.
@@ -89,7 +89,7 @@ def loss_of_all(step: Step, rows: Rows) -> Taken:
 
 
 def _of_copies(step: Step, outputs: Any, micro: MicroBatch) -> Tensor:
-    """Return the loss of outputs of which nobody knows how they were made.
+    """Return the loss of copies of the outputs, without the graphs that made them.
 
     Raises:
         LossError: the loss differentiates one by another.
@@ -120,7 +120,7 @@ def _here(step: Step, rows: Rows) -> Any:
 
 
 def _of_rows(step: Step, loss: Contrastive, rows: Rows, own: Any) -> Tensor:
-    """Return a contrastive loss, of which the gradient of `own` is known."""
+    """Return a contrastive loss that is differentiable in `own`, the rows of this rank."""
     everyone = step.everyone
     if not everyone.several:
         return loss.whole(own, _whole(rows))

@@ -1,4 +1,4 @@
-"""The whole batch at once: where it is no larger than a micro-batch, nothing is divided.
+"""The undivided mechanism: the full batch at once, where it is no larger than a micro-batch.
 
 The loss is called as the person wrote it, so the step is bit for bit what torch would do alone.
 """

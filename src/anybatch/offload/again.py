@@ -1,4 +1,4 @@
-"""A recorded step in which some storages are made again instead of kept or moved.
+"""Recorded step in which some storages are recomputed instead of resident or offloaded.
 
     storage r   ═══ saved ╸ dropped                      ╺ made again ═══ asked for ... dies
     its source  ═══ saved ═══ kept or moved, as is planned ═══ used ═══ asked for ... dies
@@ -51,7 +51,7 @@ def remade(recording: Recording, chosen: Collection[int]) -> Again:
 
 
 class _Rewriting:
-    """The functions so far, and what stands for which storage now."""
+    """Functions of the rewritten step so far, and the variable that now holds each storage."""
 
     def __init__(self, recording: Recording, chosen: frozenset[int]) -> None:
         self.recording, self.chosen = recording, chosen
@@ -74,7 +74,7 @@ class _Rewriting:
         return Again(trace, self.made, of)
 
     def make(self, k: int, i: int) -> None:
-        """Make a storage again before interval `i`, and before it what it is made from."""
+        """Recompute storage `k` before interval `i`, and its sources before it."""
         if k in self.now:
             return
         recording = self.recording
@@ -106,7 +106,7 @@ class _Rewriting:
 def choices(
     recording: Recording, link: Link, moved: Collection[int] = ()
 ) -> Iterator[frozenset[int]]:
-    """Yield what might be made again: of what would move, or the cheapest and more of them.
+    """Yield sets of storages to recompute: those that would be offloaded, or the cheapest.
 
     Args:
         recording: the step.
@@ -127,7 +127,7 @@ def choices(
 
 
 def _together(recording: Recording, link: Link) -> list[int]:
-    """Return what may be made again in one step, the fewest seconds for its bytes first."""
+    """Return the storages that may be recomputed in one step, the fewest seconds per byte first."""
     sizes, remakes = recording.sizes, recording.remakes
     asked = {cut.number: i for i, cut in reversed(list(enumerate(recording.cuts))) if not cut.saves}
     travel = 1 / link.out + 1 / link.back

@@ -1,4 +1,4 @@
-"""Belady + fit: where a function does not fit, the variable whose next use is furthest away leaves.
+"""Belady + fit: eviction of the variable with the furthest next use where a function does not fit.
 
 That is optimal where all pages have one size and one comes at a time (Belady 1966). Here sizes
 differ, and the walk gives up too much: a small variable leaves, and soon after a large one that
@@ -35,7 +35,7 @@ def belady(trace: Trace, budget: int) -> Schedule:
 
 
 def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
-    """Return the gaps in which Belady's rule lets variables be away.
+    """Return the gaps in which Belady's rule offloads variables.
 
     Raises:
         BudgetError: one function alone needs more.
@@ -50,7 +50,7 @@ def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
 
 
 class _Walk:
-    """What is here, and the gaps so far."""
+    """Walk over the functions of a trace: resident variables, and the gaps so far."""
 
     def __init__(self, trace: Trace, budget: int) -> None:
         self.trace, self.budget = trace, budget
@@ -67,7 +67,7 @@ class _Walk:
         self.last |= dict.fromkeys(needed, i)
 
     def make_room(self, i: int, needed: set[int]) -> None:
-        """Let what is used furthest from now leave, until the rest fits."""
+        """Evict the variables with the furthest next use until the others fit in the budget."""
         variables = self.trace.variables
         free = [v for v in self.last if v not in needed and not variables[v].stays]
         free.sort(key=lambda v: (self.trace.next_use(v, i), variables[v].size))
@@ -79,7 +79,7 @@ class _Walk:
             self.held -= variables[v].size
 
     def dead(self, i: int) -> None:
-        """Forget what nobody uses after function `i`."""
+        """Remove the variables that no function uses after function `i`."""
         for v in self.trace.dies[i]:
             del self.last[v]
             self.held -= self.trace.size(v)

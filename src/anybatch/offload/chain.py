@@ -1,4 +1,4 @@
-"""A step of micro-batches whose saved tensors leave, as it passes: their courses one after another.
+"""Timeline of a step of micro-batches that offload saved tensors: their courses in sequence.
 
     bytes     there │ mu_0's course │ there │ mu_1's course │ there │ mu_2's course │ the rest
     seconds          ──────────────> ──────────────────────> ──────────────────────>

@@ -1,4 +1,4 @@
-"""How a step that was recorded goes from now on: what leaves and returns at which cut.
+"""Course, the plan of a recorded step: storages evicted and prefetched at each cut.
 
     recording ──> trace ──> default policy ──> stages ──> followed cut by cut
                   │          does not fit ──> everything leaves at once and returns on demand
@@ -24,7 +24,7 @@ from anybatch.offload.simulate import simulate
 
 @dataclass(frozen=True)
 class Course:
-    """What is done at the cuts of a recorded step.
+    """Plan of the storages evicted, prefetched and recomputed at the cuts of a recorded step.
 
     Attributes:
         recording: the step.
@@ -51,7 +51,7 @@ class Course:
 
     @cached_property
     def dropped(self) -> frozenset[int]:
-        """Return the storages that are not kept, but made again."""
+        """Return the storages that are recomputed instead of stored."""
         return frozenset(k for made in self.step.made.values() for k in made)
 
     @property
@@ -61,7 +61,7 @@ class Course:
 
     @property
     def stall(self) -> float:
-        """Return the seconds in which copies are awaited, beside what is computed once or again."""
+        """Return the seconds in which the step only waits for copies, beyond its computation."""
         return max(0.0, self.seconds - self.step.trace.seconds)
 
 
@@ -108,7 +108,7 @@ def _planned(recording: Recording, step: Again, memory: int, there: int, link: L
 
 
 def wanted(schedule: Schedule) -> Schedule:
-    """Return a schedule without copies of what never gives up its bytes for them.
+    """Return a schedule without the copies of variables that no later stage frees.
 
     The window rule copies whatever it passes. What dies while it is copied would keep its bytes
     until that has ended, which no schedule counts.
@@ -121,7 +121,7 @@ def wanted(schedule: Schedule) -> Schedule:
 
 
 def too_little(needed: int, given: int) -> BudgetError:
-    """Return the error that says what the step holds with all away that hooks can move."""
+    """Return the error for a step that does not fit with all movable storages offloaded."""
     return BudgetError(
         f"a step must fit in memory, and with all that autograd saves away it holds "
         f"{show_bytes(needed)} (weights, gradients, and what its kernels work with), and "

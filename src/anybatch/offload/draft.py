@@ -1,4 +1,4 @@
-"""A schedule under way: what is here, what is leaving, and the stages so far.
+"""Schedule under construction: resident variables, evictions in progress, and stages so far.
 
 Policies that go through the functions one by one say `bring` and `leave`; a draft counts bytes, and
 where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b). What
@@ -41,7 +41,7 @@ class Draft:
         self._stages: list[Stage] = []
 
     def bring(self, variables: Iterable[int]) -> None:
-        """Have variables here at this stage; those that were leaving stay."""
+        """Make variables resident at this stage, and cancel their evictions in progress."""
         wanted = list(dict.fromkeys(variables))
         for v in wanted:
             self.leaving.pop(v, None)
@@ -65,7 +65,7 @@ class Draft:
         self._close()
 
     def leave(self, variables: Iterable[int]) -> None:
-        """Begin copies after the function that has just run; those that never leave are skipped."""
+        """Begin copies after the latest function; skip variables that are never evicted."""
         outs = []
         for v in dict.fromkeys(variables):
             if v in self.here and v not in self.leaving and not self.trace.variables[v].stays:
@@ -77,12 +77,12 @@ class Draft:
         self._stages[-1] = Stage(last.frees, last.ins, last.outs + tuple(outs))
 
     def await_all(self) -> None:
-        """Free at this stage whatever is leaving."""
+        """Free at this stage all variables that are being evicted."""
         for v in list(self.leaving):
             self._free(v)
 
     def schedule(self, policy: str) -> Schedule:
-        """Have what must be there at the end, and nothing of the host's; return the schedule."""
+        """Evict the host's variables, bring in those needed at the end; return the schedule."""
         self.leave(v for v in self.trace.hosted if v in self.here)
         for v in [v for v in self.trace.hosted if v in self.leaving]:
             self._free(v)
@@ -110,7 +110,7 @@ class Draft:
 
 
 def too_small(trace: Trace, budget: int) -> BudgetError:
-    """Return what is raised where a function alone does not fit."""
+    """Return the error for one function that does not fit in the budget by itself."""
     return BudgetError(
         f"a step needs {show_bytes(trace.floor)} on the device even if everything else is away, "
         f"and it was given {show_bytes(budget)}: give it as much, or make the micro-batch smaller",
@@ -120,7 +120,7 @@ def too_small(trace: Trace, budget: int) -> BudgetError:
 
 
 def short_of_room(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
-    """Return what is raised where a policy lets too little leave, if a better one might do it."""
+    """Return the error for a policy that evicts too few bytes where another may suffice."""
     if trace.floor > budget:
         return too_small(trace, budget)
     return BudgetError(

@@ -1,4 +1,4 @@
-"""What hides its travel at both ends leaves: before memory runs short, and after.
+"""Policy that evicts variables with both copies hidden: before memory is short, and after.
 
 Of a long time without use, little may be of use to a copy. It has to have ended before memory runs
 short, and what returns finds no room until that is over:
@@ -27,7 +27,7 @@ from anybatch.offload.trace import Trace
 
 
 def ends(trace: Trace, budget: int) -> Schedule:
-    """Plan a step within a budget: what hides its travel at both ends leaves.
+    """Plan a step within a budget by evicting the variables with both copies best hidden.
 
     Args:
         trace: the step, with seconds; only their ratios count.

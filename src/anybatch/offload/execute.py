@@ -35,7 +35,7 @@ from anybatch.offload.weights import is_weight, may_move
 
 
 class Step:
-    """What the hooks of one step do.
+    """State and actions of the saved-tensor hooks of one step.
 
     Args:
         mover: moves storages.
@@ -86,7 +86,7 @@ class Step:
             return packed
 
     def unpack(self, packed: Handle | Stays) -> Tensor:
-        """Return what autograd asks for."""
+        """Return the saved tensor that autograd requests."""
         if isinstance(packed, Stays):
             return packed.unpack()
         packed.check()
@@ -105,7 +105,7 @@ class Step:
             return packed.tensor(storage)
 
     def end(self) -> None:
-        """The step is over; what autograd still holds can still be asked for."""
+        """End the step; saved tensors that autograd still holds can still be requested."""
         with self._lock:
             self._over, self._watch = True, None
             self._recipes.clear()
@@ -115,7 +115,7 @@ class Step:
             self.course = None
 
     def fail(self) -> None:
-        """The step has failed; what autograd holds is gone."""
+        """Mark the step as failed, and drop the saved tensors that autograd holds."""
         self._over = self._failed = True
         self._watch = self.course = None
         self._recipes.clear()
@@ -132,7 +132,7 @@ class Step:
             saved.out = saved.back = None
 
     def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
-        """Return what is known of a storage, if no write to it has been counted since."""
+        """Return the record of a storage if no write to it has been counted since; else None."""
         place = storage._cdata
         found = self._places.get(place)
         saved = None if found is None else found()
@@ -156,7 +156,7 @@ class Step:
         return self.course.recording.cuts[self._at] == cut
 
     def _cut(self, cut: Cut) -> None:
-        """Do what is due at a cut."""
+        """Run the actions of the course at a cut, or record the cut."""
         if self._watch is not None:
             self._watch.cut(cut)
             return
@@ -199,7 +199,7 @@ class Step:
                 yield saved
 
     def _take(self, tensor: Tensor, storage: Any, saved: Saved | None) -> Handle:
-        """Return a handle on a tensor that may leave."""
+        """Return a handle on a tensor that may be offloaded."""
         if saved is None:
             saved = Saved(len(self._saved), self._mover.key(), tensor, self._mover.ended)
             self._saved.append(weakref.ref(saved))
@@ -221,7 +221,7 @@ class Step:
         return handle
 
     def _join(self, saved: Saved, tensor: Tensor, storage: Any) -> None:
-        """Take in another count of writes: what was written under it is in no copy yet."""
+        """Record another count of writes to a storage, and renew its copy, which lacks them."""
         saved.counts.append((probe(tensor), tensor._version))
         if saved.recipe is None:
             self._mover.renew(saved, storage)
@@ -270,14 +270,14 @@ class Step:
             saved.recipe = None
 
     def _follow(self, saved: Saved) -> Any:
-        """Return what a recipe makes."""
+        """Return the storage that a recipe recomputes."""
         if self._failed:
             raise gone()
         self.remade += saved.size
         return saved.recipe.storage(self._present)
 
     def _present(self, source: Saved) -> Any:
-        """Return a storage that something is made from; off course nobody keeps it."""
+        """Return a source storage of a recipe; if it is not resident, fetch or recompute it."""
         self._mover.arrived(source)
         storage = source.here()
         if storage is None:
@@ -286,7 +286,7 @@ class Step:
         return storage
 
     def _try(self, saved: Saved, watch: Watch) -> None:
-        """Follow the recipe of a storage, and see whether it gives what has left, bit for bit."""
+        """Check whether the recipe of an offloaded storage reproduces it bit for bit."""
         recipe = self._recipes.pop(saved.number, None)
         if recipe is None or saved.here() is not None or not recipe.good():
             return
@@ -314,12 +314,12 @@ class Step:
         return saved.number < len(self._saved) and self._saved[saved.number]() is saved
 
     def _on_demand(self, saved: Saved) -> bool:
-        """Say whether a storage leaves at once and returns when it is asked for."""
+        """Return whether a storage is evicted at once and fetched on request."""
         course = self.course
         return course is None or course.stages is None or saved.number in course.recording.loose
 
     def _leave_course(self) -> None:
-        """Let everything leave; nobody knows what comes next."""
+        """Drop the course of the step, and evict all resident storages."""
         self.course, self.missed = None, True
         for saved in self._living():
             if saved.storage is not None:
@@ -331,7 +331,7 @@ class Step:
 
 
 def _require_counted() -> None:
-    """Require that no node asks for what was written after it was saved, where nobody watched."""
+    """Refuse a node that needs a saved tensor with uncounted writes, in a step without a watch."""
     node: Any = torch._C._current_autograd_node()
     if node is not None and name_of(node).startswith("RreluWithNoise") and node._saved_training:
         raise uncounted("aten.rrelu_with_noise")

@@ -1,4 +1,4 @@
-"""When what leaves is awaited and returns: as late and as early as bytes allow.
+"""Fit of gaps to a budget: latest wait for each eviction, earliest begin of each prefetch.
 
 No clock is asked, so there is nothing to tune, and a schedule holds what it holds on any machine.
 
@@ -51,7 +51,7 @@ def fitted(trace: Trace, budget: int, gaps: Iterable[Gap], order: Order) -> list
 
 
 def _needed(trace: Trace, gaps: list[Gap], room: Room, order: Order) -> list[Gap]:
-    """Drop gaps without which everything fits; `room` is what is left beside them."""
+    """Remove the gaps without which all variables fit, and deduct their bytes from the capacity."""
     left = []
     for gap in sorted(gaps, key=lambda gap: (order(gap), gap.v, gap.next)):
         size, away = trace.size(gap.v), room[gap.freed : gap.next]
@@ -63,7 +63,7 @@ def _needed(trace: Trace, gaps: list[Gap], room: Room, order: Order) -> list[Gap
 
 
 def _freed_late(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
-    """Await every copy as late as there is room until then; `room` is what is left."""
+    """Await every eviction as late as the capacity permits, and deduct the bytes used."""
     found = []
     for gap in sorted(gaps, key=lambda gap: (gap.last, gap.next), reverse=True):
         size, freed = trace.size(gap.v), gap.freed
@@ -76,7 +76,7 @@ def _freed_late(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
 
 
 def _back_early(trace: Trace, gaps: list[Gap], room: Room) -> list[Gap]:
-    """Begin every return as early as there is room from there to its use."""
+    """Begin every prefetch as early as the capacity permits until its use."""
     found = []
     for gap in sorted(gaps, key=lambda gap: gap.next):
         size, back = trace.size(gap.v), gap.next

@@ -1,4 +1,4 @@
-"""Times in which a variable is not used, and may be away.
+"""Gaps between uses of a variable, in which it may be offloaded.
 
            last use     bytes given up          return begins      next use
     v  ────────p═══════════freed ─ ─ ─ ─ ─ ─ ─ ─ ─back══════════════q──────
@@ -22,7 +22,7 @@ from anybatch.offload.trace import Trace
 
 @dataclass(frozen=True)
 class Gap:
-    """A time between two uses of a variable, and when it is away in it.
+    """Gap between two uses of a variable, with the stages of its eviction and prefetch.
 
     Attributes:
         v: the variable.
@@ -48,7 +48,7 @@ class Gap:
 
 
 def given_gaps(trace: Trace) -> list[Gap]:
-    """Return the times before and after all uses of what begins and ends on the host."""
+    """Return the gaps before and after all uses of variables that begin and end on the host."""
     found = []
     for v in trace.hosted:
         first, last, end = trace.uses[v][0], trace.uses[v][-1], len(trace.functions) + 1
@@ -58,7 +58,7 @@ def given_gaps(trace: Trace) -> list[Gap]:
 
 
 def all_gaps(trace: Trace) -> list[Gap]:
-    """Return every time in which a variable that may leave is not used."""
+    """Return every gap between uses of the variables that may be offloaded."""
     found = given_gaps(trace)
     for v, variable in enumerate(trace.variables):
         if variable.stays or (variable.before and not trace.uses[v] and not variable.after):
@@ -71,7 +71,7 @@ def all_gaps(trace: Trace) -> list[Gap]:
 
 
 def as_schedule(policy: str, trace: Trace, budget: int, gaps: Iterable[Gap]) -> Schedule:
-    """Return the schedule in which variables are away in these gaps and nowhere else."""
+    """Return the schedule that offloads variables in these gaps and in no others."""
     count = len(trace.functions) + 1
     frees: list[list[int]] = [[] for _ in range(count)]
     ins: list[list[int]] = [[] for _ in range(count)]

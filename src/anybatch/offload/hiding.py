@@ -1,4 +1,4 @@
-"""What hides its travel best leaves: the most seconds between two uses for its bytes.
+"""Policy that evicts variables with the best hidden copies: most seconds between uses per byte.
 
 A copy and a return cost time only where they take longer than what is computed meanwhile. So of all
 times in which variables are not used, those with the fewest seconds a byte are spent on the device,
@@ -23,7 +23,7 @@ from anybatch.offload.trace import Trace
 
 
 def hiding(trace: Trace, budget: int) -> Schedule:
-    """Plan a step within a budget: what hides its travel best leaves.
+    """Plan a step within a budget by evicting the variables with the best hidden copies.
 
     Args:
         trace: the step, with seconds; only their ratios count.

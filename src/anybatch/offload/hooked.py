@@ -1,4 +1,4 @@
-"""A step under its hooks, and what becomes of it where it fails or is interrupted.
+"""Step under its hooks, and its cleanup after a failure or an interrupt.
 
 Whatever ends the body, hooks and modes are gone and threads have ended afterwards. What a failed
 step has sent away is lost, for nobody can ask for it any more.
@@ -63,7 +63,7 @@ class Hooked:
             raise
 
     def give_up(self) -> None:
-        """Leave the hooks, and give up all that has left; once more does no harm."""
+        """Remove the hooks, and drop all offloaded tensors; another call does no harm."""
         self._leave()
         self._step.fail()
         self._mover.close()

@@ -1,4 +1,4 @@
-"""Micro-batches one after another, each with its saved tensors away as far as its room asks for it.
+"""Micro-batches in sequence, each with saved tensors offloaded as far as its budget requires.
 
 `anybatch.offload` knows one step and a budget for all that is there. Here the ledger has counted
 what is there beside a micro-batch, so a micro-batch has room for what it makes itself; and there
@@ -53,7 +53,7 @@ class Keeping:
         self.moved = self.remade = self.recorded = 0
 
     def close(self) -> None:
-        """Give up the file or the host memory that is kept from step to step."""
+        """Release the file or the host memory that is reused from step to step."""
         self._mover.close()
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
@@ -84,6 +84,6 @@ class Keeping:
 
 
 def alone(watch: Watch) -> Recording:
-    """Return what was recorded, without what was there before."""
+    """Return the recording of a micro-batch without the bytes that were resident before it."""
     recording = watch.recording()
     return replace(recording, outside=0, peak=recording.peak - recording.outside)

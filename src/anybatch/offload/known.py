@@ -1,4 +1,4 @@
-"""What recorded steps do from now on: those of one kind, by what autograd saves first in them.
+"""Recorded steps, found by their first cuts, and the course of each within a memory.
 
 A step does what was recorded, or it does not, and then it is recorded again: more often in a row
 the more often that happens, for shapes may change from step to step. What a step does is planned
@@ -29,7 +29,7 @@ KEPT = 16
 
 
 class Known:
-    """The recorded steps of one kind.
+    """Recorded steps by first cut, and the number of steps to record before the next plan.
 
     Attributes:
         to_record: steps that are recorded before one is planned again.
@@ -84,7 +84,7 @@ class Recorded:
         return max(0, (there or sum(map(gradient_bytes, leaves))) - self._then)
 
     def course(self, memory: int, more: int = 0) -> Course | None:
-        """Return what the step does within a memory; None where it does not fit with all away.
+        """Return the course of the step within a memory; None where no course fits.
 
         Args:
             memory: bytes.

@@ -1,4 +1,4 @@
-"""Moves saved storages between the device and a store, and says what went wrong in words.
+"""Mover of saved storages between the device and a store, with readable error messages.
 
 A thread writes and another reads, so that both ways are used at once; what is needed at once is
 copied at once, in the thread that needs it. Memory is taken and given back in that thread alone.
@@ -53,7 +53,7 @@ class Mover:
         self.waited = 0.0
 
     def ready(self) -> None:
-        """Have what copies, while there is memory for it."""
+        """Begin the threads that copy, while there is memory for them."""
         self._writer.begin()
         self._reader.begin()
 
@@ -74,7 +74,7 @@ class Mover:
         self.out += saved.size
 
     def renew(self, saved: Saved, storage: Any) -> None:
-        """Copy out once more what was copied, as it is now; it goes if it had gone."""
+        """Copy an already copied storage again as it is now, and evict it if it was evicted."""
         if not saved.copied:
             return
         kept = saved.storage
@@ -138,7 +138,7 @@ class Mover:
         saved.holds(storage)
 
     def fetch(self, saved: Saved) -> Any:
-        """Return a copy of what has left, which nobody else knows of."""
+        """Return a private copy of an offloaded storage."""
         storage = empty(saved.size, saved.device)
         with _told("read from"):
             self._reading(saved, storage)()
@@ -150,7 +150,7 @@ class Mover:
         return perf_counter()
 
     def settle(self) -> None:
-        """Make room in the store of what nobody wants."""
+        """Free the copies in the store that no saved tensor needs."""
         for _ in range(len(self.ended)):
             key, job = self.ended.popleft()
             if job is not None and not job.done:
@@ -162,7 +162,7 @@ class Mover:
                 self._store.drop(key)
 
     def require_room(self, size: int) -> None:
-        """Require that the store has room, where that is known before.
+        """Require capacity for so many bytes in the store, where it can be checked in advance.
 
         Raises:
             StoreError: it has not.
@@ -176,7 +176,7 @@ class Mover:
         )
 
     def rest(self) -> None:
-        """End the threads; what they were given is done before."""
+        """Finish all queued copies, and end the threads."""
         try:
             self._writer.close()
         finally:
@@ -187,7 +187,7 @@ class Mover:
         self.settle()
 
     def close(self) -> None:
-        """End the threads and the store; what is in it is lost."""
+        """End the threads, and close the store; its contents are lost."""
         try:
             self.rest()
         finally:
@@ -222,7 +222,7 @@ class Mover:
 
 
 def gone() -> StoreError:
-    """Return the error for what was in a store that is closed."""
+    """Return the error for a tensor in a store that is closed."""
     return StoreError(
         "what autograd saved must be there, and the step that saved it has failed, or its store "
         "was closed: run forward again"

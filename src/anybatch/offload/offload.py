@@ -35,7 +35,7 @@ from anybatch.offload.watch import Watch
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What one step under `offload` has done.
+    """Report of one step under `offload`.
 
     Attributes:
         kind: "recorded", "planned", or "on demand" where it was like none that was recorded, or
@@ -57,7 +57,7 @@ class OffloadReport:
 
 
 class Offload:
-    """What `offload` returns: enter it around every step.
+    """Context manager that `offload` returns: enter it around every step.
 
     Args:
         memory: bytes of the budget.
@@ -130,7 +130,7 @@ class Offload:
             self._learn(step, watch, course)
 
     def timeline(self) -> StepTimeline:
-        """Return the last planned step as it passes: who holds how many bytes when, and what moves.
+        """Return the timeline of the last planned step: bytes by owner, and copies, over time.
 
         Each storage that leaves and returns, and when kernels and both ways of the link are busy:
         as planned, from the seconds of the recorded step and the speed at which storages have
@@ -157,11 +157,11 @@ class Offload:
         return of_course(course)
 
     def close(self) -> None:
-        """Give up the file or the host memory that is kept from step to step."""
+        """Release the file or the host memory that is reused from step to step."""
         self._mover.close()
 
     def _courses(self) -> dict[Cut, Course]:
-        """Return what the recorded steps do now, or have this one recorded.
+        """Return the courses of the recorded steps, or none so that this step is recorded.
 
         More may be there than when they were (gradients), of which it is not known when it counts.
         """
@@ -206,7 +206,7 @@ def offload(
     check: bool = False,
     recompute: bool = True,
 ) -> Offload:
-    """Keep a person's own forward and backward within a byte budget: what is saved leaves.
+    """Keep a person's own forward and backward within a byte budget by offloading saved tensors.
 
     Autograd saves tensors in forward for backward, and holds them meanwhile. The first step under
     one `offload` is recorded; from then on as much leaves as the budget asks for, what is asked for

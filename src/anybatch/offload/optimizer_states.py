@@ -1,4 +1,4 @@
-"""`anybatch.offload_states`: what a training keeps is in memory only while it is used.
+"""`anybatch.offload_states`: training state that is resident only while it is used.
 
 AdamW keeps two tensors for every parameter, and looks at them once a step, for an instant. Between
 two steps they wait in host memory or in a file, and during a step they pass through memory a few at
@@ -41,7 +41,7 @@ ROOM = 64 << 20
 
 @dataclass(frozen=True)
 class StatesReport:
-    """What one step of an optimizer has done whose state is away.
+    """Report of one step of an optimizer with offloaded state.
 
     Attributes:
         parts: how many the step was made in.
@@ -61,7 +61,7 @@ class StatesReport:
 
 
 class OffloadedStates:
-    """What `offload_states` returns: an optimizer's state, away until `back` or `close`.
+    """Result of `offload_states`: an optimizer's state, offloaded until `back` or `close`.
 
     Args:
         optimizer: whose state it is.
@@ -109,12 +109,12 @@ class OffloadedStates:
 
     @property
     def paged(self) -> bool:
-        """Whether parameters and gradients leave, too."""
+        """Return whether parameters and gradients are offloaded, too."""
         return self._paged is not None
 
     @property
     def entered(self) -> bool:
-        """Whether parameters and gradients leave now, inside ``with states:``."""
+        """Return whether parameters and gradients are offloaded now, inside ``with states:``."""
         return self._entered
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ class OffloadedStates:
         self.back()
 
     def back(self) -> None:
-        """Bring all state into memory, and leave the optimizer as it was without `offload_states`.
+        """Make all state resident, and restore the optimizer as it was without `offload_states`.
 
         Raises:
             StoreError: it cannot be read; what was not read is still away.
@@ -168,7 +168,7 @@ class OffloadedStates:
                 self._seams.remove()
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """Make one step of the optimizer; what its closure returned is returned."""
+        """Run one step of the optimizer, and return the result of its closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -201,13 +201,13 @@ class OffloadedStates:
             pages.ended()
 
     def _snapshot(self) -> dict[Any, Any]:
-        """Return the state of the optimizer with all tensors here; what is away stays so."""
+        """Return the state with all tensors in memory; the offloaded ones remain offloaded."""
         state = self._optimizer.state
         self._keeper.check(state.values())
         return {parameter: self._keeper.copied(one) for parameter, one in state.items()}
 
     def _send(self) -> None:
-        """Let another state, which was loaded, leave."""
+        """Offload a newly loaded state."""
         if self._open:
             send_all(self._optimizer, self._keeper)
 
@@ -219,7 +219,7 @@ def offload_states(
     memory: int | str | None = None,
     store: str | PathLike[str] | None = None,
 ) -> OffloadedStates:
-    """Keep the state of an optimizer out of memory, but for what its step uses at the moment.
+    """Keep the state of an optimizer offloaded, except for the part that its step is using.
 
     ``optimizer.step()`` stays what it is in a person's loop, and gives the same parameters and the
     same state bit for bit; it is made of several steps of a few parameters each, while the state of
@@ -287,6 +287,6 @@ def offload_states(
 
 
 def default_room(optimizer: optim.Optimizer) -> int:
-    """Return the bytes of state that are in memory at a time where nobody has said."""
+    """Return the default budget in bytes for the state that is resident at a time."""
     bounds = (state_bound(optimizer, g, p) for g in optimizer.param_groups for p in g["params"])
     return max(ROOM, AT_A_TIME * max(bounds))

@@ -1,4 +1,4 @@
-"""A recipe: how to have a saved tensor again from what is saved anyway, read off autograd's graph.
+"""Recipe to recompute a saved tensor from other saved tensors, read from autograd's graph.
 
 The conv after a BatchNorm and a ReLU saves the ReLU's result, which is as large as what BatchNorm
 has saved, and is cheap to have from it. ``torch.utils.checkpoint`` could drop it, if the model were
@@ -57,7 +57,7 @@ class Known:
         return handle is not None and handle.current()
 
     def handle(self) -> Handle | Stays | None:
-        """Return what the node was given in its place; None when the node is gone."""
+        """Return the handle that replaces the tensor in the node; None when the node is gone."""
         return self._handle() if self.held is None else self.held
 
     def tensor(self, bring: Bring) -> Tensor:
@@ -90,7 +90,7 @@ class Leaf:
 
 
 class Number:
-    """A number that a tensor was multiplied by: no hook is asked for it."""
+    """Scalar tensor by which a tensor was multiplied, saved without a hook."""
 
     __slots__ = ("_number",)
 
@@ -132,7 +132,7 @@ class Operation:
 
     @property
     def writes(self) -> bool:
-        """Say whether it is done over its first operand, which was made for it alone."""
+        """Return whether it writes over its first operand, which was made only for it."""
         first = self.operands[0]
         if self.rule.over is None or not isinstance(first, Operation) or first.rule.view:
             return False
@@ -177,13 +177,13 @@ class Recipe:
         return all(one.good() for one in starts)
 
     def sources(self) -> list[Saved]:
-        """Return the storages that it starts from, beside those that stay."""
+        """Return the storages that it starts from, without those that are never offloaded."""
         handles = (known.handle() for known in self._known())
         found = {h.saved.number: h.saved for h in handles if isinstance(h, Handle)}
         return list(found.values())
 
     def most(self) -> int:
-        """Return bytes that it will not exceed, beside its sources."""
+        """Return an upper bound of the bytes that it needs in addition to its sources."""
         made = sum(one.most for one in _all(self._operation) if isinstance(one, Operation))
         return made + self._size * self._operation.rule.view
 
@@ -211,7 +211,7 @@ def _all(value: Value) -> Iterator[Value]:
 
 
 def read(tensor: Tensor, mine: Callable[[Saved], bool]) -> Recipe | None:
-    """Return the recipe of a tensor that is being saved, None where it is not known to be cheap.
+    """Return the recipe of a tensor that is being saved; None where no cheap one is found.
 
     Args:
         tensor: as autograd saves it.
@@ -268,7 +268,7 @@ class _Reader:
         return tuple(found)
 
     def _value(self, node: Any, nr: int, depth: int) -> Value:
-        """Return what comes along an edge of the graph."""
+        """Return the value that passes along an edge of the graph."""
         if node is None:
             return None
         if name_of(node) == LEAF:
@@ -288,7 +288,7 @@ class _Reader:
 
 
 def _kept(node: Any, name: str) -> Any:
-    """Return what a hook has given a node in place of a tensor; None where it has saved none."""
+    """Return the hook's substitute for a tensor that a node has saved; None if it saved none."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     kept = None if raw is None else getattr(raw, "data", None)
     if isinstance(kept, Tensor) and getattr(raw, "unpack_hook", 0) is None and not kept.dim():
@@ -297,7 +297,7 @@ def _kept(node: Any, name: str) -> Any:
 
 
 def _signed(constant: Any) -> Any:
-    """Return a constant as it was given: some nodes tell negative dimensions as unsigned."""
+    """Return a constant with its sign: some nodes store negative dimensions as unsigned."""
     if isinstance(constant, int) and constant >= 1 << 63:
         return constant - (1 << 64)
     if isinstance(constant, tuple):

@@ -1,4 +1,4 @@
-"""What a step of somebody else's did with the tensors that autograd saved: a recording, as data.
+"""Recording, as data, of the saved tensors of a step in a person's own loop.
 
 A step is cut where autograd saves a tensor or asks for one; between cuts its kernels run unseen.
 
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Remake:
-    """How a storage is made again where it is asked for first, as it was tried bit for bit.
+    """Recomputation of a storage at its first request, verified bit for bit.
 
     Attributes:
         sources: the storages that it is made from.
@@ -57,7 +57,7 @@ class Remake:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step, as it was with everything away that may be.
+    """One step as it was recorded with every storage offloaded that may be.
 
     Attributes:
         cuts: in order; there is one interval more.

@@ -57,7 +57,7 @@ class Rule:
 def _batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
-    """Normalise with what was saved; on the CPU the kernel multiplies weight and invstd itself."""
+    """Normalise with saved statistics; the CPU kernel multiplies weight and invstd itself."""
     given: tuple[Any, ...] = (weight, bias, None, None, True, 0.0, eps)
     if of(x.device).host:
         given = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
@@ -81,7 +81,7 @@ def _group_norm(
     size: int,
     groups: int,
 ) -> Tensor:
-    """Normalise with the epsilon that gives a sample what it had: from 2.14 on no node tells it."""
+    """Normalise with the epsilon that reproduces a sample's rstd: from 2.14 no node stores it."""
     found: Tensor
     for eps in EPSILONS:
         one = aten.native_group_norm(x[:1], weight, bias, 1, channels, size, groups, eps)
@@ -104,7 +104,7 @@ def _layer_norm(
     rstd: Tensor,
     shape: Sequence[int],
 ) -> Tensor:
-    """Normalise with the epsilon that gives a row what it had, and see that all rows agree."""
+    """Normalise with the epsilon that reproduces a row's rstd, and check it for all rows."""
     row = (slice(0, 1),) * (x.dim() - len(shape))
     for eps in EPSILONS:
         if torch.equal(aten.native_layer_norm(x[row], shape, weight, bias, eps)[2], rstd[row]):

@@ -1,4 +1,4 @@
-"""What autograd is given in place of a tensor that it saves: a handle on a storage that may leave.
+"""Handle that autograd holds in place of a saved tensor, on a storage that may be offloaded.
 
 Many saved tensors share a storage: the output of a ReLU is saved by it and by the layer after it, a
 transposed view beside its base. The storage moves once, and every handle knows its own part of it.
@@ -78,7 +78,7 @@ class Saved:
             self.ended.append((self.key, self.out))
 
     def holds(self, storage: Any) -> None:
-        """Have it in another storage, which is kept."""
+        """Replace its storage with another resident one."""
         self.storage, self.seen = storage, weakref.ref(storage)
 
     def unchanged(self, tensor: Tensor) -> bool | None:
@@ -89,12 +89,12 @@ class Saved:
         return None
 
     def here(self) -> Any:
-        """Return the storage where it is still in memory, whoever holds it; else None."""
+        """Return the storage if it is still in memory, by any reference; else None."""
         return self.storage if self.storage is not None else self.seen()
 
 
 class Handle:
-    """One saved tensor: its part of a storage, and what tells of writes to it."""
+    """Handle on one saved tensor: its part of a storage, and the data to detect writes to it."""
 
     __slots__ = (
         "__weakref__", "dtype", "offset", "probe", "saved", "shape", "stride", "version", "writer",
@@ -147,7 +147,7 @@ class Handle:
 
 
 class Stays:
-    """A saved tensor that does not leave; detached, or it and its graph would hold each other."""
+    """Saved tensor that is never offloaded; detached, to avoid a reference cycle with its graph."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 

@@ -1,4 +1,4 @@
-"""What leaves the device and what returns, before and after each function: a schedule, as data.
+"""Schedule, as data: variables evicted and prefetched before and after each function.
 
     stage i     frees: bytes given up before f_i; their copies are awaited
                 ins:   variables whose return begins before f_i
@@ -28,7 +28,7 @@ from anybatch.offload.trace import Trace
 
 @dataclass(frozen=True)
 class Stage:
-    """What is done around one function; variables by their place in `Trace.variables`.
+    """Evictions and prefetches around one function; variables by place in `Trace.variables`.
 
     Attributes:
         frees: bytes given up before the function, once the copies of these variables have ended.
@@ -43,7 +43,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A stage for each function of a trace, and one more for what has to be there at the end.
+    """Schedule with a stage for each function of a trace, and one for the variables due at the end.
 
     Attributes:
         policy: how it was found, in words.
@@ -61,13 +61,13 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Return what `to_json` has written."""
+        """Return the schedule that `to_json` has written."""
         found: dict[str, Any] = json.loads(text)
         stages = (Stage(**{key: tuple(v) for key, v in one.items()}) for one in found["stages"])
         return cls(found["policy"], found["budget"], tuple(stages))
 
     def moved(self, trace: Trace) -> tuple[int, int]:
-        """Return the bytes that go to the host, and those that come back."""
+        """Return the bytes copied to the host, and the bytes copied from it."""
         outs = sum(trace.bytes_of(stage.outs) for stage in self.stages)
         return outs, sum(trace.bytes_of(stage.ins) for stage in self.stages)
 

@@ -1,4 +1,4 @@
-"""How long a schedule takes on a machine, and whether it does what its trace needs.
+"""Simulation of a schedule on a machine: its seconds, and a check against its trace.
 
 Three queues, each in order: functions, copies to the host, returns. A link that is not duplex has
 one queue for both ways.
@@ -24,7 +24,7 @@ from anybatch.offload.trace import Trace
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step does under a schedule.
+    """Result of the simulation of a step under a schedule.
 
     Attributes:
         seconds: of the step.
@@ -95,7 +95,7 @@ class _Run:
         self.ins: list[tuple[int, Interval]] = []
 
     def free(self, i: int, variables: tuple[int, ...]) -> None:
-        """Give bytes up; whatever follows waits for the copies."""
+        """Free the bytes of variables; all that follows waits for their copies."""
         self.gate = self.clock
         for v in variables:
             self._require(v in self.here, i, v, "here when it is freed", "away")
@@ -149,7 +149,7 @@ class _Run:
             self.outs.append((v, Interval(begin, self.out_clock)))
 
     def ended(self) -> Simulation:
-        """Return what happened, once what must be there at the end is."""
+        """Check the state at the end of the step, and return the result of the simulation."""
         last = len(self.trace.functions)
         for v in self.trace.after:
             self._require(v in self.here, last, v, "here at the end", "away")

@@ -72,7 +72,7 @@ class Function:
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """What has to be on the device while it runs."""
+        """Return the variables that must be resident while the function runs."""
         return self.reads + self.makes
 
 
@@ -131,7 +131,7 @@ class Trace:
 
     @cached_property
     def dies(self) -> tuple[tuple[int, ...], ...]:
-        """Function -> the variables that nobody uses after it."""
+        """Return function -> the variables that are not needed after it."""
         found: list[list[int]] = [[] for _ in self.functions]
         for v, uses in enumerate(self.uses):
             if uses and not self.variables[v].after:
@@ -149,7 +149,7 @@ class Trace:
 
     @cached_property
     def hosted(self) -> tuple[int, ...]:
-        """Return the variables that come from the host, and are there again in the end."""
+        """Return the variables that begin on the host, and end there."""
         return tuple(v for v, one in enumerate(self.variables) if one.host and self.uses[v])
 
     @cached_property
@@ -179,12 +179,12 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """The most of them: what the step needs without a schedule."""
+        """Return the peak of the live bytes: the need of the step without a schedule."""
         return max(self.live, default=0)
 
     @cached_property
     def floor(self) -> int:
-        """Bytes below which no schedule exists: of one function, and what never leaves."""
+        """Return the least bytes of any schedule: one function, and variables never offloaded."""
         held = self.bytes_of(v for v in self.before if self.variables[v].stays)
         begins = self.functions[0].makes if self.functions else ()
         first = self.bytes_of(self.before) + self.bytes_of(begins)
@@ -218,7 +218,7 @@ class Trace:
         return len(self.functions) + self.variables[v].host if self.variables[v].after else NEVER
 
     def with_states_on_the_host(self) -> Trace:
-        """Return the same step with what outlives it on the host before and after it.
+        """Return the same step with its persistent variables on the host before and after it.
 
         These are parameters, statistics and optimizer states; so what a step needs at least on the
         device has no states in it but those of one function.

@@ -1,4 +1,4 @@
-"""A planned step under `offload` as it passes: who holds what when, and what is on its way.
+"""Timeline of a planned step under `offload`: bytes by owner, and copies under way.
 
 A schedule counts bytes stage by stage and has no clock; a simulation has the clock and one sum of
 bytes. Played together they tell of every storage where it is at each moment:
@@ -34,7 +34,7 @@ autograd saves, in four states."""
 
 
 class _Turn(NamedTuple):
-    """From `time` on, variable `v` is `state`; "" for away or dead."""
+    """Change of variable `v` to `state` at `time`; "" for offloaded or dead."""
 
     time: float
     v: int
@@ -83,7 +83,7 @@ def _owner(trace: Trace, v: int) -> str:
 
 
 def _turns(trace: Trace, schedule: Schedule, run: Simulation) -> Iterator[_Turn]:
-    """Yield what becomes of every variable; whatever changes a sum is in the order of time."""
+    """Yield the state changes of every variable; those that change a sum are in time order."""
     outs, ins = iter(run.outs), iter(run.ins)
     copied: dict[int, float] = {}
     here: dict[int, float] = {}
@@ -160,7 +160,7 @@ def _played(
     runs: tuple[Interval, ...] | list[Interval],
     end: float,
 ) -> StepTimeline:
-    """Return the step of some turns, taken in the order of time and, at one time, as they came."""
+    """Return the timeline of some state changes, sorted by time; ties are in the order received."""
     state, row = dict[int, str](), dict.fromkeys(OWNERS, 0)
     row[THERE] = there
     rows, events, seconds = [list(row.values())], ["begin"], [0.0]

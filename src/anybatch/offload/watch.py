@@ -28,7 +28,7 @@ RRELU_TAKES = ("self", "noise", "lower", "upper", "training")
 
 
 class Apart:
-    """What was done apart.
+    """Live bytes of work that is excluded from the recording.
 
     Attributes:
         before: bytes that lived when it began.
@@ -96,13 +96,13 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self._standing.append(self._rest[-1])
 
     def room(self, size: int) -> bool:
-        """Say whether there is room for so many bytes to try something."""
+        """Return whether the budget permits so many more bytes for a trial."""
         beside = 0 if self._there is None else max(self.outside, self._there)
         return self.live + beside + size <= self.tries
 
     @contextmanager
     def apart(self) -> Iterator[Apart]:
-        """Count what is done meanwhile apart: it is no part of the step."""
+        """Count the work in the body separately: it is no part of the step."""
         found = Apart(self.live)
         peak, rest, begin = self.peak, self._rest[-1], self.events
         self.peak = self.live
@@ -123,7 +123,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self._since = self._now()
 
     def _now(self) -> float:
-        """Return the time when the device has come to its end: it computes on its own."""
+        """Return the time when the device has finished: it computes asynchronously."""
         accelerator.of(self._place).synchronise(self._place)
         return perf_counter()
 
@@ -136,7 +136,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self._rest[-1] = self.live - self._moving
 
     def handles(self, handle: Handle, storage: Any) -> None:
-        """Take in what autograd was given for a tensor on a storage that lives."""
+        """Record the handle that autograd received for a tensor on a live storage."""
         self._handles.setdefault(storage._cdata, []).append(weakref.ref(handle))
 
     def lives(self, saved: Saved) -> None:
@@ -148,17 +148,17 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
             self._alive[number] = None
 
     def follow(self, saved: Saved) -> None:
-        """Be told when a storage is in memory no longer."""
+        """Record when a storage is no longer in memory."""
         storage = saved.here()
         self._alive[saved.number] = weakref.ref(storage, partial(self._gone, saved.number))
 
     def replaced(self, saved: Saved) -> None:
-        """A storage was written to: what was saved before counts for nothing."""
+        """Record a write to a storage, which invalidates its earlier saves."""
         self._loose.add(saved.number)
         self._gone(saved.number)
 
     def recording(self, there: int = 0) -> Recording:
-        """Return what was recorded; `there`: bytes that were allocated before, where known."""
+        """Return the recording; `there`: bytes that were allocated before, if measured."""
         outside = max(self.outside, there)
         self._seconds.append(self._now() - self._since)
         last = {number: i for i, used in enumerate(self._used) for number in used}
@@ -202,7 +202,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         return result
 
     def _writes(self, kernel: str, tensor: Tensor) -> None:
-        """Note a write to what is saved; where autograd counts it, that is another error."""
+        """Record a write to a saved tensor; if autograd counts it, that is another error."""
         for storage in self._storages(tensor):
             for ref in self._handles.get(storage._cdata, ()):
                 handle = ref()
@@ -235,7 +235,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors that a kernel writes to; RReLU draws noise in training alone."""
+    """Yield the tensors that a kernel writes to; RReLU draws noise only in training."""
     if func in RRELU and not dict(zip(RRELU_TAKES, args, strict=False), **kwargs).get("training"):
         return
     for i, one in enumerate(func._schema.arguments):

@@ -1,4 +1,4 @@
-"""Which saved tensors stay on the device: weights above all, for they are there anyway.
+"""Saved tensors that are never offloaded: above all weights, which are resident anyway.
 
 ``save_on_cpu`` sends away whatever autograd saves, the weights of every layer among it, which frees
 nothing. A weight is saved as itself, as a view (``weight.t()``), or as the copy in another dtype
@@ -28,7 +28,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 
 
 def may_move(tensor: Tensor, device: torch.device, least: int) -> bool:
-    """Say whether a saved tensor is of a kind that can leave `device` and return.
+    """Return whether a saved tensor can be offloaded from `device` and return.
 
     Args:
         tensor: as autograd saves it.

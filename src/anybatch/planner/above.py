@@ -1,4 +1,4 @@
-"""Which sizes above the largest that fits are worth a trial with saved tensors away.
+"""Search of micro-batch sizes above the largest that fits, with saved tensors offloaded.
 
 A trial costs several micro-batches, all the larger for being above the largest that fits. So what
 has been timed below says first what could be won at all. A micro-batch costs more for every sample
@@ -55,7 +55,7 @@ def try_above(
     moving: Callable[[int], float],
     trial: Trial,
 ) -> dict[int, float]:
-    """Time sizes with saved tensors away, for as long as that pays.
+    """Time sizes with saved tensors offloaded, where a gain is still possible.
 
     Args:
         timed: size -> seconds of one micro-batch, with all in memory; not empty.

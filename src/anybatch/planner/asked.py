@@ -1,4 +1,4 @@
-"""What is to be planned: a batch of some kind, and what can be asked about it.
+"""Planning request: one mini-batch, its signature, and the queries about it.
 
 A planner gets questions, not answers: rehearsing a case, trying whether a batch may be divided and
 timing a step in lanes all cost something, so each is done when a decision hangs on it.
@@ -20,7 +20,7 @@ from anybatch.planner.contest import StepTimer
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be planned.
+    """Planning request for one mini-batch.
 
     Attributes:
         kind: of the batch.
@@ -42,7 +42,7 @@ class Asked:
         return self.kind.lanes or self.undivided
 
     def streamed(self, n: int) -> float | None:
-        """Return the seconds of a step whose micro-batches of `n` stay, one after another."""
+        """Return the seconds of a resident step in micro-batches of `n`, one after another."""
         return self.time_step(n, None, None)
 
     @property
@@ -51,7 +51,7 @@ class Asked:
         return self.kind.everyone > 0 and self.case().sharded is not None
 
     def refuse_spread(self) -> None:
-        """Refuse parameters that are spread over ranks, where saved tensors are to leave.
+        """Refuse to offload saved tensors where parameters are sharded over ranks.
 
         Raises:
             NotYetError: they are.

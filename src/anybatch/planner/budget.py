@@ -29,7 +29,7 @@ CUBLAS = "cuBLAS"
 
 
 def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> BudgetError:
-    """Return the error that says what is needed, what was given, and what would fit."""
+    """Return the error with the bytes needed, the budget, and a budget that would fit."""
     n, floor = foreseen.least(size)
     owners = sorted(foreseen.owners(n, size).items(), key=lambda pair: -pair[1])
     listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
@@ -53,7 +53,7 @@ def on_cuda(
     budget: int,
     size: int,
 ) -> Forecast:
-    """Return the forecast with what only CUDA's allocator knows: workspace, and other tensors.
+    """Return the forecast plus the workspace and the other tensors of CUDA's allocator.
 
     Args:
         found: without them.
@@ -80,7 +80,7 @@ def on_cuda(
 
 
 def on_absent(found: Forecast, case: Case, device: AbsentDevice) -> Forecast:
-    """Return the forecast with what a device that is not there is assumed to take beside it."""
+    """Return the forecast plus the bytes assumed of an absent device: loss and cuBLAS workspace."""
     found = found.with_more("other tensors", rounded(LOSS, case.device))
     return found.with_more(CUBLAS, device.workspace)
 
@@ -94,7 +94,7 @@ def _made_alone(found: Forecast, n: int, size: int) -> int:
 
 
 def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple[int, str]:
-    """Return what is left on the device, and what the step's own tensors hold already."""
+    """Return the default budget (free bytes plus the step's own tensors), and its source."""
     device = absent()
     if device is not None:
         return device.budget(None)

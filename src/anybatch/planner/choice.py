@@ -58,7 +58,7 @@ def search(cap: int, size: int, seconds: Seconds) -> dict[int, float]:
 
 
 class _Search:
-    """What has been timed, and the ways to go on."""
+    """Search state: the sizes timed so far, and the moves to further sizes."""
 
     def __init__(self, cap: int, size: int, seconds: Seconds) -> None:
         self.cap, self.size, self.seconds = cap, size, seconds
@@ -97,7 +97,7 @@ class _Search:
                     self._step(even(self.size, n))
 
     def again(self) -> None:
-        """Time once more what is close, and what ended the doubling: the shorter time counts."""
+        """Time close sizes again, and those that ended the doubling: the shorter time counts."""
         if not self.timed:
             return
         best = step_seconds(self.timed, self.best(), self.size)
@@ -119,7 +119,7 @@ class _Search:
 
 
 def fastest(timed: Mapping[int, float], size: int) -> int:
-    """Return the size whose step of `size` samples takes the fewest seconds; the smaller of two."""
+    """Return the size with the fewest seconds per step of `size` samples; the smaller on a tie."""
     return min(timed, key=lambda n: (step_seconds(timed, n, size), n))
 
 

@@ -1,4 +1,4 @@
-"""Whether saved tensors leave though a step would fit without: the clock decides.
+"""Choice between resident and offloaded saved tensors where both fit, by measured seconds.
 
 Where not even one sample fits, what autograd saves has to leave. Elsewhere it may: then a
 micro-batch can be larger than the largest that fits in memory, and a batch whose samples meet in
@@ -140,7 +140,7 @@ def _or_away(
     seconds: float,
     time_step: StepTimer,
 ) -> Allowed:
-    """Return how a batch is run: as it `stays`, or with saved tensors away.
+    """Return the faster plan: `stays`, or one with saved tensors offloaded.
 
     Args:
         staying: as above.
@@ -190,7 +190,7 @@ def _trial(leaving: Leaving, n: int, enough: float) -> float | None:
 
 
 def _told(found: Allowed, rows: list[Candidate], floor: int) -> Allowed:
-    """Return what was found, with the lines of all candidates and the lower of two floors."""
+    """Return the plan with the rows of all candidates and the lower of two floors."""
     rows = sorted(rows, key=lambda one: (one.micro_batch, one.away))
     memory = replace(found.memory, candidates=tuple(rows), floor=min(floor, found.memory.floor))
     return replace(found, memory=memory)

@@ -1,4 +1,4 @@
-"""How one batch is run, within a budget: of the ways that fit, the fastest that is known.
+"""Decision for one mini-batch within a budget: the fastest plan that fits, by timings so far.
 
 Saved tensors stay in memory where a step fits so; else they leave. Of the first batch both are
 timed where that can pay. Later ones go the way of the first, at the size that does as much work.
@@ -36,7 +36,7 @@ from anybatch.planner.workspaces import Workspaces
 
 @dataclass(frozen=True)
 class Terms:
-    """What a batch has to keep to.
+    """Constraints on a plan: budget, store, and whether sizes are timed.
 
     Attributes:
         budget: bytes.
@@ -166,7 +166,7 @@ class Decision:
         return found
 
     def _leaving(self, foreseen: Forecast) -> Leaving:
-        """Return the choice of a size with saved tensors away."""
+        """Return the choice of a size with saved tensors offloaded."""
         asked = self._asked
         return Leaving(
             foreseen,
@@ -181,7 +181,7 @@ class Decision:
         )
 
     def _narrow(self, foreseen: Forecast) -> Narrow:
-        """Return the choice of lanes that leave while they run."""
+        """Return the choice of a size for lanes that are paged between kernels."""
         asked = self._asked
         return Narrow(
             foreseen,
@@ -194,7 +194,7 @@ class Decision:
         )
 
     def _away(self, *, failed: Exception | None = None) -> Allowed:
-        """Return how a batch is run with saved tensors away, or raise what `failed` without it."""
+        """Return the plan with saved tensors offloaded, or raise `failed`, the resident error."""
         asked, kind = self._asked, self._asked.kind
         foreseen, fresh = self._foreseen.bound(kind), self._precedent.best is None
         if foreseen is None:
@@ -214,7 +214,7 @@ class Decision:
         return found
 
     def _in_narrow_lanes(self, foreseen: Forecast, failed: Exception | None) -> Allowed:
-        """Return how a batch is run in lanes that leave while they run.
+        """Return the plan in lanes that are paged between kernels.
 
         Raises:
             BudgetError: it cannot be; or what `failed` without, which needs less.
@@ -240,7 +240,7 @@ class Decision:
         return found
 
     def _size_away(self, leaving: Leaving) -> int:
-        """Return the samples of a micro-batch whose saved tensors leave; 0 where none fit."""
+        """Return the samples of a micro-batch with saved tensors offloaded; 0 where none fit."""
         kind = self._asked.kind
         fixed = self._precedent.fixed_for(kind)
         if fixed is not None:
@@ -278,12 +278,12 @@ class Decision:
         )
 
     def _beside(self, foreseen: Forecast) -> Forecast:
-        """Return the forecast beside all that is not in it."""
+        """Return the forecast plus the bytes that it does not contain."""
         return beside(foreseen, self._asked.kind, self._workspaces.most(foreseen))
 
 
 def beside(foreseen: Forecast, kind: Kind, workspace: int) -> Forecast:
-    """Return the forecast beside other ranks' samples, gradients that are there, and workspace."""
+    """Return the forecast plus samples of all ranks, gradients before the step, and workspace."""
     foreseen = replace(foreseen, everyone=kind.everyone)
     foreseen = foreseen.with_more(WORKSPACE, workspace) if workspace else foreseen
     return foreseen.with_more(ASIDE, kind.before) if kind.before else foreseen

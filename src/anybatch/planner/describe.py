@@ -1,4 +1,4 @@
-"""A decision with what the plan tells of it: who holds what, and the sizes that were not taken."""
+"""Plan of a decided step: bytes by owner at the peak, and the sizes that were not chosen."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def describe(
 def _shown(
     foreseen: Forecast, n: int, size: int, budget: int, *, confirmed: bool
 ) -> tuple[dict[str, int], Room] | None:
-    """Return who holds what at the peak of a step in lanes, and the room of what waits.
+    """Return owner -> bytes at the peak of a step in lanes, and the budget of waiting lanes.
 
     None where what a lane touches is not known.
     """
@@ -88,7 +88,7 @@ SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")
 
 
 def _room(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
-    """Return what waiting lanes may hold; None where they could hold no more if all of it stayed.
+    """Return the bytes that waiting lanes may hold; None where all that they hold fits.
 
     Args:
         left: bytes of the budget beside a lane at its peak.
@@ -102,7 +102,7 @@ def _room(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
 def candidates(
     foreseen: Forecast, n: int, size: int, timed: Mapping[int, float], budget: int
 ) -> tuple[Candidate, ...]:
-    """Return the sizes worth a line: what was timed, and the first that does not fit."""
+    """Return the candidates worth a row: the timed sizes, and the first that does not fit."""
     doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
     fits = [k for k in doubling if foreseen.peak(k, size) <= budget]
     too_large = [k for k in doubling if k not in fits][:1]

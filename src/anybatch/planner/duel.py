@@ -1,4 +1,4 @@
-"""Which of a few close sizes is fastest: whole steps decide, run in turns.
+"""Comparison of a few close micro-batch sizes by full steps, run alternately.
 
 Sizes are timed one after another, by a micro-batch each. A machine that others use is not the same
 from one to the next, and between its micro-batches a step does things that are in none of them:
@@ -36,7 +36,7 @@ StepSeconds = Callable[[int], float | None]
 
 
 def duel(timed: Mapping[int, float], size: int, step: StepSeconds) -> dict[int, float]:
-    """Run whole steps of the sizes that are close, in turns.
+    """Run full steps of the close sizes alternately.
 
     Args:
         timed: size -> seconds of one micro-batch.
@@ -85,5 +85,5 @@ def as_in_steps(
 
 
 def chosen(timed: Mapping[int, float], steps: Mapping[int, float], size: int) -> int:
-    """Return the fastest size: of those whose steps were run, where any were."""
+    """Return the fastest size: by full steps where any were run, else by micro-batches."""
     return min(steps, key=lambda n: (steps[n], n)) if steps else fastest(timed, size)

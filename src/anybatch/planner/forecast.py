@@ -1,4 +1,4 @@
-"""What a step will hold, for every size of its micro-batches: the lines through its rehearsals.
+"""Forecast of a step's live bytes at every micro-batch size, as lines through its dry runs.
 
 A forecast is data and arithmetic. It has the timelines of a divided and of an undivided step as
 functions of the samples, and what is there beside them: the optimizer's state, copies of buffers,
@@ -108,7 +108,7 @@ class Forecast:
         return self.look.coupled or self.look.lanes
 
     def owners(self, n: int, size: int) -> dict[str, int]:
-        """Return who holds what at the peak of a step of `size` samples in micro-batches of `n`."""
+        """Return owner -> bytes at the peak of a step of `size` samples in micro-batches of `n`."""
         return max(self._peaks(n, size), key=lambda found: sum(found.values()))
 
     def peak(self, n: int, size: int) -> int:
@@ -232,7 +232,7 @@ class Forecast:
         return n < size or self.everyone > 0
 
     def summed(self, line: Timeline) -> dict[str, int]:
-        """Return who holds what at the peak of a step, up to where ranks sum their gradients."""
+        """Return owner -> bytes at the peak of a step, up to the reduce of gradients over ranks."""
         held = line.at_peak()
         if not self.everyone:
             return held
@@ -240,7 +240,7 @@ class Forecast:
         return max(held, ended, key=total)
 
     def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
-        """Return the peak of the step itself, and of what comes before and after it."""
+        """Return owner -> bytes at each peak: the step, the first inspection, the update."""
         divided = self.divides(n, size)
         held = merged(self.summed(self._line(n, size)), self.held(size, divided=divided))
         if grown := self.grown(n, size):
@@ -261,13 +261,13 @@ class Forecast:
         return int(line.live[:, own].sum(1).max(initial=0)) + self.constant.get("activations", 0)
 
     def grown(self, n: int, size: int) -> int:
-        """Return what sparse sums grow by after the micro-batches of a rehearsal: old and new."""
+        """Return the bytes that sparse sums gain after a dry run, counted for old and new sum."""
         if n >= size:
             return 0
         return 2 * self._rounded(self.entries * max(0, size - MICRO_BATCHES * n))
 
     def beside(self, n: int, size: int) -> list[dict[str, int]]:
-        """Return the peaks of the first look, where there is one, and of the update."""
+        """Return owner -> bytes at the peaks of the first inspection, if any, and the update."""
         found: list[dict[str, int]] = [{}]
         if self.divides(
             n, size
@@ -279,12 +279,12 @@ class Forecast:
         return found
 
     def _masks(self, n: int) -> dict[str, int]:
-        """Return what the masks of tensors hold while a model is looked at."""
+        """Return owner -> bytes of tensor masks during the first inspection."""
         peak = total(self.looked.at(min(n, 2)).at_peak())
         return {"activations": peak // SHARE}
 
     def _beside_update(self) -> dict[str, int]:
-        """Return what is there during the update and is not its own."""
+        """Return owner -> bytes that are live during the update and not its own."""
         outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
         return merged(outside, {"activations": self._rounded(LOSS)})
 
@@ -292,7 +292,7 @@ class Forecast:
         return -(-nbytes // self.grain) * self.grain
 
     def held(self, size: int, *, divided: bool) -> dict[str, int]:
-        """Return who holds what during all of a step of `size` samples."""
+        """Return owner -> bytes that are live throughout a step of `size` samples."""
         copies = self.copied * (2 if divided else 1)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
         shared = any(found) and divided

@@ -1,4 +1,4 @@
-"""What has been foreseen, and what it says of other batches: smaller ones are bounded by larger.
+"""Store of forecasts by signature, in which a larger batch's forecast bounds smaller batches.
 
 A person's lengths and image sizes change from batch to batch, and a rehearsal for each would cost
 seconds. A kind of batch whose rows are all at least as large holds no less, so its forecast will
@@ -35,7 +35,7 @@ MANY = 8
 
 
 class Foreseen:
-    """The forecasts made so far, by the kind of batch.
+    """Forecasts made so far, by signature of the mini-batch.
 
     Attributes:
         rehearsed: how many were made.
@@ -48,15 +48,15 @@ class Foreseen:
         self._more = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle begins with: forecasts hold fakes, and are made anew."""
+        """Return the state for a copy or a pickle, without forecasts, which hold fakes."""
         return vars(self) | {"_known": []}
 
     def plain(self, kind: Kind) -> Kind:
-        """Return the kind without its numbers, where these are known to decide nothing."""
+        """Return the signature without its numbers, where these have no effect on memory."""
         return replace(kind, numbers=()) if _but_numbers(kind) in self._same else kind
 
     def knows(self, kind: Kind) -> bool:
-        """Say whether just this kind has been foreseen."""
+        """Return whether exactly this signature has a forecast."""
         return any(
             replace(known, before=kind.before, everyone=kind.everyone, most=kind.most) == kind
             and (known.everyone == kind.everyone or _same_ranks(known, forecast, kind))
@@ -72,7 +72,7 @@ class Foreseen:
         self._known = [(known, f.with_more("activations", count)) for known, f in self._known]
 
     def bound(self, kind: Kind) -> Forecast | None:
-        """Return what is known of a kind that holds no less, and not many times as much."""
+        """Return a forecast that bounds this signature and is not many times larger; or None."""
         above = [
             (known.elements, forecast)
             for known, forecast in self._known
@@ -93,7 +93,7 @@ class Foreseen:
         *,
         rounded: bool,
     ) -> Forecast:
-        """Return the forecast of a kind, or of one that bounds it and others, and remember it."""
+        """Make and store the forecast of a signature, or of one that bounds it and others."""
         self.rehearsed += 1
         bound = self._rounded(kind) if rounded else kind
         found = _at(case, bound, optimizer, room) if bound != kind else None
@@ -108,7 +108,7 @@ class Foreseen:
         return found
 
     def _rounded(self, kind: Kind) -> Kind:
-        """Return the kind with what has changed before rounded up, so that it bounds others."""
+        """Return the signature with its changing sizes rounded up, so that it bounds others."""
         first = next((known for known, _ in self._known if known.tensors == kind.tensors), None)
         if first is None:
             return kind

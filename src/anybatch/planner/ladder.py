@@ -1,4 +1,4 @@
-"""What a step will hold, for every size of its micro-batches, before it is run: a ladder.
+"""Ladder of forecast methods, from dry runs on fake tensors to the peaks of small real steps.
 
     1  two rehearsals on tensors without data: n = 2 and 3    costs no memory, exact at every event
     2  two rehearsals on a few real rows: n = 2 and 3         where a value is read, or 1 is wrong
@@ -140,7 +140,7 @@ def _on_rows(case: Case, state: State, room: int) -> Forecast:
 
 
 def _spare(case: Case, held: int, room: int) -> int:
-    """Return the bytes that are left of `room` beside what is there: states and gradients."""
+    """Return the bytes of the budget that states and gradients do not hold."""
     modules = [module for _, module in case.modules]
     every = [tensors_of(modules, kind) for kind in ("_parameters", "_buffers")]
     there = {id(t): t for t in (*chain(*every), *case.leaves)}.values()
@@ -175,7 +175,7 @@ def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
 
 
 def _shards(case: Case) -> dict[str, int]:
-    """Return the bytes beside a model that was gathered: its shards, and their gradients."""
+    """Return owner -> bytes of a gathered model's shards and of their gradients."""
     if case.sharded is None:
         return {}
     count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
@@ -223,7 +223,7 @@ def _undivided(case: Case, state: State) -> Forecast | None:
 
 
 def _on_real(case: Case, state: State) -> Forecast:
-    """Return what rehearsals on a few real rows say."""
+    """Return the forecast of small real steps on a few rows."""
     real = few(case, MICRO_BATCHES * (SMALL + 1))
     try:
         return _rehearsed(real, state, REAL)
@@ -244,7 +244,7 @@ def _on_real(case: Case, state: State) -> Forecast:
 def _rehearsed(
     case: Case, state: State, how: str, sizes: tuple[int, ...] = (SMALL, SMALL + 1)
 ) -> Forecast:
-    """Return what rehearsals, at two and three samples, say.
+    """Return the forecast of dry runs or real steps, at two and three samples.
 
     Raises:
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
@@ -279,12 +279,12 @@ def _pieces(case: Case) -> int:
 
 
 def _gradients(case: Case) -> int:
-    """Return the bytes of a set of gradients, but for those whose memory comes and goes."""
+    """Return the bytes of a set of gradients, without those that are paged."""
     return sum(allocated(p) for p in case.leaves if id(p) not in case.paged)
 
 
 def _roughly(line: Line) -> AffineTimeline:
-    """Return the line of two small real steps with room for what larger ones round up."""
+    """Return the line of two small real steps, with a margin for the rounding of larger ones."""
     assert isinstance(line, AffineTimeline)
     steeper = np.where(line.slope > 0, np.ceil(NEAR_MARGIN * line.slope), line.slope)
     slope = steeper.astype(np.int64)
@@ -307,7 +307,7 @@ def _held_at(found: Forecast, case: Case, n: int) -> int:
 
 
 def _farther(found: Forecast, case: Case, far: int) -> Forecast:
-    """Return the forecast with lines through larger real steps: what is rounded up weighs less."""
+    """Return the forecast with lines through larger real steps, in which rounding weighs less."""
 
     def bent(few_samples: Line, steps: list[Timeline]) -> BentTimeline:
         assert isinstance(few_samples, AffineTimeline)

@@ -1,4 +1,4 @@
-"""A step whose saved tensors all leave, rehearsed: its floor, and what a budget makes of it.
+"""Dry run of a step with all saved tensors offloaded: its floor, and its plan for a budget.
 
 A rehearsal on tensors without data says what a step holds; with hooks that send whatever autograd
 saves to nowhere it says what is left of that: the floor of a step out of core. The same rehearsal
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Lean:
-    """A step with its saved tensors away.
+    """Recorded step with all saved tensors offloaded.
 
     Attributes:
         owners: who holds what at its peak.
@@ -89,21 +89,21 @@ class Lean:
 
     @property
     def all_owners(self) -> dict[str, int]:
-        """Return who holds them."""
+        """Return owner -> bytes at the largest peak before, during or after the step."""
         return max(merged(self.owners, self.held), self.beside, key=total)
 
     @property
     def saved(self) -> int:
-        """Return the bytes of the saved tensors of a micro-batch that can leave."""
+        """Return the most bytes of saved tensors that a micro-batch can offload."""
         return max(sum(part.recording.sizes) for part in self.parts)
 
     @property
     def most(self) -> int:
-        """Return the bytes that must have room where they go, in blocks."""
+        """Return the bytes that the store needs for the saved tensors, in blocks."""
         return max(sum(size + BLOCK for size in part.recording.sizes) for part in self.parts)
 
     def within(self, budget: int) -> Fitted:
-        """Return what leaves within a budget.
+        """Return the offload plan of the step within a budget.
 
         Raises:
             BudgetError: it is below the floor.
@@ -122,13 +122,13 @@ class Lean:
         return Fitted(predicted, self._rooms(predicted), self.parts, tuple(courses))
 
     def stretches(self, fitted: Fitted) -> tuple[Stretch, ...]:
-        """Return the micro-batches as they pass, beside what is there."""
+        """Return the micro-batches in order, with the bytes that are live next to each."""
         held = total(self.held)
         pairs = zip(self.parts, fitted.courses, strict=True)
         return tuple(Stretch(held + part.there, course) for part, course in pairs)
 
     def _rooms(self, predicted: int) -> tuple[int, int]:
-        """Return what the first micro-batch may make, and any other."""
+        """Return the bytes that the first micro-batch may make, and any other."""
         first = [part.there for part in self.parts if part.first]
         others = [part.there for part in self.parts if not part.first] or first
         most = predicted - total(self.held)
@@ -137,7 +137,7 @@ class Lean:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What leaves in a step.
+    """Offload plan of a step within a budget.
 
     Attributes:
         predicted: bytes that it holds at most.
@@ -152,11 +152,11 @@ class Fitted:
     courses: tuple[Course, ...]
 
     def sent(self, count: int) -> int:
-        """Return the bytes that leave in a step of `count` micro-batches."""
+        """Return the bytes offloaded in a step of `count` micro-batches."""
         return sum(course.sent for course in self._all(count))
 
     def remade(self, count: int) -> int:
-        """Return the bytes that are computed again in such a step, neither kept nor sent."""
+        """Return the bytes recomputed in such a step, neither resident nor offloaded."""
         return sum(course.remade for course in self._all(count))
 
     def stall(self, count: int) -> float:
@@ -177,7 +177,7 @@ def lean(
     make: Callable[[], Store] | None = None,
     tries: int = 0,
 ) -> Lean:
-    """Rehearse a step with its saved tensors away.
+    """Run a step with its saved tensors offloaded, on fake tensors or real rows.
 
     Args:
         foreseen: what is known of such steps.
@@ -238,7 +238,7 @@ def _rows(case: Case, n: int, size: int) -> Case:
 
 
 class Recorder:
-    """Sends away all that micro-batches save, and records each.
+    """Recorder of micro-batches with all their saved tensors offloaded.
 
     Args:
         case: what is rehearsed.
@@ -281,7 +281,7 @@ class Recorder:
         self.parts.append(Part(first, there, begin, self._meter.events, alone(watch)))
 
     def close(self) -> None:
-        """Give up what was kept."""
+        """Release the stored tensors."""
         self._mover.close()
 
 
@@ -289,12 +289,12 @@ class Nowhere:
     """A store of tensors without data."""
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what does nothing."""
+        """Return a function that does nothing."""
         del key, storage
         return _nothing
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what does nothing."""
+        """Return a function that does nothing."""
         del key, storage
         return _nothing
 

@@ -1,4 +1,4 @@
-"""Which micro-batch, where its saved tensors may leave the device, and how much of them does.
+"""Choice of a micro-batch size with saved tensors offloaded, and of the bytes to offload.
 
 Smaller micro-batches send less: the same room holds a larger share of them. Larger ones compute
 faster. So sizes are timed as they would be run, and without timing the one that sends least is
@@ -41,7 +41,7 @@ SAVED = "saved tensors"
 
 
 class Leaving:
-    """The choice for one kind of batch.
+    """Choice of a size with saved tensors offloaded, for one signature.
 
     Attributes:
         foreseen: what its steps hold in memory.
@@ -81,7 +81,7 @@ class Leaving:
         self.times: dict[int, float] = {}
 
     def largest(self) -> int:
-        """Return the most samples that fit with everything away, of 1, 2, 4 ... and most; or 0."""
+        """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
         if self.whole:
             return self._size if self._most >= self._size and self.fits(self._size) else 0
         found, n = 0, 1
@@ -92,7 +92,7 @@ class Leaving:
         return found
 
     def fits(self, n: int) -> bool:
-        """Say whether micro-batches of `n` fit with everything away."""
+        """Return whether micro-batches of `n` fit with all saved tensors offloaded."""
         return self.floor(n) <= self._budget
 
     def timed(self, cap: int) -> int:
@@ -102,7 +102,7 @@ class Leaving:
 
     @property
     def possible(self) -> bool:
-        """Whether anything may leave that is large enough, and that can be foreseen without memory.
+        """Whether anything is large enough to offload, and a dry run can forecast it.
 
         It is the activations of the undivided batch, which are more than any storage of them.
         """
@@ -110,7 +110,7 @@ class Leaving:
         return self.foreseen.case is not None and owners.get(STEP, 0) >= SMALL
 
     def moving(self, n: int) -> float:
-        """Return the fewest seconds in which a step in micro-batches of `n` moves what it must."""
+        """Return a lower bound on the seconds of copies in a step in micro-batches of `n`."""
         much = max(0, self.foreseen.peak(n, self._size) - self._budget)
         link, count = self._link, count_micro_batches(self._size, n)
         return MOVED * much * count * (1 / link.out + 1 / link.back)
@@ -126,7 +126,7 @@ class Leaving:
             return Link(out=FAST, back=FAST)
 
     def least(self, cap: int) -> int:
-        """Return the size up to `cap` of which the fewest bytes leave; the larger of two."""
+        """Return the size up to `cap` with the fewest bytes offloaded; the larger on a tie."""
         known = [n for n in self._leans if n <= cap and self.fits(n)]
         return min(known, key=lambda n: (self._sent(n), -n))
 
@@ -152,7 +152,7 @@ class Leaving:
             keeping.close()
 
     def candidates(self, n: int = 0) -> tuple[Candidate, ...]:
-        """Return the sizes that fit with everything away, as far as that is known, and `n`."""
+        """Return the sizes that fit with all offloaded, of those recorded so far, and `n`."""
         size, timed = self._size, self.times
         return tuple(
             Candidate(
@@ -199,11 +199,11 @@ class Leaving:
         return self._lean(n).floor
 
     def helps(self, n: int) -> bool:
-        """Say whether anything could leave, of `n` samples; 0 for the size that holds the least."""
+        """Return whether `n` samples have bytes to offload; 0 is the size with least memory."""
         return self._lean(n or self.smallest).saved > 0
 
     def _refuse(self, n: int) -> NoReturn:
-        """Say what micro-batches of `n` need, and which fit.
+        """Raise an error with the bytes that micro-batches of `n` need, and a size that fits.
 
         Raises:
             BudgetError: always.

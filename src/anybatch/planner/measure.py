@@ -18,7 +18,7 @@ from anybatch.planner.updates import state_tensors
 
 @contextmanager
 def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[[], int | None]]:
-    """Read what a device's allocator has handed out at most in the body.
+    """Read the most bytes that a device's allocator has handed out in the body.
 
     Its statistic is the person's, too, and cannot be put back once it was reset. It tells this peak
     where it grows in the body, and where nothing above what is allocated now was ever in it.
@@ -55,7 +55,7 @@ def measured(
     before: Before,
     shards: list[Tensor],
 ) -> Iterator[Callable[[], int]]:
-    """Count what the body holds at its peak, and what is there beside it.
+    """Count the peak bytes of the body, with the tensors that were live before it.
 
     Args:
         device: an allocator that tells its peak counts for itself; elsewhere the body runs under

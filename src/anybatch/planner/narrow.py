@@ -1,4 +1,4 @@
-"""Lanes of which not even one fits: what the running one does not need just now leaves, too.
+"""Lanes that are paged between kernels, where not even one lane fits in memory.
 
 Where samples meet in BatchNorm there are two ways for a batch that fits in no other. Undivided with
 its saved tensors away (`anybatch.planner.leaving`) it computes as torch does, and the widest layer
@@ -51,7 +51,7 @@ LANES = "lanes"
 
 
 class Turn(NamedTuple):
-    """What is special in one turn of lanes; all of it in bytes.
+    """Memory of one lockstep phase between two barriers, in bytes.
 
     Attributes:
         absent: what comes later of gradients and of what all lanes share.
@@ -67,7 +67,7 @@ class Turn(NamedTuple):
 
 
 class Narrow:
-    """The choice for one kind of batch.
+    """Choice of a size for lanes that are paged between kernels, for one signature.
 
     Args:
         foreseen: what its steps hold in memory.
@@ -96,7 +96,7 @@ class Narrow:
 
     @property
     def possible(self) -> bool:
-        """Whether it can be told without memory, and the batch be divided, or is by ranks."""
+        """Whether a dry run is possible, and the batch can be divided or is over ranks."""
         return self._foreseen.case is not None and (self._size > 1 or self._foreseen.everyone > 0)
 
     def fits(self, n: int) -> bool:
@@ -160,7 +160,7 @@ class Narrow:
         )
 
     def _refuse(self, n: int) -> NoReturn:
-        """Say what lanes of `n` samples need.
+        """Raise an error with the bytes that lanes of `n` samples need.
 
         Raises:
             BudgetError: always.
@@ -180,7 +180,7 @@ class Narrow:
         return tuple(Candidate(n, one.floor, away=True) for n, one in sorted(self._widths.items()))
 
     def _turns(self, n: int) -> list[Turn]:
-        """Return the turns of lanes of `n` samples; none where they are not known."""
+        """Return the phases of lanes of `n` samples; none where they cannot be traced."""
         lane, found = lane_of(self._foreseen, n, self._size), self._of(n)
         case, count = self._foreseen.case, count_micro_batches(self._size, n)
         if lane is None or case is None:
@@ -200,7 +200,7 @@ class Narrow:
         return turns
 
     def _fullest(self, n: int, turns: list[Turn]) -> dict[str, int]:
-        """Return who holds what in the turn in which all lanes hold the most.
+        """Return owner -> bytes in the phase in which all lanes hold the most.
 
         What comes later is counted where it will be, and less by as much for lanes.
         """
@@ -233,7 +233,7 @@ class Narrow:
         return foreseen.look.gathers * max(self._size, foreseen.everyone) if trains else 0
 
     def _shared(self, lane: Lane | None, n: int) -> list[int]:
-        """Return what has come in each turn of a lane and may not leave, with that of others."""
+        """Return the bytes in each phase of a lane that cannot be evicted, with other lanes'."""
         if lane is None or not lane.shared:
             return [0]
         others = lane.others(count_micro_batches(self._size, n))

@@ -1,4 +1,4 @@
-"""Which storages of a lane its turn has touched: noted where a pager would move them.
+"""Record of the storages that each phase of a lane touches, in place of a pager.
 
 A pager (`anybatch.memory.pager`) hears of every kernel what it needs and what it has made. Here
 somebody hears the same, and only writes it down: for each storage of the lane the turn that needed
@@ -27,7 +27,7 @@ from anybatch.core.rounding import rounded
 
 
 class Noted:
-    """One storage of a lane: its bytes, the turn that has touched it last, and how it stays."""
+    """Storage of a lane: its bytes, the last phase to touch it, and whether it is evictable."""
 
     __slots__ = ("shared", "size", "stays", "turn", "watch")
 
@@ -37,7 +37,7 @@ class Noted:
 
 
 class Notes:
-    """Stands where the pager would, and lets everything stay.
+    """Recorder of storages with the interface of a pager, which evicts nothing.
 
     Args:
         device: of the storages that could leave.
@@ -60,13 +60,13 @@ class Notes:
         """There is no limit to keep to."""
 
     def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
-        """A kernel of this turn needs a storage."""
+        """Record that a kernel of this phase needs a storage."""
         del writes
         if key in self._all:
             self._all[key].turn = self.turn
 
     def take(self, key: int, tensor: Tensor) -> None:
-        """A kernel of this turn has made a storage."""
+        """Record a storage that a kernel of this phase has made."""
         if key in self._all or tensor.device.type != self._device:
             return
         storage = tensor.untyped_storage()
@@ -77,18 +77,18 @@ class Notes:
         noted.watch = weakref.ref(storage, partial(self._died, key))
 
     def keep(self, key: int) -> None:
-        """A storage does not leave any more."""
+        """Record that a storage cannot be evicted any more."""
         self.use(key, True)
         if key in self._all:
             self._all[key].stays = True
 
     def give_up(self, key: int) -> None:
-        """Somebody else keeps a storage from now on."""
+        """Forget a storage that has another owner from now on."""
         self._all.pop(key, None)
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
-        """Take what is made in the body for memory that all lanes share."""
+        """Record storages made in the body as memory that all lanes share."""
         self._sharing = True
         try:
             yield
@@ -101,17 +101,17 @@ class Notes:
 
     @property
     def untouched(self) -> int:
-        """Bytes that this turn has not touched, and that may be away."""
+        """Bytes that this phase has not touched, and that may be evicted."""
         return sum(one.size for one in self._leaving() if one.turn < self.turn)
 
     @property
     def holds(self) -> int:
-        """Bytes that may leave."""
+        """Bytes that may be evicted."""
         return sum(one.size for one in self._leaving())
 
     @property
     def known(self) -> int:
-        """Bytes that all lanes share, or that may leave."""
+        """Bytes that all lanes share, or that may be evicted."""
         return sum(one.size for one in self._all.values() if one.shared or not one.stays)
 
     def _leaving(self) -> Iterator[Noted]:
@@ -122,7 +122,7 @@ class Notes:
 
 
 class Alone:
-    """A meeting of one lane: what all lanes would find together has the same shapes.
+    """Barrier of a single lane, with results of the same shapes as for all lanes.
 
     Args:
         notes: of the lane.
@@ -135,7 +135,7 @@ class Alone:
     def reduce(
         self, key: Any, part: Any, add: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
     ) -> Any:
-        """End a turn; what is made of all parts is made once for all lanes."""
+        """End a phase; the value reduced over all parts is made once for all lanes."""
         del key, add
         self._ended()
         with self._notes.sharing():
@@ -145,7 +145,7 @@ class Alone:
         return total
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Do it alone; what all would hold is not known."""
+        """Combine the part of this lane only, and mark the memory of all lanes as undetermined."""
         del key
         self._notes.unknown = True
         return combine([part])[0]

@@ -1,4 +1,4 @@
-"""From a budget in bytes to the micro-batch of every batch that comes, decided once for each kind.
+"""Planner from a budget in bytes to a micro-batch, decided once for each signature.
 
 The first batch is foreseen (`anybatch.planner.forecast`), the sizes that fit are timed
 (`anybatch.planner.probe`), and the fastest is chosen (`anybatch.planner.decision`), unless a plan
@@ -42,7 +42,7 @@ from anybatch.planner.workspaces import Workspaces
 
 
 class Planner:
-    """Knows a budget, and what has been foreseen and decided under it.
+    """Planner with a budget, and the forecasts and decisions within it.
 
     Args:
         budget: bytes; None takes what is left on the device when the first batch comes.
@@ -83,7 +83,7 @@ class Planner:
 
     @property
     def decided(self) -> int:
-        """Forecasts made, and decisions of a plan that was given: each is worth a measurement."""
+        """Forecasts made, and decisions of a plan passed in: each is worth a measurement."""
         return self._precedent.decided
 
     @property
@@ -99,7 +99,7 @@ class Planner:
         refuse_division: Callable[[], None],
         time_step: StepTimer,
     ) -> Allowed:
-        """Return how a batch of this kind is run.
+        """Return how a batch of this signature is run.
 
         Args:
             kind: of the batch.
@@ -126,7 +126,7 @@ class Planner:
         return found
 
     def timeline(self, kind: Kind) -> StepTimeline | None:
-        """Return the step of a batch of this kind as it passes.
+        """Return the timeline of a step of this signature.
 
         None where none was foreseen, and of a plan that was given in which saved tensors leave.
         """
@@ -139,7 +139,7 @@ class Planner:
         return depict(beside(foreseen, kind, more), allowed, kind.size)
 
     def learn(self, kind: Kind, peak: int, states: int) -> None:
-        """Take in what a step of this kind has really held; more than predicted is added on.
+        """Record the measured peak of a step; bytes above the prediction are added to forecasts.
 
         Args:
             kind: of the step.
@@ -185,7 +185,7 @@ class Planner:
         return Decision(asked, terms, self._precedent, self._foreseen, self.workspaces).made()
 
     def _of_plan(self, asked: Asked) -> Allowed | None:
-        """Return what a plan that was given says of its first batch; None for other batches.
+        """Return the decision of a plan passed in for its first batch; None for other batches.
 
         One without lanes is none for a batch that is divided where its samples meet.
         """
@@ -216,7 +216,7 @@ class Planner:
 def planner_of(
     memory: Any, micro_batch: int | None, plan: Plan | None, workspace: Any = None
 ) -> Planner | None:
-    """Return the planner of what a person has asked for; None where nothing is to be planned.
+    """Return the planner for the arguments of an engine; None where nothing is to be planned.
 
     Raises:
         TypeError: `plan` is no plan.

@@ -1,4 +1,4 @@
-"""What earlier batches have settled for later ones: these are run alike, whatever kind they are.
+"""Decisions of earlier batches that later ones follow, at any signature.
 
 Only the first batch is timed. Later ones take its size over, as work that is done at once: of
 samples half as large twice as many. And where saved tensors have left, they may have to again.
@@ -32,17 +32,17 @@ class Precedent:
     decided: int = 0
 
     def sent(self, n: int, kind: Kind) -> None:
-        """Note that saved tensors leave, in micro-batches of `n`: the first size is remembered."""
+        """Record saved tensors as offloaded in micro-batches of `n`; the first size is stored."""
         self.sends = True
         if self.best is None:
             self.best = n, kind.elements
 
     def keeps_away(self, kind: Kind) -> bool:
-        """Say whether saved tensors leave as before, where they have: not under another plan."""
+        """Return whether saved tensors are offloaded as before: not under another plan."""
         return self.sends and not kind.most
 
     def fixed_for(self, kind: Kind) -> int | None:
-        """Return the samples of a micro-batch that must be kept to; None where none are given."""
+        """Return the required samples of a micro-batch; None where the size is free."""
         return None if self.fixed is None else min(self.fixed, kind.largest)
 
     def pick(self, kind: Kind, cap: int) -> int:

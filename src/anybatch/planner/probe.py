@@ -90,7 +90,7 @@ def seconds(
 
 
 def told(once: Callable[[], float], enough: float = LONG) -> float:
-    """Return the seconds of what is run: the median of a few times, or the first if it is long.
+    """Return the median seconds of a few runs, or those of the first if it is long.
 
     Args:
         once: runs it, and returns its seconds.
@@ -101,7 +101,7 @@ def told(once: Callable[[], float], enough: float = LONG) -> float:
 
 
 def workspace(case: Case, seen: Look, n: int, held: int) -> int:
-    """Return what CUDA's allocator takes in a micro-batch beyond the tensors that are known.
+    """Return the bytes that CUDA's allocator adds to a micro-batch's forecast tensors.
 
     Args:
         case: the real one.
@@ -125,7 +125,7 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int:
 
 
 def _timed(step: Step, micro: MicroBatch) -> float:
-    """Run one micro-batch, and return its seconds; its gradients stay."""
+    """Run one micro-batch, and return its seconds; its gradients remain."""
     finish(step.device)
     start = perf_counter()
 

@@ -1,4 +1,4 @@
-"""A step on tensors without data, or on a few rows, under the meter: what it would hold, and when.
+"""Dry run of a step under the meter, on fake tensors or a few rows: its bytes at every event.
 
 What a formula for activations forgets (a loss's intermediates, the gradient that waits to be added,
 what is kept of a first pass) the step itself knows. So nothing is modelled: the mechanism that will
@@ -56,7 +56,7 @@ WATCHED = 2
 
 @dataclass(frozen=True)
 class Look:
-    """What the first look finds out.
+    """Findings of the first inspection of a model.
 
     Attributes:
         layout: where the outputs hold the samples.
@@ -78,7 +78,7 @@ class Look:
 
 
 def look(case: Case, n: int) -> tuple[Timeline, Look]:
-    """Rehearse the first look at a model, as `anybatch.execution.look` takes it.
+    """Run the first inspection of a model under the meter, as a step would.
 
     Args:
         case: what is rehearsed.
@@ -157,7 +157,7 @@ def divided(
 
 
 def kernels(case: Case, n: int, seen: Look) -> Hearing:
-    """Return what was heard of the convolutions of a micro-batch; the case is made of fakes.
+    """Return the convolutions recorded in a micro-batch; the case is made of fakes.
 
     Args:
         case: what is rehearsed.
@@ -176,7 +176,7 @@ def kernels(case: Case, n: int, seen: Look) -> Hearing:
 
 
 def watch_loss(case: Case, seen: Look) -> Look:
-    """Return what was seen, and what the loss is and does, as half of four rows tells."""
+    """Return the findings plus the name, coupling and writes of the loss, traced on few rows."""
     rows = own_rows(case, 2 * WATCHED)
     tried = replace(case, rows=rows, size=rows.size)
     with metered(case) as (meter, _), torch.no_grad():
@@ -225,7 +225,7 @@ def entries(case: Case, n: int, seen: Look) -> int:
 def whole(
     case: Case, size: int, seen: Look | None = None, *, sends: Sends | None = None
 ) -> Timeline:
-    """Rehearse an undivided step of `size` samples, as torch alone would take it; or `sends`."""
+    """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
     case = case if seen is None else unharmed(case, size, writes=seen.copies)
     alone = replace(case, size=0, meets=0)  # nothing but these samples is gathered
     with metered(alone) as (meter, before):

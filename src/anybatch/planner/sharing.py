@@ -36,7 +36,7 @@ TRIED = "the budget was shared with convolutions in some ways"
 
 
 def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], float]) -> Plan:
-    """Return the plan whose step takes the fewest seconds, of a few shares of the budget.
+    """Return the plan with the fewest seconds per step, of a few shares of the budget.
 
     Args:
         foresee: workspace in bytes, or None -> the plan with it.

@@ -1,4 +1,4 @@
-"""Where a step is tried: its case is made ready and metered, and whatever it moved is put back.
+"""Setup of a dry run: its case is prepared and metered, and all changes are restored.
 
     gradients set aside │ hooks of parameters off │ what modules keep is noted │ the step │ all back
 
@@ -34,7 +34,7 @@ from anybatch.memory.paged import uncounted
 
 
 def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
-    """Return the case with rows of its own, where forward `writes` to those it is given."""
+    """Return the case with its own copy of rows, where forward `writes` to its inputs."""
     return case if case.fake or not writes else replace(case, rows=own_rows(case, rows))
 
 
@@ -51,7 +51,7 @@ def own_rows(case: Case, rows: int) -> TensorBatch:
 
 @contextmanager
 def put_back(case: Case) -> Iterator[Before]:
-    """Run the body on a case without its gradients, and put back whatever it moved.
+    """Run the body on a case without its gradients, and restore all that it changed.
 
     Raises:
         LossError: the loss draws from an iterator, which cannot be put back.
@@ -84,7 +84,7 @@ def put_back(case: Case) -> Iterator[Before]:
 
 
 def _alone(case: Case) -> AbstractContextManager[Any]:
-    """Let nobody meet in BatchNorm: one lane is rehearsed, and its statistics are not moved."""
+    """Return a context without BatchNorm's barrier: one lane runs, and no statistics move."""
     return AloneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
 
 
@@ -142,6 +142,6 @@ def _calls(case: Case) -> LossCalls | None:
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
-    """Say whose the gradients are that there are."""
+    """Claim the existing gradients for their owner in the meter."""
     if gradients is not None:
         meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))

@@ -1,4 +1,4 @@
-"""Which micro-batch, where all its saved tensors stay on the device.
+"""Choice of a micro-batch size with all saved tensors resident.
 
 Sizes above the largest that fits are not considered; the fastest below it is found by timing them
 as they would be run.
@@ -28,7 +28,7 @@ from anybatch.planner.probe import seconds
 
 
 class Staying:
-    """The choice for one kind of batch.
+    """Choice of a size with all saved tensors resident, for one signature.
 
     Attributes:
         foreseen: what steps hold in memory.
@@ -72,7 +72,7 @@ class Staying:
         return cap
 
     def require(self, fixed: int | None, refuse_division: Callable[[], None]) -> None:
-        """Require that a step fits, in micro-batches of `fixed` samples where that is given.
+        """Require that a step fits, in micro-batches of `fixed` samples if that is set.
 
         Raises:
             NotExactError: it would have to be divided, and must not be.
@@ -99,7 +99,7 @@ class Staying:
         return self.foreseen.peak(n, self._kind.size) <= self._budget
 
     def timed(self, step: StepSeconds) -> int:
-        """Return the fastest size, as timed; what is close is compared by whole steps.
+        """Return the fastest size, as timed; close sizes are compared by full steps.
 
         Args:
             step: times one. In lanes that is not asked here: they cost what they wait for.
@@ -150,7 +150,7 @@ class Staying:
         return replace(row, seconds=self.steps.get(row.micro_batch, row.seconds))
 
     def _refuse(self, refuse_division: Callable[[], None]) -> None:
-        """Refuse to divide what must not be, and say how many bytes undivided it needs."""
+        """Refuse to divide an indivisible batch, and name the bytes that it needs undivided."""
         try:
             refuse_division()
         except NotExactError as error:

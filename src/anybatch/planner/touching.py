@@ -1,4 +1,4 @@
-"""What each turn of a lane touches: one is rehearsed on tensors without data, alone.
+"""Memory touched by each phase of a lane, traced by a dry run of that lane only.
 
 A turn goes from one place where samples meet to the next. What a lane has made in earlier turns may
 be away until a kernel asks for it (`anybatch.memory.pager`), so the memory of a lane that runs is
@@ -51,7 +51,7 @@ LOSS = "the loss of all outputs"
 
 
 def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) -> Lane | None:
-    """Return a lane of `n` samples; None where that cannot be told without running others.
+    """Return a lane of `n` samples; None where its memory depends on other lanes.
 
     Args:
         foreseen: what is known of such steps; it remembers the lanes that were rehearsed.
@@ -68,7 +68,7 @@ def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) ->
 def step_of(
     lane: Lane, foreseen: Forecast, n: int, size: int, budget: int
 ) -> tuple[Timeline, tuple[int, ...] | None]:
-    """Return a step in lanes as it passes, and the room of what waits in it.
+    """Return a step in lanes as a timeline, and the budget of waiting lanes.
 
     Args:
         lane: one of them.
@@ -110,7 +110,7 @@ def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None
 
 
 def _alike(foreseen: Forecast, case: Case) -> bool:
-    """Say whether a lane that is alone does what each of many does."""
+    """Return whether a single lane behaves like each of many."""
     elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
     if elsewhere or not case.trains or not accelerator.of(type_of(case.device)).host:
         return False
@@ -119,7 +119,7 @@ def _alike(foreseen: Forecast, case: Case) -> bool:
 
 
 class Touching(Paging):  # type: ignore[no-untyped-call]
-    """Notes after every kernel what is untouched.
+    """Dispatch mode that records the untouched bytes after every kernel.
 
     Args:
         notes: of the lane.
@@ -197,7 +197,7 @@ class Turns:
             self._first_ends = [event for event, *_ in self._ends]
 
     def _end(self) -> None:
-        """A turn of the lane has ended."""
+        """End a phase of the lane, and record its bytes."""
         most = self._touching.most if self._coupled else 0
         self._makes.append(self._touching.makes)
         self._shared.append(max(0, self._touching.outside - self._there))
@@ -210,7 +210,7 @@ class Turns:
         self._notes.turn += 1
 
     def lane(self, line: Timeline) -> Lane | None:
-        """Return the lane, of which `line` is the rehearsal; None where it has met for more."""
+        """Return the lane of the dry run `line`; None where a barrier was not BatchNorm's."""
         if self._notes.unknown:
             return None
         end = self._ends[-1][0]
@@ -229,7 +229,7 @@ class Turns:
         return Lane(kept, untouched, apart, turns, self._stays, *each, storages)
 
     def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
-        """Return the bytes of gradients that come into being after the turn of each event.
+        """Return the bytes of gradients that are made after the phase of each event.
 
         The lane that counts has found sums of earlier ones. A step begins without any, and lanes
         are in the same turn: what is there by the end of a turn, the first lane has shown.
@@ -269,7 +269,7 @@ class Turns:
         return Lane(Timeline(kept.owners, events, live), untouched, apart, turns, lane.stays)
 
     def _numbers(self, events: int) -> Bytes:
-        """Return the number of the turn of each event."""
+        """Return the number of the phase of each event."""
         found, begin = np.zeros(events, np.int64), 0
         for number, (event, *_) in enumerate(self._ends, 1):
             found[begin : event - self._begin] = number
@@ -277,7 +277,7 @@ class Turns:
         return found
 
     def _apart(self, events: int) -> Bytes:
-        """Return what a lane holds at the begin of the turn of each event, or at its end."""
+        """Return the bytes of a lane at the begin of the phase of each event, or at its end."""
         found, before, begin = np.zeros(events, np.int64), 0, 0
         for event, holds, most in self._ends:
             end = event - self._begin

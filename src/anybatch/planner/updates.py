@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and what its update holds: rehearsed on fakes, before it has stepped.
+"""Optimizer state and update of a forecast, by a dry run on fakes before the first step.
 
 The state is made by the first ``optimizer.step()``; until then only a rehearsal tells its bytes.
 """
@@ -94,7 +94,7 @@ def update(
 def _paged(
     made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], away: frozenset[int]
 ) -> list[Tensor]:
-    """Return parameters whose memory comes and goes, and such gradients."""
+    """Return parameters that are paged, and gradients that are."""
     gradients = [gradient for p, gradient in made if id(p) in away and large(gradient)]
     return [*(p for p in parameters if id(p) in away), *gradients]
 
@@ -106,7 +106,7 @@ def _step_in_parts(
     *,
     both: bool,
 ) -> None:
-    """Step a few parameters at a time; of their state only what is small stays.
+    """Step a few parameters at a time; only small entries of their state remain.
 
     Args:
         twin: the optimizer, of fakes.
@@ -128,7 +128,7 @@ def _step_in_parts(
 
 
 def _with_room(found: Timeline, room: int) -> Timeline:
-    """Return a timeline in which all the room is taken, since parts come and go beside each other.
+    """Return a timeline in which parts fill their budget, since they overlap as they are paged.
 
     What all the state needs is the most that can be in it. A room that parameters share with it is
     counted where theirs is.
@@ -150,7 +150,7 @@ def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tenso
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor of an optimizer's state that is here, and not away."""
+    """Return every tensor of an optimizer's state that is resident."""
     states = optimizer.state.values()
     every = [local(tensor) for state in states for _, tensor in tree.tensors(dict(state))]
     return [tensor for tensor in every if not tensor.is_meta]

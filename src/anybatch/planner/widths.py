@@ -1,4 +1,4 @@
-"""How much of a lane must be there at once: what its widest kernel needs, and what it makes.
+"""Memory of a lane paged between kernels: the inputs and results of its widest kernel.
 
 Where all of a lane may leave between two kernels (`anybatch.memory.pager`), a step holds what is
 there once for all lanes, what the next kernel needs, and what it makes. A rehearsal without data
@@ -34,7 +34,7 @@ from anybatch.planner.forecast import Forecast, merged, total
 
 @dataclass(frozen=True)
 class Widths:
-    """A step in lanes of which everything may leave between two kernels; all of it in bytes.
+    """Memory of a step in lanes that are paged between kernels, in bytes.
 
     Attributes:
         there: owner -> what is there once for all lanes, the inputs of one among it.
@@ -69,7 +69,7 @@ class Widths:
         return max(total(self.there) + self.needs + self.makes, total(self.beside))
 
     def limit(self, budget: int) -> int:
-        """Return what all lanes may hold before a kernel runs, within a budget."""
+        """Return the bytes that all lanes may hold before a kernel runs, within a budget."""
         return budget - total(self.there) - self.makes
 
 
@@ -133,7 +133,7 @@ def _brought(foreseen: Forecast, case: Case, n: int, size: int) -> int:
 
 
 def _before(line: Timeline, i: int, seen: Watched) -> Bytes:
-    """Return what is there when the i-th micro-batch begins: for the last one gradients, too."""
+    """Return the live bytes as the i-th micro-batch begins; for the last one, gradients too."""
     begin, _ = seen.spans[i]
     there: Bytes = line.live[begin - 1] if begin else 0 * line.live[0]
     return there
@@ -171,7 +171,7 @@ class Watched:
 
 
 class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what each kernel needs and makes.
+    """Dispatch mode that records the bytes that each kernel needs and makes.
 
     Args:
         meter: counts bytes, around this.

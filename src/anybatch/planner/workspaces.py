@@ -1,4 +1,4 @@
-"""The workspace of convolutions in a plan: counted before anything is known, and then as it is.
+"""Workspace of convolutions in a plan: a bound before kernels are chosen, then the actual bytes.
 
 Until a size has been chosen a step may take all the workspace that was given. Which kernels a size
 has is heard on fakes. They are chosen before it is timed, so its seconds are those it will have;
@@ -31,7 +31,7 @@ from anybatch.planner.forecast import WORKSPACE, Forecast, total
 
 
 class Workspaces:
-    """What a planner knows of convolutions.
+    """Convolutions and their workspace in a planner.
 
     Attributes:
         engaged: what computes them; None while nobody has said.
@@ -44,7 +44,7 @@ class Workspaces:
 
     @property
     def chooser(self) -> Chooser | None:
-        """What chooses kernels now; None where convolutions are torch's."""
+        """The chooser of kernels now in use; None where convolutions are torch's."""
         return None if self.engaged is None else self.engaged.chooser
 
     def most(self, foreseen: Forecast) -> int:
@@ -56,7 +56,7 @@ class Workspaces:
         return 0 if heard is not None and not heard.keys else chooser.most
 
     def within(self, budget: Callable[[], int], decide: Callable[[], Allowed]) -> Allowed:
-        """Decide, with less workspace than was given where nothing fits beside all of it.
+        """Decide, with a smaller workspace where nothing fits next to the requested one.
 
         Args:
             budget: returns the bytes that a step may hold, when that is known.
@@ -90,7 +90,7 @@ class Workspaces:
             chooser.choose(heard.keys)
 
     def before(self, foreseen: Callable[[], Forecast | None], time_step: StepTimer) -> StepTimer:
-        """Return what times a step once its convolutions have been chosen.
+        """Return a step timer that first chooses the convolutions of the step.
 
         Args:
             foreseen: returns what is known when it is timed.
@@ -112,7 +112,7 @@ class Workspaces:
         size: int,
         beside: Callable[[int], Forecast],
     ) -> Allowed:
-        """Choose how all convolutions of a step are computed, and count what they really take.
+        """Choose how all convolutions of a step are computed, and count their actual workspace.
 
         Where micro-batches wait, saved tensors leave or a network shares its workspace, all of it
         stays counted.
@@ -148,7 +148,7 @@ class Workspaces:
 
 
 def _settled(found: Allowed, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
-    """Return what is known of memory, the chosen candidate with the bytes that it will hold.
+    """Return the memory of a plan, with the predicted bytes in the chosen candidate.
 
     The others keep all the workspace that they may take: theirs was not looked at.
     """

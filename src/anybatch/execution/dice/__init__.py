@@ -1,4 +1,4 @@
-"""Random draws of the full batch: every micro-batch draws what the undivided batch would for it.
+"""Full-batch draws: every micro-batch gets its rows of the undivided batch's draws.
 
 This folder knows kernels that draw, and call sites. It knows no plan.
 

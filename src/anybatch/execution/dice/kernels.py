@@ -1,4 +1,4 @@
-"""The kernels that draw, and how each is run for the whole batch by one that has some of its rows.
+"""Kernels that draw, and how a micro-batch runs each of them for the full batch.
 
 torch marks every kernel that may draw (``nondeterministic_seeded``), and composite ones (dropout,
 attention, LSTM) come as what they are made of. What a kernel draws for an entry must depend on the
@@ -105,12 +105,12 @@ class Draw:
 
     @property
     def generator(self) -> bool:
-        """Whether it draws from a generator that it was given."""
+        """Whether it draws from a generator among its arguments."""
         return any(isinstance(v, torch.Generator) for v in (*self.args, *self.kwargs.values()))
 
     @property
     def pattern(self) -> Pattern:
-        """Shape and strides of what decides how much is drawn."""
+        """Shape and strides that decide how much is drawn."""
         if self.kind == "sized":
             return contiguous(self.args[self._size])
         if self.name == "randperm":
@@ -123,11 +123,11 @@ class Draw:
         return pattern_of(tensor)
 
     def plain(self) -> Any:
-        """Draw as many as are asked for."""
+        """Draw as many numbers as are requested."""
         return self.func(*self.args, **self.kwargs)
 
     def whole(self, law: Law, full: Pattern, rows: Rows) -> Any:
-        """Draw as the whole batch would, and return what belongs to `rows`.
+        """Draw for the full batch, and return the entries of `rows`.
 
         Args:
             law: where samples lie; there are some.
@@ -184,7 +184,7 @@ class Draw:
         return own * kept * (0.0 if p == 1 else 1 / (1 - p)), kept
 
     def _grown(self, own: Tensor, law: Law, full: Pattern, rows: Rows) -> Tensor:
-        """Return a tensor of the whole batch: ones, and what is known in its place."""
+        """Return a tensor of the full batch: ones, with the micro-batch's values in place."""
         grown: Tensor = empty(full, own).fill_(1)
         law.put(grown, own, rows)
         return grown
@@ -194,7 +194,7 @@ class Draw:
         return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
     def bytes(self) -> int:
-        """Return the bytes that are there while it draws, if as many are asked for."""
+        """Return the bytes in use while it draws, if it draws as many numbers as are requested."""
         size = 1
         for count in self.pattern.sizes:
             size *= count
@@ -208,7 +208,7 @@ class Draw:
 
 
 def _aligned(own: Tensor, rows: Rows) -> bool:
-    """Say whether a tensor begins where a new one would, in the whole batch too."""
+    """Return whether a tensor begins where a new one would, in the full batch too."""
     offset = int(own.storage_offset())
     each, rest = divmod(offset, rows.size)
     offsets = (offset, each * rows.of)
@@ -218,7 +218,7 @@ def _aligned(own: Tensor, rows: Rows) -> bool:
 
 
 def fault_of(name: str, law: Law, dims: int) -> str | None:
-    """Say why a draw cannot be made for the whole batch by one that has some of its rows.
+    """Return why a micro-batch cannot make a draw for the full batch; None where it can.
 
     Args:
         name: of the kernel.

@@ -44,7 +44,7 @@ class Pattern(NamedTuple):
     strides: tuple[int, ...]
 
     def clean(self) -> Pattern:
-        """Return it with stride 0 where there is one entry: what stands there means nothing."""
+        """Return it with stride 0 where there is one entry: the stride there means nothing."""
         pairs = zip(self.sizes, self.strides, strict=True)
         return Pattern(self.sizes, tuple(stride if size > 1 else 0 for size, stride in pairs))
 
@@ -62,7 +62,7 @@ def pattern_of(tensor: Tensor) -> Pattern:
 
 
 def laid(sizes: Sequence[int], order: Sequence[int]) -> Pattern:
-    """Return the pattern of entries side by side, the dimensions that are far apart first."""
+    """Return the pattern of dense entries, with dimensions in `order` of falling strides."""
     strides, step = [1] * len(sizes), 1
     for dim in reversed(order):
         strides[dim] = step
@@ -112,7 +112,7 @@ class Law:
         return (before, after) if before * after == each else None
 
     def whole(self, own: Pattern, rows: Rows) -> Pattern | None:
-        """Return the pattern of the draw of the batch, given that of a micro-batch.
+        """Return the pattern of the full-batch draw, from that of a micro-batch.
 
         Args:
             own: of the micro-batch.
@@ -166,7 +166,7 @@ class Law:
         return view.flatten(self.dim, self.dim + 2)
 
     def put(self, full: Tensor, own: Tensor, rows: Rows) -> None:
-        """Write what a micro-batch has to the place of its rows."""
+        """Write a micro-batch's entries to the place of its rows."""
         view = self.view(full, rows)
         assert self.dim is not None
         split = own.reshape(view.shape)
@@ -178,7 +178,7 @@ class Law:
 
 
 def fitted(patterns: Sequence[Pattern], counts: Sequence[int]) -> Law | None:
-    """Return the law of a draw that was seen at several numbers of samples.
+    """Return the law of a draw that was observed at several numbers of samples.
 
     Args:
         patterns: of the draw, at each number; the first is of the most samples.

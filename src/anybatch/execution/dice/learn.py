@@ -45,7 +45,7 @@ FEW = 8
 
 
 class Run(NamedTuple):
-    """One forward: what it drew, what it returned, and how it left Python's and numpy's dice."""
+    """One forward: its draws, its outputs, and the RNG state after it."""
 
     met: list[Met]
     outputs: Any
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 
 def learn(step: Step) -> None:
-    """Learn the laws of the draws that the step will make and that are not known.
+    """Learn the laws of the draws that the step will make and that have none yet.
 
     Dice, buffers and attributes are left as they were.
 
@@ -87,7 +87,7 @@ def learn(step: Step) -> None:
 
 @contextmanager
 def attributes_of(step: Step) -> Iterator[None]:
-    """Put back what forward leaves on modules in the body: a look is no call of the model."""
+    """Restore attributes that forward sets on modules in the body, as it is only an inspection."""
     kept = Kept()
     kept.modules(step.model.modules(), attributes=True)
     try:
@@ -129,7 +129,7 @@ class Lesson:
         self._fitted: dict[int, Law] = {}
 
     def run(self) -> bool:
-        """Call the model, and take in what its draws show; say whether it could be called."""
+        """Call the model, and learn from its draws; return whether it could be called."""
         whole, part = self._whole, self._part
         first = self._call_of_fewer(whole)
         second = None if first is None else self._call_of_fewer(part)
@@ -160,7 +160,7 @@ class Lesson:
         return [] if run is None else [(n, run._replace(outputs=None))]
 
     def _compare(self, first: Run, layout: Layout) -> None:
-        """See that rows that are drawn as a part of more give what they give among these."""
+        """Check that rows drawn as a part of more give the same outputs as among these."""
         n, m = self._whole.size, self._part.size
         again = self._call(self._part, Rows(n - m, m, n, turned=True))
         apart = apart_rows(first.outputs, again.outputs, layout, m)
@@ -172,7 +172,7 @@ class Lesson:
             )
 
     def _call(self, micro: MicroBatch, among: Rows | None = None, mark: Mark | None = None) -> Run:
-        """Call the model with the dice of the start."""
+        """Call the model from the RNG state of the start."""
         step, n = self._step, micro.size
         reverse = micro is self._part
         begin = self._whole.size - n if reverse else 0
@@ -203,7 +203,7 @@ class Lesson:
             return None
 
     def _fit(self, runs: list[tuple[int, Run]]) -> None:
-        """Find the laws of the draws; all runs must have met the same."""
+        """Find the laws of the draws; all runs must have made the same draws."""
         counts = [n for n, _ in runs]
         for same in zip_longest(*(run.met for _, run in runs)):
             there = [met for met in same if met is not None]

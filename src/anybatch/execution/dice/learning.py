@@ -1,4 +1,4 @@
-"""Draws that are not known: noted, made for the rows that are here, and changed for a try."""
+"""Draws without a law: recorded, made for the present rows, and changed for a try."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXTREMES = 64
 
 
 class Met(NamedTuple):
-    """A draw that is not known, as one forward has met it; it holds no tensor."""
+    """Draw without a law, as one forward has recorded it; it holds no tensor."""
 
     place: Site
     turn: int
@@ -31,7 +31,7 @@ class Met(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What is done to one sample's entries of a draw: NaN, the least or the largest value.
+    """Change to one sample's entries of a draw: NaN, the least or the largest value.
 
     Attributes:
         draw: its place among those that are not known.
@@ -49,7 +49,7 @@ class Mark(NamedTuple):
 
 
 class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Note draws that are not known, and make them for the rows that are here, or a few more.
+    """Dispatch mode that records draws without a law, and makes them for its rows or a few more.
 
     Args:
         shared: of the step; draws that it knows are made for the whole batch.
@@ -113,7 +113,7 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _make(mark: Mark, draw: Draw, result: Any, n: int) -> None:
-    """Do to one sample's entries of a draw what the mark says."""
+    """Change one sample's entries of a draw as the mark says."""
     drawn: Tensor = result[0] if isinstance(result, tuple) else result
     if mark.value != "nan":
         value = _extreme(draw, most=mark.value == "most")

@@ -1,4 +1,4 @@
-"""Draws that a micro-batch cannot make for the whole batch, with what to do about them."""
+"""Refusals of draws that a micro-batch cannot make for the full batch, with a way out."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WAY_OUT = 'Use rng="micro_batch", or give micro_batch >= the batch size'
 
 
 def state_now() -> Any:
-    """Return what tells one state of torch's generators from another."""
+    """Return a value that differs between states of torch's generators."""
     cpu = hash(torch.get_rng_state().numpy().tobytes())
     others = random_states()
     return (cpu, *(state.numpy().tobytes() for _, state in others)) if others else cpu
 
 
 def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel that may draw in a way nobody knows.
+    """Run a kernel that may draw inside, and refuse it if it draws.
 
     Raises:
         NotExactError: it did, or would from dice of its own.
@@ -69,7 +69,7 @@ def refuse_generator(draw: Draw) -> None:
 
 
 def drawn_late(draw: Draw) -> NotExactError:
-    """Return what says that a draw in backward is none of forward."""
+    """Return the error for a draw in backward that is none of forward."""
     return NotExactError(
         f"draws in backward must be those of forward made again, and {draw.name} draws anew (a "
         "hook on a gradient, or checkpoint with preserve_rng_state=False): every micro-batch would "

@@ -1,4 +1,4 @@
-"""What is known of the draws of a model, and what the micro-batches of a step share of them."""
+"""Laws of the draws of a model, and the state of draws that a step's micro-batches share."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from anybatch.execution.dice.site import Site
 
 
 class UnknownDrawError(Exception):
-    """A draw was made whose law is not known: learn it, and begin the step again."""
+    """A draw was made that has no law yet: learn it, and begin the step again."""
 
 
 class Laws:
-    """The laws of the draws of one kind of batch, by place.
+    """Laws of the draws of one signature, by place.
 
     Attributes:
         steady: what forward draws from Python and numpy does not depend on the number of rows.
@@ -32,7 +32,7 @@ class Laws:
         self._held: list[Site] = []
 
     def find(self, place: Site, turn: int) -> Law | None:
-        """Return the law of the `turn`-th draw at a place; None where it is not known."""
+        """Return the law of a draw by place and number; None where it has none."""
         known = self._known.get(place.chain, {})
         if turn in known:
             return known[turn]
@@ -57,7 +57,7 @@ class Drawn:
 
 @dataclass
 class Shared:
-    """What the micro-batches of a step share.
+    """State of draws that the micro-batches of a step share.
 
     Attributes:
         laws: what is known of draws.
@@ -83,7 +83,7 @@ class Shared:
     paused: bool = False
 
     def begin(self) -> None:
-        """Forget what was drawn: the first micro-batch comes, perhaps again."""
+        """Drop the recorded draws: the first micro-batch begins, perhaps again."""
         self.start = self.end = None
         self.draws.clear()
         self.by_state.clear()

@@ -1,4 +1,4 @@
-"""Where in a program a draw is made, so that it is known again in the next step.
+"""Place of a draw in a program, by which the next step finds it again.
 
 The k-th draw of a forward pass is another one once a layer has been skipped by a coin. What stays
 is the place: the chain of calls that leads to it, and the modules whose calls are among these. A
@@ -44,7 +44,7 @@ class Site(NamedTuple):
 
 
 def site(modules: Collection[int]) -> Site:
-    """Return the place where what is being drawn was asked for.
+    """Return the place in the program that requested the present draw.
 
     Args:
         modules: ids of the modules of the model; others come and go.

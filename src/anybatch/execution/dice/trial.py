@@ -1,4 +1,4 @@
-"""Whose entries of a draw are whose: what is done to one sample's must show in it alone.
+"""Trials of each sample's entries of a draw: a change of them must show in that sample only.
 
 NaN goes through every product, also with a weight that is still zero; a comparison ends it, so
 where it shows nowhere the least and the largest values that a draw can have are compared.
@@ -25,7 +25,7 @@ ENOUGH = 2
 
 
 class Trial(NamedTuple):
-    """A draw whose law is looked for.
+    """Trial that finds the law of one draw.
 
     Attributes:
         draw: its place among those that are not known.
@@ -47,7 +47,7 @@ class Trial(NamedTuple):
         return all(self._reached(law, sample) == {sample} for sample in {0, self.size - 1})
 
     def _reached(self, law: Law, sample: int) -> set[int]:
-        """Return the samples whose outputs depend on what `law` says is one sample's.
+        """Return the samples with outputs that depend on the entries `law` gives to one sample.
 
         Dropout may have dropped what would show it, so it is tried until it has shown twice.
         """

@@ -1,4 +1,4 @@
-"""The bytes of the draws of a forward, so that a plan knows what one of the whole batch takes."""
+"""Bytes of the draws of a forward, from which a plan forecasts full-batch draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While it is on, a micro-batch draws what the undivided batch would draw for its rows.
+"""Dispatch mode in which a micro-batch draws the undivided batch's numbers for its rows.
 
 ``torch.random.fork_rng`` gives a micro-batch the dice of the step's start, and then it still draws
 the numbers of the *first* rows, because a generator gives as many as are asked for. So every draw
@@ -39,7 +39,7 @@ NOWHERE = Pattern((), ())
 
 
 class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draw as the whole batch would; on for a micro-batch's forward, loss and backward.
+    """Dispatch mode of full-batch draws, for a micro-batch's forward, loss and backward.
 
     Args:
         shared: of the step.
@@ -70,7 +70,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return WholeDice(self.shared)
 
     def watch(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches as they are loaded; the first to be computed notes the dice.
+        """Yield micro-batches as they are loaded; the first to be computed records the RNG state.
 
         Raises:
             NotExactError: loading draws, between the forwards of micro-batches.
@@ -89,7 +89,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise _loaded()
 
     def forward(self, micro: MicroBatch, run: Callable[[], T]) -> T:
-        """Run the forward of a micro-batch, from the dice of the step's start.
+        """Run the forward of a micro-batch, from the RNG state of the step's start.
 
         Raises:
             UnknownDrawError: something is drawn whose law is not known.
@@ -113,7 +113,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Draw as it comes in the body, which computes with the whole batch."""
+        """Draw in the body as torch does, because it computes with the full batch."""
         self.shared.paused = True
         try:
             yield
@@ -122,13 +122,13 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def whole_loss(self) -> Iterator[None]:
-        """Draw as it comes in the body, which takes the loss of the whole batch."""
+        """Draw in the body as torch does, because it computes the loss of the full batch."""
         with self.paused():
             yield
         self.shared.end = Dice.now()
 
     def settle(self) -> None:
-        """Go on with the dice as the loss of the whole batch has left them."""
+        """Restore the RNG state as the loss of the full batch has set it."""
         if self.shared.end is not None:
             self.shared.end.put_back()
 
@@ -139,7 +139,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one kernel; one that draws, for the whole batch."""
+        """Run one kernel; one that draws, for the full batch."""
         kwargs = kwargs or {}
         kind = kind_of(func)
         if not kind or self._forward is None or self.shared.paused:
@@ -157,7 +157,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return draw.whole(drawn.law, full, self.rows)
 
     def _known(self, draw: Draw) -> tuple[Drawn, Pattern]:
-        """Return what the first micro-batch has drawn here, and the pattern of the whole draw."""
+        """Return the first micro-batch's draw here, and the pattern of the full-batch draw."""
         shared, state, own = self.shared, state_now(), draw.pattern
         backward = torch._C._current_graph_task_id() != -1
         again = self._again(state, own) if backward or not self._forward else None
@@ -186,7 +186,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return shared.draws[-1], full
 
     def _again(self, state: Any, own: Pattern) -> tuple[Drawn, Pattern] | None:
-        """Return a draw of forward that is made again, by the state of the dice."""
+        """Return a draw of forward that is made again, by the RNG state."""
         drawn = self.shared.by_state.get(state)
         full = None if drawn is None else drawn.law.whole(own, self.rows)
         return (drawn, full) if drawn and full and _same(full, drawn.full) else None
@@ -202,7 +202,7 @@ class WholeDice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return law, full
 
     def _compare_ends(self) -> None:
-        """See that every micro-batch leaves the dice as the first did."""
+        """Check that every micro-batch ends with the RNG state of the first."""
         shared = self.shared
         assert shared.start is not None
         now = Dice.now()

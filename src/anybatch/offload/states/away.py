@@ -1,4 +1,4 @@
-"""One tensor of an optimizer's state that is away, and what is said where it cannot be had."""
+"""Offloaded tensor of an optimizer's state, its stand-in, and the errors where it is missing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Away:
         self.job: Job | None = None
 
     def empty(self) -> Tensor:
-        """Return a tensor like it, made by a kernel, so that who counts tensors counts it."""
+        """Return an empty tensor like it, made by a kernel that dispatch modes can count."""
         like = self.stand_in
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
 

@@ -1,4 +1,4 @@
-"""Tensors of an optimizer's state that are away, and what stands in their place.
+"""Offloaded tensors of an optimizer's state, and their stand-ins.
 
 A storage that was emptied (`resize_(0)`) is no place for what a person may look at: most kernels
 that read it end the process, and ``numpy()`` or a copy return whatever lies there. So a tensor that
@@ -68,7 +68,7 @@ class Keeper:
         return moving + sum(int(v.nbytes) for v in state.values() if self._moves(v))
 
     def leave(self, state: State) -> list[Away]:
-        """Begin to copy a state out; its tensors stay until `settle` finds the copies whole."""
+        """Begin to copy a state out; its tensors remain until `settle` finds complete copies."""
         found = []
         for name, value in state.items():
             if not self._moves(value):
@@ -85,7 +85,7 @@ class Keeper:
         return found
 
     def settle(self, *, wait: int = 0) -> None:
-        """Put stand-ins where copies are whole.
+        """Replace the tensors with complete copies by stand-ins.
 
         Args:
             wait: for so many of those under way, the first ones first. Default 0.
@@ -108,7 +108,7 @@ class Keeper:
             self._gone(away)
 
     def call(self, state: State) -> None:
-        """Begin to read what is away of a state."""
+        """Prefetch the offloaded tensors of a state."""
         for value in state.values():
             away = self._of(value)
             if away is not None and away.job is None:
@@ -134,7 +134,7 @@ class Keeper:
             self._forget(away)
 
     def copied(self, state: State) -> State:
-        """Return a state with all of it here; what is away stays so."""
+        """Return a state with all of it in memory; the offloaded tensors remain offloaded."""
         found = dict(state)
         for name, value in state.items():
             away = self._of(value)
@@ -146,7 +146,7 @@ class Keeper:
         return found
 
     def check(self, states: Iterable[State]) -> None:
-        """Require that what stands in for others is still where it was, and as it was.
+        """Require that the stand-ins of offloaded tensors are in place and unchanged.
 
         What was replaced or removed is forgotten.
 
@@ -166,7 +166,7 @@ class Keeper:
             self._forget(self._away.pop(key))
 
     def require_room(self, size: int) -> None:
-        """Require that the store has room for so many bytes in all, where that is known before.
+        """Require capacity for so many bytes in the store, where it can be checked in advance.
 
         Raises:
             StoreError: it has not.
@@ -178,7 +178,7 @@ class Keeper:
         require_room(size, room, of=STATE)
 
     def rest(self) -> None:
-        """End the threads; what they were given is done before, and what has failed stays here."""
+        """Finish all queued copies, and end the threads; tensors with failed copies remain."""
         try:
             self._writer.close()
         finally:
@@ -193,7 +193,7 @@ class Keeper:
             away.job = away.tensor = None
 
     def close(self) -> None:
-        """End the threads and the store; what is in it is lost."""
+        """End the threads, and close the store; its contents are lost."""
         try:
             self.rest()
         finally:
@@ -203,7 +203,7 @@ class Keeper:
                 store.close()
 
     def _moves(self, value: Any) -> bool:
-        """Say whether a value of a state is a tensor that may leave."""
+        """Return whether a value of a state is a tensor that may be offloaded."""
         return (
             isinstance(value, Tensor)
             and value.device.type == self._device.type
@@ -212,12 +212,12 @@ class Keeper:
         )
 
     def _of(self, value: Any) -> Away | None:
-        """Return what a stand-in stands for."""
+        """Return the offloaded tensor behind a stand-in; None for other values."""
         found = self._away.get(id(value))
         return found if found is not None and found.stand_in is value else None
 
     def _gone(self, away: Away) -> None:
-        """Put a stand-in in the place of what was copied, unless that was changed meanwhile."""
+        """Replace a copied tensor by its stand-in, unless it was changed during the copy."""
         tensor = away.tensor
         away.job = away.tensor = None
         if tensor is not None and self._unchanged(away, tensor):

@@ -29,7 +29,7 @@ class Order:
         return len(self._known)
 
     def __getitem__(self, place: int) -> Use:
-        """Return what was used at a place of the step before."""
+        """Return the use at a place of the step before."""
         return self._known[place]
 
     def used(self, item: Use) -> None:

@@ -1,4 +1,4 @@
-"""Parameters and gradients in a bounded memory: which leave, and which come ahead of their use.
+"""Pages of parameters and gradients in bounded memory: evicted, and prefetched before use.
 
 A tensor keeps its storage, and the storage gives its memory away (`anybatch.memory.hold`), so views
 that autograd has saved, tied weights and references stay what they are. Before a kernel runs, what
@@ -54,7 +54,7 @@ class Pages:
         return self._hold.here + self.fixed
 
     def has(self, key: int) -> bool:
-        """Say whether a storage is taken in, here or away."""
+        """Return whether a storage is registered, resident or offloaded."""
         return key in self._hold.all
 
     def fit(self, given: list[tuple[int, bool]]) -> bool:
@@ -108,7 +108,7 @@ class Pages:
                 self._look_ahead()
 
     def keep(self, key: int) -> None:
-        """Bring a storage in for good: its address is known to somebody."""
+        """Make a storage permanently resident, because its address was read."""
         self.use([(key, True)], "a read of its address")
         held = self._hold.all.get(key)
         if held is not None and not held.stays:
@@ -116,7 +116,7 @@ class Pages:
             self.fixed += held.size
 
     def squeeze(self, room: int) -> None:
-        """Give up memory until no more than `room` is used."""
+        """Set the budget, and evict until the resident bytes are within it."""
         self.room = room
         self._clock += 1
         with told("written to"):
@@ -139,7 +139,7 @@ class Pages:
         self._order.used(item)
 
     def _free(self, size: int, name: str) -> None:
-        """Have room for so many bytes."""
+        """Evict until so many bytes fit in the budget."""
         hold = self._hold
         while self._over(size) > hold.going and self._evict(-1):
             pass
@@ -159,7 +159,7 @@ class Pages:
         return self._hold.here + self.fixed + size - self.room
 
     def _evict(self, beyond: int) -> bool:
-        """Let what is used again last leave, if that is beyond a place; say whether there was."""
+        """Evict the storage of latest next use, if beyond a place; return whether one was."""
         hold, order = self._hold, self._order
         if hold.stirred():  # what has died cannot leave
             hold.settle()
@@ -175,7 +175,7 @@ class Pages:
         return True
 
     def _look_ahead(self) -> None:
-        """Bring in what is used next, as far as there is room, or others are used later."""
+        """Prefetch the storages used next, while they fit or later ones can be evicted."""
         hold, order = self._hold, self._order
         self._front = max(self._front, order.at)
         while self._front < min(len(order), order.at + WINDOW):

@@ -1,4 +1,4 @@
-"""A model whose parameters and gradients leave: every kernel is seen before it runs.
+"""Paged model: dispatch mode that brings in parameters and gradients before every kernel.
 
 Hooks on modules would miss a weight that another module uses (attention uses its projection's),
 tied weights, `functional_call` and what is computed again in backward. A dispatch mode hears every
@@ -127,7 +127,7 @@ class _Kernels(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out the guard against being compiled: what is compiled runs eagerly here."""
+        """Disable the guard against compilation: compiled code runs eagerly here."""
         return False
 
     def __torch_dispatch__(
@@ -137,7 +137,7 @@ class _Kernels(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Bring in what a kernel needs, and run it; torch refuses even a view of no memory."""
+        """Bring in the storages of a kernel, and run it; torch refuses views of no memory."""
         kwargs = kwargs or {}
         if func not in self._writes:
             self._writes[func] = _Writes(func)
@@ -175,7 +175,7 @@ def _halves(
 
 
 class _Writes:
-    """Which arguments a kernel writes to; one whose schema does not say, to all.
+    """Arguments that a kernel writes to; all of them if it has no schema.
 
     Args:
         func: the kernel.
@@ -198,7 +198,7 @@ class _Writes:
 
 
 class _Addresses(TorchFunctionMode):
-    """Has a tensor stay whose address somebody asks for.
+    """Function mode that makes a tensor permanently resident when its address is requested.
 
     Args:
         pages: who brings it in.
@@ -214,7 +214,7 @@ class _Addresses(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Bring in what is asked for its address."""
+        """Make tensors permanently resident for a function that requests their address."""
         if func in ESCAPES:
             with torch._C.DisableTorchFunction():
                 for key, _ in _keys(args, writes=True):
@@ -238,7 +238,7 @@ def _keys(value: Any, writes: bool) -> Iterator[tuple[int, bool]]:  # noqa: FBT0
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Say whether a tensor has one storage of its own kind."""
+    """Return whether a tensor is plain: strided, materialised, and with a single storage."""
     if is_lazy(tensor) or tensor.layout is not torch.strided:
         return False
     return type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__")

@@ -34,7 +34,7 @@ class Part:
     size: int
 
     def groups(self, every: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the groups of an optimizer with the parameters of this part alone."""
+        """Return the groups of an optimizer with only the parameters of this part."""
         found: dict[int, list[Tensor]] = {}
         for number, parameter in self.members:
             found.setdefault(number, []).append(parameter)
@@ -42,7 +42,7 @@ class Part:
 
 
 def cut(sizes: Sequence[int], limit: int) -> list[range]:
-    """Return consecutive parts whose sizes add up to at most `limit`, or which are a single one.
+    """Return consecutive parts of at most `limit` bytes each; a larger item is its own part.
 
     Args:
         sizes: of the items, in bytes.

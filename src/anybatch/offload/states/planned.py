@@ -1,4 +1,4 @@
-"""What a training keeps that is away because a plan has it so.
+"""Training state that is offloaded as a plan specifies.
 
 The optimizer's state leaves first. Where a step does not fit with that, parameters and gradients
 share a room with it, and the plan says how large that is: what they do not get is the
@@ -68,7 +68,7 @@ def states_of(
 def away(
     states: States, optimizer: optim.Optimizer | None, model: nn.Module | None = None
 ) -> OffloadedStates:
-    """Let an optimizer's state leave as a plan has it.
+    """Offload an optimizer's state as a plan specifies.
 
     Args:
         states: where to.
@@ -95,7 +95,7 @@ def plan_away(
     model: nn.Module,
     size: int,
 ) -> Plan:
-    """Return the plan of a training whose optimizer's state leaves; all of the model if it has to.
+    """Return the plan of a training with offloaded optimizer state, and model if necessary.
 
     Args:
         foresee: as in `plan_with_model`, and so are the others.
@@ -126,7 +126,7 @@ def plan_with_model(
     model: nn.Module,
     size: int,
 ) -> Plan:
-    """Return the plan of a training whose parameters and gradients leave, too.
+    """Return the plan of a training with offloaded parameters and gradients, too.
 
     Args:
         foresee: returns the plan of a step as things are; takes ``timed=False``.
@@ -159,7 +159,7 @@ def plan_with_model(
 
 
 def best_room(beside: Mapping[int, int], size: int, budget: int, least: int, pageable: int) -> int:
-    """Return the room for parameters and gradients with which a step moves the fewest bytes.
+    """Return the budget for parameters and gradients with which a step moves the fewest bytes.
 
     Args:
         beside: samples in a micro-batch -> bytes that a step holds beside the room.
@@ -186,14 +186,14 @@ def best_room(beside: Mapping[int, int], size: int, budget: int, least: int, pag
 
 
 def least_room(optimizer: optim.Optimizer, model: nn.Module) -> int:
-    """Return the least room for a training: half of it takes a parameter's state while it steps."""
+    """Return the least budget for a training: half of it holds a parameter's state as it steps."""
     groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     sizes = [max(state_bound(optimizer, group, p), 2 * allocated(p)) for group, p in groups]
     return int(2 * max([*sizes, *map(allocated, model.parameters())]))
 
 
 def _with_the_least(foresee: Callable[..., Plan], states: OffloadedStates) -> Plan:
-    """Return a plan with as little room as kernels that read several parameters allow."""
+    """Return a plan with the least budget that kernels reading several parameters permit."""
     while True:
         try:
             return foresee(timed=False)

@@ -1,4 +1,4 @@
-"""Where an optimizer is touched, so that whoever uses it need not know that its state is away.
+"""Replaced methods of an optimizer that hide its offloaded state from callers.
 
     optimizer.step()          goes in parts; hooks, closures and schedules see one step
     optimizer.state_dict()    has real tensors, read for it; so have copies and pickles
@@ -24,7 +24,7 @@ BY_SCHEDULE = "_wrapped_by_lr_sched"
 
 
 class Seams:
-    """What is put on an optimizer, until `remove`.
+    """Methods replaced on an optimizer, until `remove`.
 
     Args:
         optimizer: whose.

@@ -1,4 +1,4 @@
-"""An optimizer's step, a part after the other, while the state of others is away.
+"""Optimizer step in parts, one after another, with the state of the other parts offloaded.
 
 part 1    read   step   write
 part 2           read   step   write
@@ -28,7 +28,7 @@ def step_in_parts(
     *,
     paged: bool = False,
 ) -> tuple[int, int]:
-    """Step every parameter that has a gradient; all state is away before and after.
+    """Step every parameter that has a gradient; all state is offloaded before and after.
 
     Args:
         optimizer: whose step it is.
@@ -66,7 +66,7 @@ def step_in_parts(
 
 
 def send_all(optimizer: optim.Optimizer, keeper: Keeper) -> None:
-    """Let all state leave that is here.
+    """Evict all resident state.
 
     Raises:
         StoreError: something was written to in its absence, or cannot be written.
@@ -84,7 +84,7 @@ def send_all(optimizer: optim.Optimizer, keeper: Keeper) -> None:
 
 
 class _Through:
-    """The parts that are in memory, and how they come and go.
+    """Resident parts of the state, and their prefetch and eviction.
 
     Attributes:
         most: bytes that were in memory at a time.
@@ -117,7 +117,7 @@ class _Through:
             self._keeper.arrive(state)
 
     def send(self, part: Part) -> None:
-        """Let the state of a part leave."""
+        """Evict the state of a part."""
         aways = [away for state in self._states(part) for away in self._keeper.leave(state)]
         self._leaving.append((part.size, aways))
 
