@@ -42,7 +42,7 @@ NOT_MEASURED = (
 
 @dataclass(frozen=True)
 class AbsentDevice:
-    """A CUDA device of which only the size is known.
+    """CUDA device that is absent: a memory size, and assumed overheads.
 
     Attributes:
         size: the bytes of its memory as they were written, such as "24GiB".
@@ -69,7 +69,7 @@ class AbsentDevice:
         return max(0, self.nbytes - self.context)
 
     def budget(self, memory: int | str | None) -> tuple[int, str]:
-        """Return the bytes that a step may hold, and in words where they come from.
+        """Return the bytes that a step may hold, and their source in words.
 
         Args:
             memory: as it was given; None takes what the device leaves, less a margin.
@@ -147,7 +147,7 @@ def type_of(device: Any) -> str:
 
 
 def enough(nbytes: int) -> str:
-    """Return the argument with which a step of so many bytes would have room, as errors name it."""
+    """Return the memory= or device= argument with which a step of `nbytes` fits, for errors."""
     device = absent()
     if device is None or nbytes <= device.left:
         return f'memory="{-(-nbytes // 1024)}KiB"'

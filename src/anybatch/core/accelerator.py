@@ -46,7 +46,7 @@ GENERIC = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a type of device, and no function of torch says.
+    """Properties of a device type that no function of torch reports.
 
     Attributes:
         rounding: bytes; an allocation is rounded up to a multiple of them.
@@ -123,7 +123,7 @@ class Accelerator:
             ) from error
 
     def call(self, name: str, device: torch.device | None = None, *values: Any) -> Any:
-        """Return what a function of the module, or of ``torch.accelerator``, returns.
+        """Call a function of the module, or of ``torch.accelerator``, and return its result.
 
         Args:
             name: of the module's function.
@@ -154,7 +154,7 @@ class Accelerator:
 
     @property
     def in_use(self) -> bool:
-        """Whether this process has used one; MPS does not say, and is asked whether it is there."""
+        """Whether this process has used such a device; on MPS, whether one is available."""
         return bool(self.module.is_initialized() if self.has("is_initialized") else self.available)
 
     @property
@@ -180,7 +180,7 @@ class Accelerator:
 
     @property
     def streams(self) -> bool:
-        """Whether copies may run beside kernels, in a stream of their own."""
+        """Whether copies may run concurrently with kernels, in a separate stream."""
         return self.has("Stream", "Event", "stream", "current_stream")
 
     def stream(self, device: torch.device) -> Any:
@@ -201,7 +201,7 @@ class Accelerator:
         return self.call("Event")
 
     def synchronise(self, device: torch.device) -> None:
-        """Wait for all that a device has been given."""
+        """Wait for all work that is queued on a device."""
         self.call("synchronize", device if self.indexed else None)
 
     @property
@@ -228,14 +228,14 @@ class Accelerator:
         return int(self.call("memory_allocated", device))
 
     def reserved(self, device: torch.device) -> int:
-        """Return the bytes that the allocator has taken for tensors of a device."""
+        """Return the bytes that the allocator has reserved on a device."""
         if not self.indexed:
             return int(self.call("driver_allocated_memory"))
         return int(self.call("memory_reserved", device))
 
     @property
     def peaks(self) -> bool:
-        """Whether `peak` is told; elsewhere the meter counts."""
+        """Whether the allocator reports `peak`; elsewhere the meter counts."""
         return self.facts.peaks or (
             self.type not in FACTS and self.has("max_memory_allocated", "reset_peak_memory_stats")
         )
@@ -382,7 +382,7 @@ HOST = Host()
 
 
 def of(device: torch.device | str) -> Accelerator:
-    """Return the accelerator of a device, which is given as such or by a name like "cuda:1"."""
+    """Return the accelerator of a device, passed as such or as a name like "cuda:1"."""
     return _of(device.type if isinstance(device, torch.device) else device.split(":")[0])
 
 

@@ -47,7 +47,7 @@ def clear_workspaces() -> None:
 
 
 def autocast_types() -> tuple[str, ...]:
-    """Return the types of devices whose autocast a person may be in."""
+    """Return the device types for which a user may have switched on autocast."""
     return (HOST.type, *(one.type for one in known()))
 
 
@@ -72,7 +72,7 @@ def default_device() -> torch.device:
 
 
 def with_plans() -> list[str]:
-    """Return the types of devices that are here, and whose allocator says what a kernel takes."""
+    """Return the available device types with an allocator that reports the bytes of a kernel."""
     return [HOST.type, *(kind for kind in FACTS if of(kind).peaks and of(kind).available)]
 
 
@@ -108,7 +108,7 @@ def library_switches() -> tuple[bool, bool, bool]:
 
 
 def kernel_switches(device: str) -> list[bool]:
-    """Return what the choice of a type's kernels for convolutions depends on."""
+    """Return the settings on which the choice of a type's convolution kernels depends."""
     if not of(device).cudnn:
         return []
     return [*library_switches()[1:], torch.backends.cudnn.allow_tf32]

@@ -29,7 +29,7 @@ from anybatch.errors import BatchError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of the mini-batch: what is streamed and what is computed on at once.
+    """Micro-batch: rows of the mini-batch that are streamed and computed on together.
 
     Attributes:
         inputs: tree of tensors [n, ...].
@@ -60,7 +60,7 @@ class MicroBatch:
 
 
 class Batch(Protocol):
-    """A mini-batch: its size, and its micro-batches in order, as often as asked."""
+    """Protocol of a mini-batch: its size, and its micro-batches in order, any number of times."""
 
     @property
     def size(self) -> int:
@@ -135,7 +135,7 @@ def made_up(batch: Batch, size: int) -> MicroBatch:
 
 
 class LazyBatch:
-    """A mini-batch that is never whole in memory: samples of a data set, loaded when needed.
+    """Mini-batch that is never entirely in memory: samples of a data set, loaded when needed.
 
     It goes where the inputs go: ``engine.backward(LazyBatch(dataset))`` takes the whole data set
     as one batch. An item is a pair ``(input, target)``; with a loss inside the model
@@ -199,7 +199,7 @@ class LazyBatch:
         return self.size
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
-        """Load and yield micro-batches; the same ones each time the dice are the same.
+        """Load and yield micro-batches; the same ones whenever the RNG state is the same.
 
         Whatever loads them is seeded at once; the first one is loaded when it is asked for.
 
@@ -236,7 +236,7 @@ class LazyBatch:
             begin += len(chunk)
 
     def _note_shapes(self, shapes: dict[str, Any], inputs: Any, targets: Any) -> None:
-        """Note in which tensor rows of another shape come first."""
+        """Record the first tensor in which rows of another micro-batch have another shape."""
         for name, values in (("inputs", inputs), ("target", targets)):
             for path, leaf in tree.leaves(values, name):
                 if isinstance(leaf, tree.ARRAYS):
@@ -251,7 +251,7 @@ class LazyBatch:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why it is not shown that what was loaded is a part of the undivided batch."""
+        """Reasons why the loaded samples are not shown to be a part of the undivided batch."""
         if not self._ragged:
             return ()
         return (
@@ -261,7 +261,7 @@ class LazyBatch:
 
 
 def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) -> tuple[Any, Any]:
-    """Return inputs and targets of what `collate_fn` gave, lists marked, or refuse what is wrong.
+    """Return inputs and targets of a result of `collate_fn`, lists marked, or refuse a faulty one.
 
     Args:
         item: of a micro-batch.

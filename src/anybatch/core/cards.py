@@ -1,4 +1,4 @@
-"""What a notebook shows of a plan, an engine and a step: HTML that stands by itself.
+"""HTML cards of a plan, an engine and a step for notebooks, without external resources.
 
     ┌ title ────────────────────────────────────┐
     │ ▇▇▇▇▇▇▒▒▒▒▒░░░░         │ 5.1 MiB of 6 MiB│   bytes by owner, against the budget
@@ -51,7 +51,7 @@ def table(named: Mapping[str, str]) -> str:
 
 
 def bar(owners: Sequence[tuple[str, int]], budget: int) -> str:
-    """Return a bar of bytes by owner against a budget, and what its colours mean.
+    """Return a bar of bytes by owner against a budget, with a legend of its colours.
 
     Args:
         owners: ``(name, bytes)``, drawn from the left.
@@ -116,7 +116,7 @@ def considered(memory: Memory, chosen: int, *, away: bool) -> str:
 
 
 def folded(title: str, inside: str) -> str:
-    """Return what opens on a click, or on Enter."""
+    """Return HTML that opens on a click, or on Enter."""
     summary = f'<summary style="cursor:pointer">{escape(title)}</summary>'
     return f'<details style="margin:4px 0">{summary}{inside}</details>'
 

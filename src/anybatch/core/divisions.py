@@ -1,4 +1,4 @@
-"""What a plan says of convolutions: how each kernel is divided, and the workspace that it takes.
+"""Convolution section of a plan: the division of each kernel, and its workspace.
 
 A run that goes on must compute as it did before, to the last bit; what was measured anew might be
 divided otherwise. So the divisions are a part of the plan.
@@ -55,7 +55,7 @@ class Divisions:
         return sum(len(one.parts) > 1 or one.parts[0][1] != "native" for one in self.kernels)
 
     def __str__(self) -> str:
-        """Return what a plan says of it, in a line."""
+        """Return the plan's line on convolutions."""
         space = f"{show_bytes(self.used)} of {show_bytes(self.workspace)} of workspace"
         less = f" ({show_bytes(self.given)} would leave too little for a step)"
         return (
@@ -65,7 +65,7 @@ class Divisions:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Divisions:
-        """Return what was written as JSON, where tuples are lists."""
+        """Return the divisions from JSON, where tuples are lists."""
         kernels = tuple(
             Division(
                 tuple((str(name), _tuples(value)) for name, value in one["kernel"]),

@@ -1,4 +1,4 @@
-"""Evidence: what the word "exact" in a plan rests on.
+"""Evidence for the word "exact" in a plan.
 
 shown        the gradient is that of the undivided batch, and this is how that was shown
 not shown    nothing speaks against it, and it could not be shown
@@ -17,7 +17,7 @@ STATES = ("shown", "not shown", "inexact")
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whether a plan gives the gradient of the undivided batch, and how that is known.
+    """Whether a plan gives the gradient of the undivided batch, and the evidence for it.
 
     It is true where that was shown, and false otherwise.
 

@@ -43,7 +43,7 @@ BITS: Any = getattr(np.random, "get_bit_generator", None)
 
 
 def memory() -> tuple[bytes, bytes, bytes, Any] | None:
-    """Return what both generators lie in; None where that is not known.
+    """Return the memory contents of both generators; None where these cannot be located.
 
     A normal number that Python has drawn in advance is an attribute, and comes last.
     """

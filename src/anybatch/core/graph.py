@@ -64,14 +64,14 @@ SPARK = "_anybatch_spark"
 
 
 def spark(*, grad: bool) -> Tensor:
-    """Return such a leaf: what is made of it has a backward, if `grad`, and it gets no gradient."""
+    """Return a leaf that gives its results a backward, if `grad`, and receives no gradient."""
     found = torch.zeros((), requires_grad=grad)
     setattr(found, SPARK, True)
     return found
 
 
 def leaves(roots: list[Tensor]) -> list[Tensor]:
-    """Return the leaf tensors whose gradient `roots` have."""
+    """Return the leaf tensors for which `roots` have a gradient."""
     found = [node.variable for node in ends(roots)]
     found += [root for root in roots if root.is_leaf and root.requires_grad]
     return [leaf for leaf in found if not hasattr(leaf, SPARK)]
@@ -96,7 +96,7 @@ def reaches_before(root: Tensor, moment: int) -> bool:
 
 
 def name_of(node: Any) -> str:
-    """Return what torch calls a node; a custom function may have set a `name` of its own."""
+    """Return torch's name of a node; a custom function may have set a `name` of its own."""
     return str(type(node).name(node))
 
 

@@ -30,7 +30,7 @@ Hung = tuple[str, str]
 
 
 def hangs(values: Any) -> bool:
-    """Say whether a tree may hold such attributes; asked at every micro-batch."""
+    """Return whether a tree may hold attributes that rows lack; runs for every micro-batch."""
     kind = type(values)
     if kind in PLAIN:
         return bool(values.__dict__)
@@ -59,7 +59,7 @@ def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
 
 
 def doubts_of(found: set[Hung]) -> tuple[str, ...]:
-    """Return the doubts of a step whose tensors have such attributes."""
+    """Return the doubts of a step with tensors that have attributes that rows lack."""
     return tuple(
         f"{at} has {name}, which hangs on the tensor or its container and is no part of its rows: "
         "pass it beside it, in a tuple or a mapping"
@@ -68,7 +68,7 @@ def doubts_of(found: set[Hung]) -> tuple[str, ...]:
 
 
 def refuse_missing(error: AttributeError, found: set[Hung]) -> None:
-    """Refuse to read an attribute that the whole tensor had and its rows lack.
+    """Refuse to read an attribute that the full-batch tensor had and its rows lack.
 
     Raises:
         LossError: it names the attribute.

@@ -62,7 +62,7 @@ class Suspended:
                 setattr(self.leaf, kind, held)
 
     def restore(self) -> None:
-        """Do the same, and put back into them what was there."""
+        """Resume the hooks, and restore the recorded entries of their containers."""
         self.resume()
         for held, entries in zip(self.held, self.entries, strict=True):
             if held is not None and not _same(list(held.items()), entries):
@@ -117,7 +117,7 @@ class LeafHooks:
         self._order.setdefault(leaf, len(self._order))
 
     def restore(self) -> None:
-        """Make all hooks what they were, as if there had been no step."""
+        """Restore all hooks, as if there had been no step."""
         for one in self._suspended.values():
             one.restore()
 
@@ -134,7 +134,7 @@ class LeafHooks:
     def fire(
         self, leaves: Sequence[Tensor], take: Callable[[Tensor], Tensor | None], *, in_order: bool
     ) -> None:
-        """Fire the hooks of `leaves`, and add what they return to ``.grad``.
+        """Fire the hooks of `leaves`, and add the returned gradients to ``.grad``.
 
         Args:
             leaves: suspended ones, in the same order on every rank.
@@ -178,7 +178,7 @@ class _Sum(torch.autograd.Function):
 
 
 def refuse_registered(leaves: Iterable[Any]) -> None:
-    """Refuse hooks that forward has registered on leaves whose hooks are suspended or were none."""
+    """Refuse hooks that forward has registered on leaves with suspended hooks, or with none."""
     for leaf in leaves:
         found = [hook for kind in KINDS for hook in (getattr(leaf, kind) or {}).values()]
         if any(not hasattr(hook, SERVICE) for hook in found):
@@ -190,7 +190,7 @@ def refuse_registered(leaves: Iterable[Any]) -> None:
 
 
 def refuse_on_nodes(nodes: Iterable[Any]) -> None:
-    """Refuse hooks on the AccumulateGrad nodes of leaves, which nobody can suspend."""
+    """Refuse hooks on the AccumulateGrad nodes of leaves, which cannot be suspended."""
     for node in nodes:
         for register in (node.register_hook, node.register_prehook):
             handle = register(refuse_on_nodes)  # torch tells of its hooks by the handle alone

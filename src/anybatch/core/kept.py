@@ -37,7 +37,7 @@ MANY = 1000
 
 
 class Kept:
-    """What functions and objects hold, as it was.
+    """Snapshot of the Python state that functions and objects hold.
 
     Attributes:
         held: the containers that were noted.
@@ -49,7 +49,7 @@ class Kept:
         self._undo: list[Callable[[], None]] = []
 
     def modules(self, modules: Iterable[nn.Module], *, attributes: bool) -> None:
-        """Note what modules and their hooks hold.
+        """Record the state that modules and their hooks hold.
 
         Args:
             modules: those of a step.
@@ -71,7 +71,7 @@ class Kept:
                     self.function(hook)
 
     def function(self, fn: Any) -> None:
-        """Note what a function, a method or a callable object holds."""
+        """Record the state that a function, a method or a callable object holds."""
         if id(fn) in self._seen or isinstance(fn, nn.Module | type):
             return
         self._seen.add(id(fn))
@@ -88,7 +88,7 @@ class Kept:
             self._closure(fn)
 
     def container(self, held: Any) -> None:
-        """Note what a list, dict or set holds, and the same of those in it."""
+        """Record the entries of a list, dict or set, and those of the containers in it."""
         if id(held) in self._seen:
             return
         self._seen.add(id(held))
@@ -207,7 +207,7 @@ def _theirs(module: nn.Module) -> bool:
 
 
 def fill(held: Any, was: Any) -> None:
-    """Make a container hold what it did; one that does is not written to."""
+    """Restore the entries of a container; a list or dict that has them is not written to."""
     same = len(held) == len(was)
     if isinstance(held, dict):
         for key in [key for key in held if key not in was]:

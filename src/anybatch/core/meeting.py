@@ -26,7 +26,7 @@ class Meeting(Protocol):
     """Something that brings parts together."""
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Hand over a part, and return what `combine` makes of all parts for this one."""
+        """Exchange a part: return this part's result of `combine` on all parts."""
 
     def reduce(
         self,
@@ -35,7 +35,7 @@ class Meeting(Protocol):
         add: Callable[[Any, Any], Any],
         finish: Callable[[Any], Any],
     ) -> Any:
-        """Hand over a part, and return what `finish` makes, once, of the sum of all parts."""
+        """Reduce a part: return the result of `finish`, computed once on the sum of all parts."""
 
     def gather(self, key: Any, rows: Any) -> tuple[Any, int]:
         """Hand over rows, and return those of all, and where these begin among them."""
@@ -62,12 +62,12 @@ def where() -> Where:
 
 
 def back_to(place: Where) -> None:
-    """Let this thread be where it was: an interrupt may have come before a body's end was heard."""
+    """Restore this thread's recorded state: an interrupt may have skipped a context's exit."""
     _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward = place
 
 
 def here() -> Meeting | None:
-    """Return what this thread meets in."""
+    """Return the barrier in which this thread takes part; None outside of one."""
     return _HERE.meeting
 
 
@@ -96,7 +96,7 @@ class ForwardOf:
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
-    """Take what the body is given for the whole batch."""
+    """Treat the inputs of the body as the full batch."""
     before = _HERE.meeting, _HERE.alone, _HERE.samples
     _HERE.meeting, _HERE.alone, _HERE.samples = None, False, -1
     try:
@@ -107,7 +107,7 @@ def as_it_is() -> Iterator[None]:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Look at the model in the body: its outputs are compared, and let go."""
+    """Run the body as an inspection of the model: its outputs are compared and dropped."""
     before, _HERE.looks = _HERE.looks, True
     try:
         yield
@@ -126,7 +126,7 @@ def samples_here() -> int:
 
 
 def forwards_here() -> int:
-    """Return how often this thread has called a model: forwards are told apart by that."""
+    """Return the number of model calls in this thread, by which forwards are distinguished."""
     return _HERE.forwards
 
 
@@ -147,7 +147,7 @@ def in_a_meeting() -> bool:
 
 @contextmanager
 def meeting_in(meeting: Meeting | None) -> Iterator[None]:
-    """Let the body of this thread meet others in `meeting`; None leaves it alone."""
+    """Run the body of this thread with `meeting` as its barrier; None is for no barrier."""
     outer, _HERE.meeting = _HERE.meeting, meeting
     try:
         yield
@@ -156,7 +156,7 @@ def meeting_in(meeting: Meeting | None) -> Iterator[None]:
 
 
 def exchange(key: Any, part: P, combine: Callable[[list[P]], Sequence[R]]) -> R:
-    """Hand over a part, and return what all parts together make of it; alone, of it alone.
+    """Exchange a part: return its result of `combine` on all parts; without a barrier, on this one.
 
     Args:
         key: what is met for; all must come with an equal one.
@@ -172,7 +172,7 @@ def exchange(key: Any, part: P, combine: Callable[[list[P]], Sequence[R]]) -> R:
 
 
 def reduce(key: Any, part: P, add: Callable[[P, P], P], finish: Callable[[P], R]) -> R:
-    """Hand over a part, and return the same for all: what is made of the sum of all parts.
+    """Reduce a part: return the same for all, the result of `finish` on the sum of all parts.
 
     No more than the sum and one part is kept.
 

@@ -1,4 +1,4 @@
-"""What a plan knows of memory: the budget, what was foreseen, and the candidates that lost.
+"""Memory section of a plan: the budget, the forecast, and the candidates that lost.
 
 Source: design, section 5.5; the runners-up are said like those of a database's query plan.
 """
@@ -17,7 +17,7 @@ the first on; or None where all of it may stay."""
 
 
 class Inside(NamedTuple):
-    """What micro-batches that wait for each other may hold, the one that runs among them; in bytes.
+    """Byte limits of micro-batches that wait in lockstep, the running one included.
 
     Attributes:
         limit: before a kernel runs, with all that it needs.
@@ -54,7 +54,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a plan knows of memory; all of it in bytes.
+    """Memory section of a plan, in bytes.
 
     Attributes:
         budget: the most a step may hold.
@@ -80,7 +80,7 @@ class Memory:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Refuse what is no integer of at least 1.
+    """Refuse a value that is not an integer of at least 1.
 
     Raises:
         ValueError: it is none.
@@ -90,7 +90,7 @@ def check_count(name: str, value: Any) -> None:
 
 
 def memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
-    """Return what is known of memory; of candidates that do not say it, all are `away` or none."""
+    """Return the memory section from JSON; the flag is for candidates that do not have one."""
     check_count("budget", found["budget"])
     check_count("predicted", found["predicted"])
     room = found.get("room", 0)
@@ -105,7 +105,7 @@ def memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
 
 
 def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
-    """Return what a plan says of memory, a line each: the peak, its owners, and the runners-up.
+    """Return the plan's lines on memory: the peak, its owners, and the runners-up.
 
     Args:
         memory: what it knows.
@@ -169,7 +169,7 @@ def _why(one: Candidate, best: Candidate | None, budget: int, *, runner_up: bool
 
 
 def _row(one: Candidate, why: str, *, both: bool) -> str:
-    """Return the line of a candidate; `both`: some leave the device, and some do not."""
+    """Return the line of a candidate; `both`: some candidates offload, and some do not."""
     seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
     why = f"saved tensors away; {why}" if both and one.away else why
     return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"

@@ -71,7 +71,7 @@ def release(error: BaseException, *, outside: BaseException | None = None) -> No
 
 
 def forget(error: BaseException, *, outside: BaseException | None = None) -> None:
-    """Make `error` hold no frame either: it will be kept while the work goes on.
+    """Release the frames of `error` too: it will be stored while the work goes on.
 
     A frame that has ended holds the one that called it, which will end with other tensors.
 

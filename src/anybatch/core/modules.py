@@ -57,7 +57,7 @@ def is_spread(tensor: Any) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what of a tensor is on this rank: its part of a DTensor, and else all of it."""
+    """Return the part of a tensor on this rank: of a DTensor its local part, else all of it."""
     if not is_spread(tensor):
         return tensor
     spread: Any = tensor
@@ -67,7 +67,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    """Return the embeddings with `max_norm`, to whose weights forward writes by itself.
+    """Return the embeddings with `max_norm`, in which forward itself writes to the weights.
 
     Undivided that is what torch does. Divided, an earlier micro-batch would find a row as it was
     that a later one looks up.
@@ -91,7 +91,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return which storage a tensor has; no mode is told, because nobody wants its address.
+    """Return the id of a tensor's storage; modes are bypassed, because its address is not used.
 
     All of it stands on one line: an interrupt at the end of a block, where its first line is met
     once more, would leave torch without function modes.
@@ -102,7 +102,7 @@ def storage_of(tensor: Tensor) -> int:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled models as they were written: dispatch modes break what was compiled."""
+    """Run compiled models in eager mode: dispatch modes break compiled code."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

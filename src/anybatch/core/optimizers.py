@@ -113,7 +113,7 @@ def _refuse_groups(optimizer: optim.Optimizer) -> None:
 
 
 def _plain(kind: type, name: str) -> Any:
-    """Return a method without what torch puts around it for its hooks."""
+    """Return a method without the wrapper that torch adds for its hooks."""
     found = getattr(kind, name, None)
     while getattr(found, "hooked", False):
         found = found.__wrapped__  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Pace:
-    """What steps of the real loop have taken.
+    """Measured seconds of steps of the real loop.
 
     Attributes:
         seconds: of a step: waiting for its mini-batch, computing, and the update; mean.

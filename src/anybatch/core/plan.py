@@ -1,4 +1,4 @@
-"""A plan is data: what a step will do and why, decided by a pure function, printed, saved, loaded.
+"""Plan of a step as data, with its reasons: decided by a pure function, printed, saved, loaded.
 
 The executor obeys it and decides nothing. Facts go in, a frozen `Plan` comes out; neither knows
 torch, so a decision can be tested, stored beside a run, and explained like a database's query plan.
@@ -49,7 +49,7 @@ class States:
 
 @dataclass(frozen=True)
 class Away:
-    """What of the saved tensors leaves the device; all in bytes but for the seconds.
+    """Offload section of a plan: the saved tensors to offload; in bytes but for the seconds.
 
     Attributes:
         store: "host" or "file".
@@ -83,7 +83,7 @@ class Away:
         return self.folder or self.store
 
     def explain(self) -> list[str]:
-        """Return what a plan says of it, a line each."""
+        """Return the plan's lines on offloading."""
         place = {"host": "page-locked memory of the host", "file": "a file without a name"}
         inside = f" in {self.folder or 'the system folder'}" if self.store == "file" else ""
         wait = "not known" if self.stall is None else f"{self.stall:.3g} s a step, predicted"
@@ -99,7 +99,7 @@ class Away:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a decision rests on.
+    """Facts on which a plan is decided.
 
     Attributes:
         micro_batch: samples in a micro-batch.
@@ -197,7 +197,7 @@ class Plan:
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the memory bar, what was decided, and why."""
+        """Return the HTML card for a notebook: the memory bar, the decisions, and the reasons."""
         rows, memory, away = self._rows(), self.memory, self.offload is not None
         if self.pace is not None:
             rows["time"] = str(self.pace)
@@ -281,7 +281,7 @@ def _pair(found: Any) -> tuple[int, int]:
 
 
 def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:
-    """Return the plan for `facts`, and for what is known of memory and of what leaves."""
+    """Return the plan for `facts`, a memory section and an offload section."""
     lanes = _mechanism(facts) == "lanes"
     reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload, lanes=lanes)]
     if facts.late:
@@ -321,7 +321,7 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
 
 
 def _evidence(facts: Facts, *, literal: bool) -> Evidence:
-    """Return whether the gradient is that of the undivided batch, and how that is known."""
+    """Return the evidence on whether the gradient is that of the undivided batch."""
     if facts.local:
         return Evidence("inexact", 'batchnorm="local" was asked for')
     if literal:
@@ -336,7 +336,7 @@ def _evidence(facts: Facts, *, literal: bool) -> Evidence:
 
 
 def _of_offload(memory: Memory | None, offload: Away | None, *, lanes: bool) -> list[str]:
-    """Say what leaves, and what was faster where steps were timed with that and without."""
+    """Return the reasons on offloading, and the faster choice where steps were timed."""
     reasons = []
     if offload is not None and lanes:
         reasons.append(

@@ -1,4 +1,4 @@
-"""What a library has put around a person's optimizer: looked through, or refused by its name.
+"""Wrappers of a library around a user's optimizer: unwrapped, or refused by name.
 
 ``accelerator.prepare(model, optimizer)`` returns an optimizer that passes everything on to the one
 that it was given, but for ``step()``: that does nothing while gradients are being accumulated, and
@@ -62,7 +62,7 @@ def _same(outer: Any, inner: Any) -> bool:
 
 
 class Prepared:
-    """What accelerate has prepared of an engine's model and optimizer, perhaps nothing.
+    """Wrappers of accelerate around an engine's model and optimizer, if there are any.
 
     Args:
         model: the person's, as they gave it.

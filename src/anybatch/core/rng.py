@@ -1,4 +1,4 @@
-"""The same dice: the state of every global random generator that a forward pass may draw from.
+"""Snapshot and restore of the RNG state of every global generator that a forward may draw from.
 
 ``torch.random.fork_rng`` covers torch alone. Models also draw from ``random`` and ``numpy.random``
 (stochastic depth, augmentation), and a second pass over a micro-batch must meet the same draws.
@@ -82,7 +82,7 @@ class Dice(NamedTuple):
 
 
 def _parts(state: Any) -> Any:
-    """Return a state of numpy's so that it can be compared; each kind of generator has its form."""
+    """Return a numpy RNG state in comparable form; each type of generator has its own format."""
     if isinstance(state, dict):
         return {key: _parts(value) for key, value in state.items()}
     if isinstance(state, tuple):

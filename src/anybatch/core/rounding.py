@@ -1,4 +1,4 @@
-"""The bytes of an allocation: what a device's allocator makes of the bytes that were asked for.
+"""Bytes of an allocation: the requested bytes, rounded up as a device's allocator does.
 
 torch's allocator for CUDA hands out blocks of whole 512 bytes, so a gradient of one number takes
 512. A forecast that adds up the bytes of tensors would be too low by as many roundings as there are
@@ -16,7 +16,7 @@ from anybatch.core.modules import local
 
 
 def rounding(device: torch.device) -> int:
-    """Return the bytes to whose multiples a device's allocator rounds up."""
+    """Return the granularity in bytes to which a device's allocator rounds up."""
     return accelerator.of(type_of(device)).facts.rounding
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of more GPUs: seconds of a step on each number of them, and which is worth it.
+"""Forecast for more GPUs in a plan: seconds of a step on each number, and the number worth it.
 
 The same mini-batch is divided among them, so the training stays what it was.
 
@@ -35,7 +35,7 @@ class ScaleRow:
 
 @dataclass(frozen=True)
 class Scale:
-    """What more GPUs would make of a training.
+    """Forecast of a training on more GPUs.
 
     Attributes:
         rows: by GPUs, one first.
@@ -55,7 +55,7 @@ class Scale:
     assumed: tuple[str, ...]
 
     def explain(self) -> list[str]:
-        """Return what a plan says of it, a line each."""
+        """Return the plan's lines on more GPUs."""
         lines = ["  GPUs      seconds a step   speedup   efficiency   Lemma 3.1"]
         lines += [
             f"  {one.gpus:>4} {show_seconds(one.seconds):>19} {one.speedup:>9.2f} "
@@ -69,6 +69,6 @@ class Scale:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Scale:
-        """Return what was written as JSON, where tuples are lists."""
+        """Return the forecast from JSON, where tuples are lists."""
         rows = tuple(ScaleRow(**row) for row in found["rows"])
         return cls(**{**found, "rows": rows, "assumed": tuple(found["assumed"])})

@@ -41,7 +41,7 @@ def start(thread: threading.Thread) -> None:
 
 
 def stack_size() -> int:
-    """Return the bytes of a stack that were asked for; 0 for as many as the system gives.
+    """Return the requested bytes of a thread's stack; 0 for the default of the system.
 
     Python sets it to 0 where it is only asked for, so it is set again.
     """

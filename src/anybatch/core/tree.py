@@ -143,7 +143,7 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
 
 
 def marked(tree: Any, size: int, path: str, *, arguments: bool = False) -> Any:
-    """Return a tree whose lists and tuples with one entry a sample are marked, itself if none are.
+    """Return a tree with its lists and tuples of one entry a sample marked; itself without any.
 
     Args:
         tree: of a batch whose tensors have `size` rows.
@@ -218,7 +218,7 @@ ROWLESS = (*LISTS, *ARRAYS, str, bytes, bytearray, Number, np.generic, set, froz
 
 
 def _refuse_object(leaf: Any, path: str) -> None:
-    """Refuse an object with rows of its own, which would be carried along whole.
+    """Refuse an object with rows of its own, which would be passed on undivided.
 
     Raises:
         BatchError: it names the type.
@@ -427,7 +427,7 @@ def _rows_of(leaves: Iterable[Any]) -> int | None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare two leaves; NaN is NaN, and what cannot be compared is the same if it is one."""
+    """Compare two leaves; NaN equals NaN, and incomparable values are compared by identity."""
     if a is b or type(a) is not type(b):
         return a is b
     if isinstance(a, Tensor):
@@ -462,7 +462,7 @@ def _check_sliceable(path: str, tensor: Tensor) -> None:
 
 
 def _like_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return `items` as the type of `tree` where its copy is known to share nothing, else a dict.
+    """Return `items` as the type of `tree` if a copy of that surely shares nothing, else a dict.
 
     A mapping of a person's own may keep its items in an inner one, which a copy would share.
     """

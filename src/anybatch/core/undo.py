@@ -1,4 +1,4 @@
-"""A step happens whole or not at all (Law 5).
+"""Transaction of a step: it completes, or the state before it is restored (Law 5).
 
 torch has no transaction: an exception in the middle of an accumulation loop leaves half a gradient,
 moved running statistics and drawn random numbers behind. Here the state is noted before the step,
@@ -56,7 +56,7 @@ class BufferState:
     values: Tensor | None
 
     def now(self) -> Tensor | None:
-        """Return what is registered under its name at present."""
+        """Return the buffer that is registered under its name at present."""
         return _buffer(self.module, self.name)
 
     def written(self) -> bool:
@@ -148,7 +148,7 @@ def _same_place(tensor: Tensor, data: Tensor) -> bool:
 
 
 def _version(tensor: Tensor | None) -> int:
-    """Return torch's count of writes; 0 for what has none."""
+    """Return torch's count of writes to a tensor; 0 where it has none."""
     if tensor is None or (not is_lazy(tensor) and tensor.is_inference()):
         return 0
     return tensor._version
@@ -163,7 +163,7 @@ def _buffer(module: nn.Module, name: str) -> Tensor | None:
 
 
 class Before:
-    """The state before a step: gradients, buffers, dice, and torch's modes; open until it ends.
+    """Snapshot before a step: gradients, buffers, RNG state, torch's modes; open until it ends.
 
     The modes are here because an interrupt may come at the first instruction of an ``__exit__``,
     and what that was to undo is then still on; `patched` holds what undoes all else of that kind.
@@ -212,7 +212,7 @@ class Before:
         return any(id(leaf) in noted for leaf in leaves)
 
     def put_back(self) -> list[Exception]:
-        """Make all of it as it was; return what could not be, raising nothing.
+        """Restore all of it; return the failures, raising nothing.
 
         The dice come first and need nothing else; then what is a reference; then what is copied.
         """
@@ -257,7 +257,7 @@ def _register_all(module: nn.Module, noted: dict[str, Tensor | None], volatile: 
 
 
 class Delivery:
-    """The last part of a step, which writes to what was there: once, and not interrupted.
+    """Last part of a step, which writes to existing state: once, and not interrupted.
 
     Args:
         before: the state before the step, which is open until then.
@@ -300,7 +300,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class HeldBack:
-    """Signals that have come and were not heard yet.
+    """Signals that have arrived and were not handled yet.
 
     Args:
         handler: hears them; None where none are held back.
@@ -311,7 +311,7 @@ class HeldBack:
         self.came: list[tuple[int, FrameType | None]] = []
 
     def let_through(self) -> None:
-        """Let the first one be heard, where one has come, and forget the others."""
+        """Handle the first signal, where one has arrived, and drop the others."""
         if self.came and self._handler is not None:
             first = self.came[0]
             self.came.clear()
@@ -378,4 +378,4 @@ def no_optimizer_step(before: Before) -> Iterator[None]:
 
 
 class AgainError(Exception):
-    """The step has found out what another plan is needed for: it begins again."""
+    """Error that restarts a step, which has found that another plan is needed."""

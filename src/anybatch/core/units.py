@@ -21,7 +21,7 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(given: Any, name: str = "memory", *, word: str | None = None) -> int:
-    """Return the bytes that `given` means.
+    """Return the bytes that a size argument means.
 
     Args:
         given: a whole number of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".

@@ -1,4 +1,4 @@
-"""Arithmetic on a few numbers that no mode looks at: what looking costs would be most of its time.
+"""Arithmetic on a few numbers past all modes, which would cost most of its time.
 
 A dispatch mode hears every kernel, at ten times the price of one that adds up the channels of a
 layer. What is computed here must be plain tensors that are on the device for certain.

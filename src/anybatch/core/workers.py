@@ -19,7 +19,7 @@ from anybatch.core import threads
 
 
 class Task:
-    """Work that a thread of the pool has been given.
+    """Work item for a thread of the pool.
 
     Args:
         work: called once, in a context without variables; must not raise.

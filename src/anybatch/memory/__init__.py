@@ -1,4 +1,4 @@
-"""Which bytes are live, and who owns them: ledgers, a meter, limits, stores and the pager.
+"""Live bytes and their owners: ledgers, a meter, limits, stores and the pager.
 
 This folder knows tensors, storages and plans. It knows no loss, no mechanism and no planner.
 

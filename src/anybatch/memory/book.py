@@ -1,4 +1,4 @@
-"""What lanes do in their turns, as the first of them has shown: the others do the same.
+"""Record of the storages that lanes use in their step phases, made by the first of them.
 
 Lanes go through the same layers in the same order. So the storage that a lane makes as its 17th is
 to it what the 17th of another is to that one, and what the first lane to come through a turn has
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class Turn:
-    """A turn, as the first lane to take it has shown."""
+    """Record of a step phase, made by the first lane in it."""
 
     def __init__(self, lane: int) -> None:
         self.lane = lane
@@ -24,7 +24,7 @@ class Turn:
 
 
 class Book:
-    """Notes every turn of the first lane that takes it.
+    """Record of every step phase, made by the first lane in it.
 
     Attributes:
         top: the most bytes that a lane has held in one turn so far.
@@ -35,33 +35,33 @@ class Book:
         self._turns: dict[int, Turn] = {}
 
     def begin(self, lane: int, turn: int) -> None:
-        """A lane takes its turn of this number."""
+        """Record that a lane begins its step phase of this number."""
         if turn not in self._turns:
             self._turns[turn] = Turn(lane)
 
     def uses(self, lane: int, turn: int, number: int, size: int) -> None:
-        """A lane uses what it has made as its storage of this number, in an earlier turn."""
+        """Record that a lane uses its storage of this number, made in an earlier step phase."""
         shown = self._turns[turn]
         if shown.lane == lane:
             shown.numbers.append(number)
             shown.bytes += size
 
     def holds(self, turn: int, size: int) -> None:
-        """A lane holds so many bytes of what it has used or made in its turn of this number."""
+        """Record the bytes used or made that a lane holds in its step phase of this number."""
         shown = self._turns[turn]
         shown.top, self.top = max(shown.top, size), max(self.top, size)
 
     def most(self, turn: int, lane: int) -> int:
-        """Return the most bytes that a lane will hold in a turn; 0 where no other has shown it."""
+        """Return the most bytes that a lane will hold in a step phase; 0 if no other has run it."""
         return self._turns[turn].top if self.shown(turn, lane) else 0
 
     def shown(self, turn: int, lane: int) -> bool:
-        """Say whether another lane has been through this turn before this one."""
+        """Return whether another lane has run this step phase before this one."""
         found = self._turns.get(turn)
         return found is not None and found.lane != lane
 
     def used(self, turn: int) -> Sequence[int]:
-        """Return the numbers of what is used in a turn, in order; more come while it is shown."""
+        """Return the numbers of storages used in a step phase, in order; a list that may grow."""
         found = self._turns.get(turn)
         return () if found is None else found.numbers
 

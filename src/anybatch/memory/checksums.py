@@ -1,4 +1,4 @@
-"""Checksums of bytes that wait away from the device, for debugging.
+"""Checksums of offloaded bytes, for debugging.
 
 A disk, a driver or another program may change what waits in a store. torch would compute with it,
 and the gradients would look like any others. A file system with checksums of its own is seldom at

@@ -55,7 +55,7 @@ class Fakes:
 
     @contextmanager
     def entered(self) -> Iterator[FakeTensorMode]:
-        """Compute with fakes in the body; what ``functools.cache`` keeps of them is forgotten."""
+        """Run the body with fake tensors; clear each ``functools.cache`` that then holds some."""
         if self._caches is None:  # a walk over all objects, so only where a model is run
             # Weakly: a cache may keep another engine's model (test_engines_go_with_their_models).
             self._caches = list(map(weakref.ref, caches()))
@@ -81,7 +81,7 @@ class Fakes:
         return fake
 
     def copy(self, value: T, modules: Iterable[nn.Module]) -> T:
-        """Return a copy of `value` whose tensors are fakes.
+        """Return a copy of `value` with fake tensors.
 
         Args:
             value: a model or a loss.
@@ -161,7 +161,7 @@ def _strides(leaf: Tensor, count: int) -> tuple[int, ...]:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Let fakes be computed anew in the body: what is remembered of ``set_`` holds its storage."""
+    """Run the body without the cache of fake tensors: its entry for ``set_`` holds the storage."""
     modes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)]
     before = [mode.cache_enabled for mode in modes]
     for mode in modes:
@@ -178,7 +178,7 @@ BY_NUMBER = frozenset((Tensor.apply_, Tensor.map_, Tensor.map2_))
 
 
 class _Listens(TorchFunctionMode):
-    """While it is on, what has been held back is heard before each function of torch.
+    """Function mode that handles pending signals before each function of torch.
 
     Raises:
         NotImplementedError: a function that would end the process.
@@ -213,7 +213,7 @@ def interrupted_between_functions() -> Iterator[None]:
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Leave it to the caller to say which kernel needs data: it is caught, and expected."""
+    """Silence torch's report of kernels that need data: the caller expects and catches these."""
     before = REPORTS.level
     REPORTS.setLevel(logging.CRITICAL)
     try:
@@ -228,7 +228,7 @@ def caches() -> list[Any]:
 
 
 def _misses(cached: Any) -> int:
-    """Return how often a cache was asked for what it had not; 0 where it is gone."""
+    """Return the number of misses of a cache; 0 where it is gone."""
     return 0 if cached is None else int(cached.cache_info().misses)
 
 
@@ -245,7 +245,7 @@ def is_fake(value: Any) -> bool:
 
 
 def _holds_fake(cached: Any, depth: int = 4) -> bool:
-    """Say whether what a cache holds, or a few levels in it, has a fake in it."""
+    """Return whether a cache has a fake tensor in it, or in a few levels of its entries."""
     inside = gc.get_referents(cached)
     if depth == 0:
         return False

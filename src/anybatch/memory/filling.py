@@ -1,4 +1,4 @@
-"""The most that a limit holds of storages that leave whole.
+"""The most bytes of indivisible storages that fit within a limit.
 
 Lanes that leave while they run hold, before each kernel, no more than a limit. But a storage is
 there or away, nothing between, so what is there is a sum of sizes. Where all of them are large the

@@ -1,4 +1,4 @@
-"""What a kernel's results hold, and a rehearsal on tensors without data does not show.
+"""Memory of a kernel's results that a dry run does not show.
 
 A kernel on fakes returns the shapes that torch's formulas for them name, and some of these are not
 what the real kernel returns. Three kinds are known:
@@ -96,7 +96,7 @@ def _with_both_biases(result: Any) -> Any:
 
 
 def _with_workspace(args: tuple[Any, ...], result: Any, spare: int) -> Any:
-    """Return the results of a forward with what it keeps for backward."""
+    """Return the results of a forward with the buffer that it saves for backward."""
     kept = result[-1]
     if not isinstance(kept, FakeTensor) or kept.numel():
         return result
@@ -107,7 +107,7 @@ def _with_workspace(args: tuple[Any, ...], result: Any, spare: int) -> Any:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is known of a tensor: its sizes, without its rows, and its type."""
+    """Description of a tensor: its sizes, without its rows, and its dtype."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -128,7 +128,7 @@ class _Sizes:
 
 
 def _described(index: int, value: Any) -> Any:
-    """Return an argument as it is kept in mind."""
+    """Return an argument, with its description in place of a tensor."""
     if not isinstance(value, Tensor):
         return tuple(value) if isinstance(value, list) else value
     shape = tuple(map(int, value.shape))

@@ -1,4 +1,4 @@
-"""The storages of waiting lanes: which are here, which are away, and which are on their way.
+"""Storages of waiting lanes: resident, offloaded, or being copied.
 
 Copies are made by a thread while a lane computes (`anybatch.memory.copier`). Memory counts from
 when it is taken until it is given back, so what is on its way is here. `anybatch.memory.pager`
@@ -59,7 +59,7 @@ class Held:
 
 
 class Hold:
-    """Moves storages out and in, and counts the bytes that are here and might leave.
+    """Mover of storages out and in, with a count of the resident bytes that may be offloaded.
 
     Args:
         store: where they go.
@@ -104,11 +104,11 @@ class Hold:
         return rounded(nbytes, self._device)
 
     def ready(self) -> None:
-        """Have what copies, while there is memory for it."""
+        """Start the copier, while there is memory for it."""
         self._copier.begin()
 
     def find(self, lane: int, number: int) -> tuple[int, Held] | None:
-        """Return what a lane has made as its storage of this number, where it still lives."""
+        """Return a lane's storage of this number and its key, where it still lives."""
         key = self._numbered.get((lane, number))
         held = self.all.get(key) if key is not None else None
         if key is None or held is None or (held.lane, held.number) != (lane, number):
@@ -116,7 +116,7 @@ class Hold:
         return key, held
 
     def settle(self) -> None:
-        """Forget what has died, and give back the memory of what has been copied out."""
+        """Remove dead storages, and free the memory of those that were copied out."""
         while self.stirred():  # what a copy has held may die with it
             while self._dead:  # the garbage collector may come in the middle of anything
                 self._bury(self._dead.popleft())
@@ -149,7 +149,7 @@ class Hold:
         return bool(self._dead or (self._moving and self._moving[0][2].done))
 
     def touch(self, key: int, held: Held, turn: int) -> None:
-        """A storage is used in a turn; it will be here."""
+        """Record the use of a storage in a step phase, and make it resident."""
         if held.state == LEAVING and held.used < self.since:
             held.leaves = True
         if held.used < self.since and key in self.movable and not held.leaves:
@@ -159,7 +159,7 @@ class Hold:
             self.bring_back(key, held)
 
     def send_away(self, key: int, held: Held) -> None:
-        """Begin to move a storage out; where a copy of it is kept, its memory goes at once.
+        """Start to offload a storage; where a copy of it is stored, free its memory at once.
 
         Whoever has chosen it while it was on its way out may come when it is away.
         """
@@ -241,13 +241,13 @@ class Hold:
         self._drop(key, held)
 
     def stay(self, key: int, held: Held) -> None:
-        """Let a storage that is here leave no more; it is not counted, so no copy may hold it."""
+        """Exclude a resident storage from offloading; it is not counted, so no copy may hold it."""
         held.stays = True
         self.forget_copy(key, held)
         self._discount(key, held)
 
     def give_up(self, key: int) -> None:
-        """Have a storage here, and know nothing of it any more: somebody else keeps it."""
+        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
         held = self.all.get(key)
         if held is not None:
             self.bring_back(key, held)
@@ -257,7 +257,7 @@ class Hold:
             self._numbered.pop((held.lane, held.number), None)
 
     def close(self) -> None:
-        """Bring back what still lives, and forget all of it; what cannot be read becomes NaN."""
+        """Make all live storages resident, and stop tracking them; unreadable ones become NaN."""
         error: BaseException | None = None
         try:
             self._copier.close()
@@ -288,7 +288,7 @@ class Hold:
             raise
 
     def _failed(self, key: int, held: Held) -> None:
-        """Take in that a copy was not made: what was leaving stays, what was coming is away."""
+        """Handle a failed copy: a storage going out is resident, one coming in is offloaded."""
         if held.state == COMING:
             self._empty(key, held)
         elif held.state == LEAVING:
@@ -317,7 +317,7 @@ class Hold:
             meter.resized(storage)
 
     def _come(self, held: Held) -> None:
-        """Wait for what is being copied in."""
+        """Wait for a storage that is being copied in."""
         if held.state == COMING:
             assert held.job is not None
             self._copier.wait(held.job)
@@ -325,7 +325,7 @@ class Hold:
             held.job, held.state = None, HERE
 
     def _free(self, key: int, held: Held) -> None:
-        """Take in that a copy out has ended: what was used meanwhile counts as used."""
+        """Record the end of a copy out: a storage used meanwhile counts as used."""
         if held.leaves and held.used >= self.since and key in self.movable:
             self.touched += held.size
         held.leaves = False
@@ -334,14 +334,14 @@ class Hold:
         self._dead.append(key)
 
     def _count(self, key: int, held: Held) -> None:
-        """Count what is here and may leave."""
+        """Count a resident storage that may be offloaded."""
         self.movable[key] = held
         self.here += held.size
         if held.used >= self.since and not held.leaves:
             self.touched += held.size
 
     def _discount(self, key: int, held: Held) -> None:
-        """Count it no more: it is away, gone, or stays."""
+        """Remove a storage from the count: offloaded, gone, or excluded from offloading."""
         if self.movable.pop(key, None) is not None:
             self.here -= held.size
             if held.used >= self.since and not held.leaves:

@@ -1,4 +1,4 @@
-"""How much memory a step may have where nobody has said: the smallest of the limits that are there.
+"""Default memory budget of a step: the smallest of the limits of the process.
 
 On the CPU a process can be limited by its control group, by ``setrlimit``, and by what the machine
 has left; whichever ends first ends the training, and the first of them by a kill that no program
@@ -30,7 +30,7 @@ SHARE_THERE = 0.95
 
 
 def left(device: torch.device) -> tuple[int, str]:
-    """Return the bytes that a step may still allocate on `device`, and what limits them.
+    """Return the bytes that a step may still allocate on `device`, and the limit's name.
 
     Returns:
         ``(bytes, words)``; the share that is left alone is taken off.
@@ -58,7 +58,7 @@ def _shared(limits: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield ``(bytes left, what limits them)``; `root` is where the system's files are."""
+    """Yield ``(bytes left, the limit's name)``; `root` is the folder of the system's files."""
     info = _fields(root / "proc/meminfo")
     if "MemAvailable" in info:
         yield info["MemAvailable"] * 1024, "memory available"
@@ -75,7 +75,7 @@ def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _of_control_groups(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield what is left in each control group of this process; both versions, and its parents."""
+    """Yield the bytes left in each control group, v1 or v2, of this process, and in its parents."""
     lines = _text(root / "proc/self/cgroup").splitlines()
     for _, kinds, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
         if kinds and "memory" not in kinds.split(","):

@@ -95,7 +95,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self._events)
 
     def claim(self, owner: str, tensors: Iterable[Tensor]) -> None:
-        """Say whose the storages of live tensors have been since they were born."""
+        """Set the owner of the storages of live tensors, from their allocation on."""
         for tensor in tensors:
             for storage in self._storages(tensor):
                 span = self._open.get(storage._cdata)
@@ -110,20 +110,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._begin(storage, FOREIGN, 0, storage.nbytes())
 
     def resized(self, storage: Any) -> None:
-        """Take in that a storage has given its memory away, or has it again."""
+        """Record that a storage has freed its memory, or has it again."""
         self._end(storage._cdata)
         if storage.nbytes():
             self._begin(storage, STEP, storage.nbytes(), storage.nbytes())
             self.peak = max(self.peak, self.live)
 
     def more(self, device: torch.device, count: int) -> None:
-        """Count so many bytes more on a device, or fewer, that no tensor seen here has."""
+        """Count more bytes on a device, or fewer, that belong to no observed tensor."""
         if device.type == self._device:
             self.live += self._rounded(count) if count > 0 else -self._rounded(-count)
             self.peak = max(self.peak, self.live)
 
     def timeline(self) -> Timeline:
-        """Return what was counted, by owner."""
+        """Return the counted bytes, by owner."""
         owners = tuple(dict.fromkeys(span.owner for span in self._spans))
         now = len(self._events)
         spans = [(s.owner, s.size, s.first, now if s.end is None else s.end) for s in self._spans]
@@ -136,7 +136,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run one kernel, and count what it returned."""
+        """Run one kernel, and count its results."""
         kwargs = kwargs or {}
         if self._inside or func is DEVICE:  # a kernel made of kernels, or none
             return func(*args, **kwargs)
@@ -199,7 +199,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Span:
-    """One storage: whose, how big, how big it says it is, and after which events it is live."""
+    """One storage: its owner, size, reported size, and the events after which it is live."""
 
     __slots__ = ("end", "first", "owner", "size", "told", "watch")
 
@@ -237,7 +237,7 @@ def within_kernel(device: torch.device, count: int) -> Iterator[None]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what a kernel is given or returns."""
+    """Yield the tensors in the arguments or results of a kernel."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -28,7 +28,7 @@ _SEEKING = threading.Lock()
 
 
 def nameless(folder: Path | None, *, direct: bool) -> tuple[int, bool]:
-    """Return a descriptor of a new file that nobody else opens, and whether it skips the cache.
+    """Return a descriptor of a new private file, and whether it bypasses the page cache.
 
     Args:
         folder: where it is; None is the system's folder for temporary files.
@@ -63,7 +63,7 @@ def past_the_cache(path: str) -> int | None:
 
 
 def write_at(descriptor: int, view: memoryview, begin: int) -> int:
-    """Write bytes from `begin` on, and return how many were taken."""
+    """Write bytes from `begin` on, and return the number that was written."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, view, begin)
     with _SEEKING:

@@ -1,4 +1,4 @@
-"""Parameters that come and go: what whoever foresees, plans or measures a step must know of them.
+"""Paged parameters, as the forecast, the plan and the meter of a step count them.
 
 Inside `anybatch.offload_states` with a model, parameters and gradients share a number of bytes,
 however many they are. So a step is counted without them, and beside it stands that room.
@@ -48,7 +48,7 @@ class Pages(Protocol):
         """Bytes that are here now."""
 
     def has(self, key: int) -> bool:
-        """Say whether a storage is in it, here or away."""
+        """Return whether a storage is in it, resident or offloaded."""
 
     def use(self, given: list[tuple[int, bool]], name: str) -> None:
         """Make storages be here.
@@ -109,18 +109,18 @@ class Paged:
             yield
 
     def ids(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """Return the ids of those tensors whose memory comes and goes."""
+        """Return the ids of the tensors that are paged."""
         return frozenset(id(t) for t in tensors if self.holds(t)) if self.every else frozenset()
 
 
 def paged() -> Paged:
-    """Return what is in use in this thread now."""
+    """Return the bounded memories in use in this thread now."""
     found = (getattr(mode, PAGES, None) for mode in _get_current_dispatch_mode_stack())
     return Paged(tuple(pages for pages in found if pages is not None))
 
 
 def large(tensor: Tensor) -> bool:
-    """Say whether a tensor of a parameter's kind would leave: small ones stay."""
+    """Return whether a tensor would be paged if it were a parameter: small ones are not."""
     if tensor.layout is not torch.strided:
         return False
     with torch._C.DisableTorchFunction():

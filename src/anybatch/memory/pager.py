@@ -1,4 +1,4 @@
-"""Storages that leave the device while their lane waits, and return when a kernel asks for them.
+"""Pager of waiting lanes' storages: evicted while a lane waits, back when a kernel needs them.
 
 ``saved_tensors_hooks`` move what autograd saves, and nothing else: what Python holds at a meeting
 (inputs, the branch of a residual, the tensor that is normalised) would stay, a fifth of the whole
@@ -38,7 +38,7 @@ SMALL = 256
 
 
 class Pager:
-    """Keeps what waiting lanes hold on the device within `room`, and what it may borrow.
+    """Pager that limits resident bytes of waiting lanes to a capacity and a permitted excess.
 
     Args:
         room: bytes, the same in every turn or of each.
@@ -85,16 +85,16 @@ class Pager:
         return self._hold.moved
 
     def ready(self) -> None:
-        """Have what copies, before lanes fill the memory."""
+        """Start the copier, before lanes fill the memory."""
         self._hold.ready()
 
     def begin(self, lane: int) -> None:
-        """A lane takes the baton for its next turn."""
+        """Begin the next step phase of a lane that takes the token."""
         self._untouched()
         self.around(lane)
 
     def around(self, lane: int) -> None:
-        """A lane goes on with its next turn.
+        """Begin a lane's next step phase: evict and prefetch for it.
 
         What it has used until now waits from here on, where what waits has room of its own.
         """
@@ -112,7 +112,7 @@ class Pager:
         self._call_next(None if self.limit is None else allowed)
 
     def leave(self, lane: int, waiting: Iterable[int]) -> None:
-        """A lane's turn is over.
+        """End a lane's step phase, and evict storages for the next lane.
 
         Args:
             lane: which.
@@ -133,7 +133,7 @@ class Pager:
         self._send_others(wanted, allowed, self._distance)
 
     def before(self, keys: Iterable[int]) -> None:
-        """Make room for what a kernel needs, where there is a limit.
+        """Evict storages until a kernel's operands fit, where there is a limit.
 
         What the next lane will use comes in what room is left then, and not before the kernel has
         run, whenever a copy ends meanwhile: it would take the room that was made.
@@ -159,7 +159,7 @@ class Pager:
             self._call_next(most)
 
     def _coming_back(self, needed: set[int]) -> int:
-        """Return the bytes of what is needed and away; what is here counts as used last."""
+        """Return the bytes of needed storages that are offloaded; mark others as used last."""
         hold, coming = self._hold, 0
         for key in needed:
             held = hold.all.get(key)
@@ -208,22 +208,22 @@ class Pager:
         self._note()
 
     def keep(self, key: int) -> None:
-        """Bring a storage's memory back for good: its address is known to somebody."""
+        """Make a storage resident for good: other code has its address."""
         self.use(key, True)
         held = self._hold.all.get(key)
         if held is not None:
             self._hold.stay(key, held)
 
     def give_up(self, key: int) -> None:
-        """Have a storage's memory here, and leave it to somebody else from now on."""
+        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
         self._hold.give_up(key)
 
     def close(self) -> None:
-        """Bring back what still lives, and forget all of it."""
+        """Make all live storages resident, and stop tracking them."""
         self._hold.close()
 
     def _coming(self, lane: int) -> int:
-        """Return the number of a lane's next turn."""
+        """Return the number of a lane's next step phase."""
         return self._number.get(lane, 0) + 1
 
     def _untouched(self) -> None:
@@ -243,7 +243,7 @@ class Pager:
             self._stirred = True  # the next kernel's room comes first
 
     def _first_to_go(self, needed: set[int]) -> Iterator[tuple[int, Held]]:
-        """Yield what may leave while a lane runs: of those that wait, and then its own."""
+        """Yield the storages to evict while a lane runs: those of waiting lanes, then its own."""
         hold = self._hold
         if self._away_next is None:
             waiting = [item for item in hold.movable.items() if item[1].used < hold.since]
@@ -258,13 +258,13 @@ class Pager:
                 yield key, held
 
     def _allowed(self, turn: int) -> int:
-        """Return the bytes that others may hold during a lane's turn of this number."""
+        """Return the bytes that others may hold during a lane's step phase of this number."""
         if self.limit is not None:
             return self.limit + in_turn(self._later, turn)
         return in_turn(self.room, turn) + int(self._turns * self._book.top)
 
     def _beside(self, lane: int, turn: int) -> int:
-        """Return the bytes that others may hold beside a lane in a turn; what is more leaves now.
+        """Return the bytes of others to hold next to a lane in a step phase; any excess is evicted.
 
         In a turn that nobody has shown, what its kernels have no room for leaves when they run. In
         others a lane holds most when a kernel has made something, for which the limit leaves room.
@@ -276,13 +276,13 @@ class Pager:
         return max(0, allowed - max(0, most))
 
     def _ahead(self, lane: int, turn: int) -> int:
-        """Return the bytes that others may have, what comes ahead among them, during a turn."""
+        """Return the bytes that others may hold during a step phase, prefetched ones included."""
         if self.limit is None or self._book.shown(turn, lane):
             return self._beside(lane, turn)
         return 0
 
     def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:
-        """Send away what has not been touched.
+        """Evict storages that have not been touched.
 
         Args:
             wanted: bytes; what is more begins to leave.
@@ -302,7 +302,7 @@ class Pager:
             pass
 
     def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
-        """Sort what is needed much later first, then lanes that are far from their turn.
+        """Return a sort key: storages needed much later first, then lanes far from their phase.
 
         Of the lane that runs, at distance -1, its turn has come.
         """
@@ -314,7 +314,7 @@ class Pager:
         return (0, held.used) if later else (1, -distance.get(held.lane, 0))
 
     def _call_next(self, most: int | None) -> None:
-        """Bring in what the next lane will use, as far as that is known and there is room.
+        """Prefetch the storages that the next lane will use, as far as recorded and as they fit.
 
         Args:
             most: bytes that may be here, those of the lane that runs among them: what a smaller

@@ -23,12 +23,12 @@ OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 
 class Keeper(Protocol):
-    """Who hears of every kernel: a pager, or who takes notes of what one would hear."""
+    """Protocol of an observer of every kernel: a pager, or a recorder of calls to one."""
 
     limit: int | None
 
     def before(self, keys: Iterable[int]) -> None:
-        """Make room for what a kernel needs, where there is a limit."""
+        """Evict storages until a kernel's operands fit, where there is a limit."""
 
     def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
         """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
@@ -40,11 +40,11 @@ class Keeper(Protocol):
         """Bring a storage's memory back for good."""
 
     def give_up(self, key: int) -> None:
-        """Have a storage's memory here, and leave it to somebody else from now on."""
+        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
 
 
 class Paging(TorchDispatchMode):
-    """Brings in what kernels need, and takes in what they have made.
+    """Dispatch mode that makes operands of kernels resident, and registers their results.
 
     Args:
         pager: who does it.
@@ -58,12 +58,12 @@ class Paging(TorchDispatchMode):
         self._writes: dict[Any, bool] = {}
 
     def give_up(self, key: int) -> None:
-        """Leave a storage to somebody else, who moves it from now on."""
+        """Hand over a storage to another owner, which moves it from now on."""
         self._pager.give_up(key)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Leave out the guard against being compiled; compiled models are refused before."""
+        """Return False to omit the guard against compilation; compiled models are refused."""
         return False
 
     def __torch_dispatch__(
@@ -73,7 +73,7 @@ class Paging(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Bring in what a kernel needs, run it, and take in what it has made."""
+        """Make a kernel's operands resident, run it, and register its results."""
         writes = self._writes.get(func)
         if writes is None:
             schema = getattr(func, "_schema", None)
@@ -126,7 +126,7 @@ class Paging(TorchDispatchMode):
 
 
 def keep(pager: Keeper, tensor: Tensor) -> None:
-    """Bring a tensor's memory back for good: its address is known to somebody."""
+    """Make a tensor resident for good: other code has its address."""
     for inner in _inside(tensor):
         key = key_of(inner)
         if key is not None:

@@ -1,4 +1,4 @@
-"""The room of lanes that wait: what a budget leaves beside the kernel that needs the most.
+"""Capacity for waiting lanes: the budget, less the needs of the kernel that needs the most.
 
 The lane that runs needs of its own memory only what the kernels of its turn touch. What it has made
 in earlier turns may be away until then, as that of all other lanes may. So a step in lanes is, at
@@ -63,7 +63,7 @@ class Lane:
     storages: tuple[tuple[Sizes, Sizes], ...] = ()
 
     def waits(self, lanes: int, shown: int = 0) -> Bytes:
-        """Return the most that all of `lanes` hold, beside what is kept, at each event.
+        """Return the most bytes of all `lanes` at each event, besides those that must be resident.
 
         Args:
             lanes: how many.
@@ -75,11 +75,11 @@ class Lane:
         return self.untouched + (lanes - 1) * self.apart + shown
 
     def others(self, lanes: int) -> int:
-        """Return what all lanes but one have of their own and that may not leave."""
+        """Return the bytes that all lanes but one have of their own and that must be resident."""
         return (lanes - 1) * self.stays
 
     def room(self, budget: int, waits: Bytes) -> tuple[int, ...] | None:
-        """Return the room of what waits in each turn; None where all of it may stay.
+        """Return the capacity for waiting lanes in each step phase; None where all of them fit.
 
         Args:
             budget: bytes for kept and waiting ones.
@@ -99,7 +99,7 @@ class Lane:
         )
 
     def later(self, owner: str) -> tuple[int, ...]:
-        """Return the bytes of an owner that come after each turn, the first turn first."""
+        """Return the bytes of an owner that are added after each step phase, first one first."""
         if owner not in self.kept.owners or not len(self.turns):
             return ()
         there = self.kept.live[:, self.kept.owners.index(owner)]
@@ -107,7 +107,7 @@ class Lane:
         return tuple(int(there.max() - there[self.turns == turn].max()) for turn in turns)
 
     def step(self, held: Mapping[str, int], waits: Bytes, room: Room) -> Timeline:
-        """Return the step as it passes beside what is `held` all the time, by owner.
+        """Return the timeline of the step, with the bytes `held` throughout, by owner.
 
         Args:
             held: owner -> bytes.
@@ -125,18 +125,18 @@ class Lane:
 
 
 def _room(budget: int, kept: Bytes, waits: Bytes) -> int:
-    """Return the most bytes that may wait beside all of what is kept in a turn."""
+    """Return the most bytes that may wait next to those that must be resident in a step phase."""
     short = kept + waits > budget
     return budget - int(kept[short].max()) if short.any() else int(waits.max(initial=0))
 
 
 def least(room: Room) -> int:
-    """Return the room of the turn that has the least; of all that waits, where it may stay, 0."""
+    """Return the smallest capacity of any step phase; 0 where all that waits may be resident."""
     return min(room, default=0) if isinstance(room, tuple) else room or 0
 
 
 def in_turn(room: Room, turn: int) -> int:
-    """Return the room in a turn, from 1; in one that nobody has foreseen, the least."""
+    """Return the capacity in a step phase, from 1; in one without a forecast, the smallest."""
     if isinstance(room, tuple):
         return room[turn - 1] if 1 <= turn <= len(room) else least(room)
     return room or 0

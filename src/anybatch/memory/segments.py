@@ -1,4 +1,4 @@
-"""Whether CUDA memory is put together from pages, so that what leaves and returns finds a place.
+"""Expandable CUDA segments: memory made of pages, so that offloaded tensors fit on return.
 
 torch's allocator takes memory in segments and splits them. Where tensors leave and return all the
 time, the free parts of many segments are bytes enough and yet no place: in simulation best fit
@@ -30,17 +30,17 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Segments(Protocol):
-    """How a device's memory is kept."""
+    """Protocol of the memory segments of a device."""
 
     def told(self) -> str:
-        """Return what a plan says of it; nothing where there is nothing to say."""
+        """Return the plan's words on the segments; empty where there is nothing to report."""
 
     def ask(self) -> str:
-        """Have pages from now on, where that may be, and return what is so then."""
+        """Request pages from now on, where permitted, and return the resulting state in words."""
 
 
 def segments_of(device: torch.device) -> Segments:
-    """Return how the memory of a device is kept."""
+    """Return the memory segments of a device."""
     return (
         CudaSegments(device)
         if accelerator.of(device).has("get_allocator_backend")
@@ -78,7 +78,7 @@ class CudaSegments:
         )
 
     def ask(self) -> str:
-        """Ask for pages, unless somebody has chosen or it is too late."""
+        """Request pages, unless there is a setting or it is too late."""
         settings, backend = _settings(), self._there.allocator
         if backend != "native":
             return f"CUDA segments: none, the allocator is {backend}"
@@ -92,7 +92,7 @@ class CudaSegments:
 
 
 def _settings() -> str:
-    """Return what was set, as torch says it; older ones do not, so there the environment does."""
+    """Return the allocator's settings: from torch, or in older versions from the environment."""
     ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if ask is not None:
         return str(ask())

@@ -1,4 +1,4 @@
-"""Where tensors go when they leave the device, as a person may say it: host, file, a folder.
+"""Choice of the store for offloaded tensors: host, file, or a file in a named folder.
 
 auto    what is nearest, where a step needs it or is faster for it
 host    page-locked memory, from a GPU      file    one without a name      off
@@ -32,7 +32,7 @@ WAYS = ("auto", "off", "host", "file")
 
 @dataclass(frozen=True)
 class Spill:
-    """What may leave, and where to.
+    """Choice of whether saved tensors are offloaded, and of their store.
 
     Attributes:
         way: "auto", "off", "host" or "file"; the last two send tensors away in any case.
@@ -43,7 +43,7 @@ class Spill:
     folder: str | None = None
 
     def refuse_on(self, device: torch.device) -> None:
-        """Refuse what a device does not take.
+        """Refuse a store that a device does not support.
 
         Raises:
             ValueError: naming it.
@@ -73,7 +73,7 @@ WORDS = {"host": "page-locked memory of the host", "file": "a file"}
 
 
 def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
-    """Return what a person has asked for.
+    """Return the choice from a user's arguments.
 
     Raises:
         ValueError: `offload` is none of the four, or `spill` is no folder that can be written to.
@@ -101,7 +101,7 @@ def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
 
 
 def store_of(device: torch.device) -> str:
-    """Return "host" or "file": what is nearest to a device."""
+    """Return the store nearest to a device, "host" or "file"."""
     return "file" if accelerator.of(type_of(device)).host else "host"
 
 
@@ -113,7 +113,7 @@ def takes(device: torch.device) -> tuple[str, ...]:
 def maker(
     given: str | PathLike[str] | None, device: torch.device, *, check: bool = False
 ) -> Callable[[], Store]:
-    """Return what makes the store.
+    """Return a function that makes the store.
 
     Args:
         given: "host", "file", a folder for the file, or None: what the device takes.
@@ -152,7 +152,7 @@ def require_place(store: str, device: torch.device) -> None:
 
 
 def clocked(given: str | None, size: int, device: torch.device) -> Link:
-    """Return how fast `size` bytes go to a store, `given` as in `maker`, and return.
+    """Return the speeds of `size` bytes to a store, named as in `maker`, and back.
 
     It is the faster of two times.
 

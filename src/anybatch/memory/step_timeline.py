@@ -1,4 +1,4 @@
-"""A step as it passes: live bytes by owner after every event, the budget, and what moves when.
+"""Timeline of a step: live bytes by owner after every event, the budget, and timed copies.
 
 A ledger (`anybatch.memory.timeline`) is rows of bytes. To see a step one also needs the phases it
 goes through, and where copies run beside kernels a clock: a profiler shows these of a step that was
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Move(NamedTuple):
-    """A storage on its way between the device and where it is kept meanwhile.
+    """Copy of a storage from the device to its store, or back.
 
     Attributes:
         name: of the storage.
@@ -113,7 +113,7 @@ class StepTimeline:
 
     @property
     def edges(self) -> Floats:
-        """Where events begin and the last one ends: seconds where known, else their places.
+        """Begins of events and the end of the last one: in seconds if recorded, else as indices.
 
         Returns:
             [events + 1]
@@ -123,7 +123,7 @@ class StepTimeline:
         return np.array([*self.seconds, max([self.end, *self.seconds[-1:]])])
 
     def moved(self, *, back: bool) -> tuple[Move, ...]:
-        """Return what left, or what came back.
+        """Return the copies out, or those back.
 
         Args:
             back: what came back; else what left.
@@ -191,7 +191,7 @@ ABOVE = 3
 
 
 class Cell(NamedTuple):
-    """One letter of a chart: the letter, and whose bytes it stands for; "" for nobody's."""
+    """One letter of a chart: the letter, and the owner of its bytes; "" for no owner."""
 
     letter: str
     owner: str
@@ -235,12 +235,12 @@ def _cell(owners: dict[str, int], low: float, each: float) -> Cell:
 
 
 def sparkline(shares: Iterable[float]) -> str:
-    """Return shares of 0 to 1 as letters; what is not nothing is seen."""
+    """Return shares of 0 to 1 as letters; any share above 0 is visible."""
     return "".join(BLOCKS[max(round(8 * share), int(share > 0))] for share in shares)
 
 
 def chart(step: StepTimeline, width: int = WIDTH) -> list[str]:
-    """Return a step as lines of text: live bytes against the budget, and what was busy."""
+    """Return a step as lines of text: live bytes against the budget, and busy times."""
     lines = [step.title, facts(step), *ceiling(step, width)]
     rows = grid(step, width)
     for label, row in zip(labels(step, len(rows)), rows, strict=True):
@@ -250,7 +250,7 @@ def chart(step: StepTimeline, width: int = WIDTH) -> list[str]:
 
 
 def facts(step: StepTimeline) -> str:
-    """Return one line of what a step holds and, where that is known, how long it takes."""
+    """Return one line on the peak of a step and, where it is recorded, its duration."""
     parts = [f"peak {show_bytes(step.peak)} of {show_bytes(step.budget)}"]
     if step.seconds is None:
         return f"{parts[0]}; {len(step.ledger.events)} events"
@@ -268,7 +268,7 @@ def ceiling(step: StepTimeline, width: int) -> list[str]:
 
 
 def labels(step: StepTimeline, height: int) -> list[str]:
-    """Return the bytes at the upper end of every second row, from the top; "" beside the others.
+    """Return the bytes at the upper end of every second row, from the top; "" for the others.
 
     The top is the budget's, where that is drawn.
     """

@@ -1,4 +1,4 @@
-"""Where bytes wait that have left the device: memory of the host, or a file of nobody else's."""
+"""Stores of offloaded bytes: memory of the host, or a private file."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Store(Protocol):
     """
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what keeps a copy of a storage."""
+        """Return a function that stores a copy of a storage."""
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what fills a storage with what was kept."""
+        """Return a function that fills a storage from its stored copy."""
 
     def put(self, key: Hashable, data: Tensor) -> None:
         """Keep a copy of a flat uint8 tensor."""
 
     def get(self, key: Hashable, out: Tensor) -> None:
-        """Fill a flat uint8 tensor with what was kept."""
+        """Fill a flat uint8 tensor from its stored copy."""
 
     def drop(self, key: Hashable) -> None:
-        """Forget what was kept, if anything was."""
+        """Drop a stored copy, if there is one."""
 
     def close(self) -> None:
         """Forget everything."""
@@ -58,7 +58,7 @@ class Store(Protocol):
 
 @contextmanager
 def told(what: str, *, of: str, then: str) -> Iterator[None]:
-    """Say what a system's error means here.
+    """Explain an error of the system that the body raises.
 
     Args:
         what: could not be done to the store, such as "written to".
@@ -87,7 +87,7 @@ def require_room(
     folder: str = "the folder of the spill file",
     otherwise: str = "or name another folder (store=)",
 ) -> None:
-    """Require that a store has room, before anything is sent there.
+    """Check that a store has capacity, before anything is sent there.
 
     Args:
         size: bytes that it will be sent.
@@ -107,7 +107,7 @@ def require_room(
 
 
 def room_of(store: Store) -> int | None:
-    """Return the bytes that a store can keep; None where nobody knows."""
+    """Return the bytes that a store can hold; None where that cannot be determined."""
     return store.room() if isinstance(store, FileStore) else None
 
 
@@ -123,11 +123,11 @@ class HostStore:
         self._kept: dict[Hashable, tuple[Tensor, Sums | None]] = {}
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what keeps a copy."""
+        """Return a function that stores a copy of a storage."""
         return partial(self.put, key, _flat(storage))
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what fills a storage."""
+        """Return a function that fills a storage from its stored copy."""
         return partial(self.get, key, _flat(storage))
 
     def put(self, key: Hashable, data: Tensor) -> None:
@@ -199,7 +199,7 @@ class FileStore:
         self.reading(key, out.untyped_storage())()
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what writes a copy."""
+        """Return a function that writes a copy of a storage."""
         self._require(storage)
         size = storage.nbytes()
         whole = self._whole(size)
@@ -210,7 +210,7 @@ class FileStore:
         return partial(self._write, storage, place)
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return what reads into a storage."""
+        """Return a function that reads a stored copy into a storage."""
         self._require(storage)
         return partial(self._read, storage, self._places[key])
 
@@ -283,7 +283,7 @@ class FileStore:
         self._closing()
 
     def room(self) -> int:
-        """Return the bytes that it can keep: those of the file, and what its folder has left."""
+        """Return the bytes that it can hold: those of the file, and those left in its folder."""
         return self._end + left_for(self._file, self._folder)
 
 
@@ -380,5 +380,5 @@ SENT = "what leaves the device"
 
 
 def empty(size: int, device: torch.device) -> Any:
-    """Return a new storage; made by a kernel, so that who counts tensors counts it."""
+    """Return a new storage, made by a kernel so that meters count it."""
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

@@ -87,7 +87,7 @@ class Timeline:
         return replace(lasted, events=(*self.events, event), live=live)
 
     def rounded(self, others: Sequence[tuple[Timeline, int]], n: int, room: int) -> Timeline:
-        """Return the timeline with room for what kernels round up, as the owner "rounding".
+        """Return the timeline with a reserve for the rounding in kernels, as the owner "rounding".
 
         Args:
             others: two more timelines of the same events, and their samples.
@@ -119,7 +119,7 @@ def _line(low: Bytes, high: Bytes, n: int, m: int, margin: float) -> tuple[Bytes
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Allocations whose bytes are affine in the samples, each rounded up by itself.
+    """Allocations with bytes affine in the samples, each rounded up by itself.
 
     Attributes:
         base: int64 [allocations], bytes asked for at no sample of the line.
@@ -207,7 +207,7 @@ class AffineTimeline:
     def _rounded(
         cls, low: Timeline, high: Timeline, n: int, m: int, margin: float
     ) -> AffineTimeline:
-        """Return the line of what was asked for, and above it what rounding can add at most."""
+        """Return the line of the requested bytes, plus the most that rounding can add."""
         asked = [record(one.spans, list(one.events), one.owners) for one in (low, high)]
         base, slope = _line(asked[0].live, asked[1].live, n, m, margin)
         more = [one.live - raw.live for one, raw in zip((low, high), asked, strict=True)]
@@ -227,7 +227,7 @@ class AffineTimeline:
         return Timeline(self.owners, self.events, live)
 
     def largest(self, budget: int) -> int:
-        """Return n_max, the most samples whose peak is within `budget` bytes.
+        """Return n_max, the most samples with a peak within `budget` bytes.
 
         Returns:
             0 where not even one sample fits; `UNLIMITED` where samples cost nothing.
@@ -266,7 +266,7 @@ class BentTimeline:
         return self.many.at(n) if n >= self.bend else self.few.at(n)
 
     def largest(self, budget: int) -> int:
-        """Return the most samples whose peak is within `budget` bytes, 0 for none."""
+        """Return the most samples with a peak within `budget` bytes, 0 for none."""
         most = self.many.largest(budget)
         return most if most >= self.bend else min(self.few.largest(budget), self.bend - 1)
 

@@ -1,4 +1,4 @@
-"""BatchNorm that looks at nobody: for looking at a model, and for rehearsing what it will hold.
+"""BatchNorm without batch statistics, for inspections of a model and for dry runs.
 
 Whether samples meet *elsewhere* in a model shows only when they do not meet in BatchNorm. And a
 rehearsal on one sample must not fail for the want of a variance, nor move running statistics.
@@ -23,7 +23,7 @@ class Watch(Protocol):
     """Looks on while a model is looked at."""
 
     def heard(self, x: Tensor) -> None:
-        """Take in what is normalised."""
+        """Record the input of a normalisation."""
 
     def met(self, site: Site) -> None:
         """Take in a place of forward where samples meet."""
@@ -49,7 +49,7 @@ class HeardNorms(Norms):
         return refuse("batch_norm called in forward")
 
     def by_itself(self, x: Tensor) -> bool:
-        """Take one row for each sample by itself: of the two forwards of a look one has several."""
+        """Return whether `x` has one row; of the two forwards of an inspection, one has several."""
         return x.shape[0] == 1
 
     def counts(self, counter: Tensor) -> bool:  # noqa: ARG002
@@ -113,5 +113,5 @@ class AloneNorms(Norms):
         return found
 
     def counts(self, counter: Tensor) -> bool:  # noqa: ARG002
-        """Everything is counted: momentum may be one by the count. Who uses this puts it back."""
+        """Return True: momentum may depend on the count. The caller restores the counter."""
         return True

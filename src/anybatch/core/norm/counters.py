@@ -34,7 +34,7 @@ class ScriptedNormError(NotExactError):
 
 
 class GatherError(BatchStatisticsError):
-    """Forward gathers the rows of the whole batch.
+    """Error of a forward that gathers the rows of the full batch.
 
     Attributes:
         call: what it calls for that, in words.
@@ -141,7 +141,7 @@ def refuse_scripted_norms(modules: Modules) -> None:
 
 
 def _normalises_in_script(module: ScriptModule) -> bool:
-    """Say whether a scripted or traced module has a batch norm that uses the rows it is given."""
+    """Return whether a scripted or traced module has a batch norm that uses its batch's rows."""
     graph = getattr(module, "inlined_graph", None)  # none where it has no forward
     nodes = [] if graph is None else [n for kind in SCRIPTED for n in graph.findAllNodes(kind)]
     for flag in (list(node.inputs())[5] for node in nodes):

@@ -27,7 +27,7 @@ OWN = torch.batch_norm
 
 
 class Norms(TorchFunctionMode):
-    """While it is on, `normalise` does what training-mode batch normalisation would.
+    """Function mode that runs `normalise` in place of training-mode batch normalisation.
 
     Args:
         counters: the ``num_batches_tracked`` of all modules.
@@ -59,7 +59,7 @@ class Norms(TorchFunctionMode):
         return x.shape[0] == 1 and self.samples > 1
 
     def escapes(self, tensor: Tensor) -> None:
-        """Take in that somebody reads the memory of a tensor, past all kernels."""
+        """Record that the memory of a tensor is read outside of all kernels."""
 
     @abstractmethod
     def counts(self, counter: Tensor) -> bool:
@@ -72,7 +72,7 @@ class Norms(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Take normalisation and counting over; leave everything else alone."""
+        """Intercept normalisation and counting; run all other functions unchanged."""
         kwargs = keywords(func, kwargs)
         if func is F.batch_norm:
             return self._function(*args, **kwargs)
@@ -141,7 +141,7 @@ def _backward(
     grad_variables: Tensor | Sequence[Tensor | None] | None = None,
     inputs: Some = None,
 ) -> None:
-    """Do what ``torch.autograd.backward`` does, with the modes that are on."""
+    """Run a backward as ``torch.autograd.backward`` does, with the modes that are on."""
     given = grad_variables if grad_tensors is None else grad_tensors
     _run(tensors, given, retain_graph, create_graph, _several(inputs), accumulate=True)
 
@@ -153,7 +153,7 @@ def _of_tensor(
     create_graph: bool = False,  # noqa: FBT001, FBT002
     inputs: Some = None,
 ) -> None:
-    """Do what ``Tensor.backward`` does."""
+    """Run a backward as ``Tensor.backward`` does."""
     _run(self, gradient, retain_graph, create_graph, _several(inputs), accumulate=True)
 
 
@@ -168,7 +168,7 @@ def _grad(
     is_grads_batched: bool = False,  # noqa: FBT001, FBT002
     materialize_grads: bool = False,  # noqa: FBT001, FBT002
 ) -> tuple[Tensor | None, ...]:
-    """Do what ``torch.autograd.grad`` does."""
+    """Return gradients as ``torch.autograd.grad`` does."""
     if is_grads_batched:
         raise NotExactError(
             "gradients must be taken one at a time where micro-batches wait for each other, and "

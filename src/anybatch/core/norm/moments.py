@@ -47,7 +47,7 @@ class Moments:
 
     @cached_property
     def variance(self) -> Tensor:
-        """The biased variance, [C]: what BatchNorm normalises with."""
+        """The biased variance, [C], with which BatchNorm normalises."""
         return self.squares / self.count
 
     def packed(self) -> Tensor:
@@ -136,5 +136,5 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """Return what sums of a dtype are made in."""
+    """Return the dtype of the accumulator for sums of a dtype."""
     return torch.float32 if dtype in HALF else dtype

@@ -23,7 +23,7 @@ END: Site = ("the end", 0, 0)
 
 
 class OtherSitesError(Exception):
-    """Samples meet elsewhere than in the steps before: look again."""
+    """Error at a barrier that earlier steps did not have: the model is inspected again."""
 
 
 def site_of(x: Tensor) -> Site:
@@ -32,7 +32,7 @@ def site_of(x: Tensor) -> Site:
 
 
 class Route:
-    """Follows a forward along the ways that are known.
+    """Tracker of a forward along the recorded sequences of barriers.
 
     Args:
         known: all of them.
