@@ -1,4 +1,4 @@
-"""Micro-batches that wait for each other: lanes, BatchNorm of the whole batch, coupled functions.
+"""Micro-batches in lockstep: lanes, BatchNorm of the full batch, coupled functions.
 
 This folder knows a step and the pager. It knows no planner.
 

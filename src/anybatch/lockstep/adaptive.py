@@ -1,4 +1,4 @@
-"""When BatchNorm of the whole batch is worth its price: AGBN's policy.
+"""AGBN's policy for the steps in which BatchNorm of the full batch is worth its price.
 
 Meeting in every layer costs time, and early in training statistics of a part do as well; a part
 that is large enough does always. So normalisation is local until training converges, and global
@@ -25,7 +25,7 @@ class Criterion(Protocol):
         """Take in the next value of the metric."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it remembers, in plain values."""
+        """Return the state of the criterion, in plain values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Remember that."""

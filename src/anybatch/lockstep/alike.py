@@ -1,4 +1,4 @@
-"""What a coupled function is called with must be rows, or the same for all micro-batches and ranks.
+"""Check of a coupled function's arguments: rows, or the same for all micro-batches and ranks.
 
 The function is called once, with the rows of all in place of one's own. All else that it is given
 comes from the micro-batch that happens to call it: a number that differs (``len(rows)``) would be
@@ -32,7 +32,7 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 
 
 class Told(NamedTuple):
-    """What a coupled function was called with, but for its rows.
+    """Record of the arguments of a coupled function, except its rows.
 
     Attributes:
         name: of the function.
@@ -57,7 +57,7 @@ class Told(NamedTuple):
 def told(
     name: str, fn: Callable[..., Any], given: Any, samples: int, *, rows: bool = False
 ) -> Told:
-    """Return what a function is called with and what it holds; `rows` looks at its rows, too."""
+    """Return a record of a function's arguments and held values; `rows` inspects its rows, too."""
     words, numbers, objects, alike = [], [], [], []
     for path, leaf in tree.leaves(given):
         words.append(path)
@@ -75,7 +75,7 @@ def told(
 
 
 def refuse_looks(calls: list[Told]) -> None:
-    """Compare what functions were called with in two forwards of different numbers of samples.
+    """Compare the arguments of coupled functions in two forwards of different numbers of samples.
 
     Rows that are one and the same may be as many as the samples (a mask) or belong to none (weights
     of one), which micro-batches of one size cannot tell; `refuse_constants` sees to all others.
@@ -97,7 +97,7 @@ def refuse_looks(calls: list[Told]) -> None:
 
 
 def meets_alike(name: str, fn: Callable[..., Any], given: Any, place: Around) -> None:
-    """Compare what has no rows with that of all other micro-batches.
+    """Compare the arguments without rows with those of all other micro-batches.
 
     Args:
         name: of the function.
@@ -181,7 +181,7 @@ def refuse_constants(
     place: Around,
     parts: list[list[tuple[int, Any]]],
 ) -> None:
-    """Refuse tensors that belong to no sample: parameters, and what all hand over alike.
+    """Refuse tensors that belong to no sample: parameters, and tensors that all pass alike.
 
     Rows of one kind may all be alike (a mask of ones), if there are as many as samples, or twice.
 

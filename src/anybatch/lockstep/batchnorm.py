@@ -1,4 +1,4 @@
-"""BatchNorm whose batch is wherever its parts are: every ``F.batch_norm`` of a model, unmodified.
+"""BatchNorm over all parts of a batch, for every ``F.batch_norm`` of an unmodified model.
 
 torch normalises by the statistics of the rows that are here. While this mode is on, training-mode
 batch normalisation asks a meeting for the moments of all rows, and in backward for the two sums
@@ -34,7 +34,7 @@ from anybatch.memory.paged import paged
 
 
 class Tracked:
-    """Running statistics of a step, which move once, however many parts come by.
+    """Running statistics of a step, which move once for any number of parts.
 
     Args:
         counters: the ``num_batches_tracked`` of all modules.
@@ -53,11 +53,11 @@ class Tracked:
         self._calls: dict[int, int] = {}
 
     def name(self, mean: Tensor | None, weight: Tensor | None) -> str:
-        """Return the path of the module that these belong to; "" where none is known."""
+        """Return the path of the module that owns these tensors; "" where none is recorded."""
         return self._names.get(id(mean)) or self._names.get(id(weight)) or ""
 
     def all(self) -> dict[int, int | None]:
-        """Return what has moved: None for statistics, a counter's forwards."""
+        """Return id of a moved tensor -> None for statistics, forwards for a counter."""
         return dict.fromkeys(self.moved) | self.counted
 
     def move(
@@ -68,7 +68,7 @@ class Tracked:
         momentum: float,
         calls: dict[int, int],
     ) -> None:
-        """Move running statistics by those of the whole batch, for the first part that comes.
+        """Move running statistics by those of the full batch, for the first part that arrives.
 
         Args:
             total: of the whole batch.
@@ -156,7 +156,7 @@ class MeetingNorms(Norms):
             self._route.comes_to(site)
 
     def arrives(self) -> None:
-        """Take in that forward has ended, and that what comes need not be known.
+        """Record the end of forward: later places are not checked against the route.
 
         Raises:
             OtherSitesError: it has never ended there.
@@ -165,7 +165,7 @@ class MeetingNorms(Norms):
         self._route = None
 
     def by_itself(self, x: Tensor) -> bool:
-        """Say so; of one sample that cannot be told where some are.
+        """Return whether samples are normalised singly; refuse one sample where that is unknown.
 
         Raises:
             NotExactError: it cannot.
@@ -262,7 +262,7 @@ def _together(one: Moments, other: Moments) -> Moments:
 
 
 class Place(NamedTuple):
-    """Where parts meet: in words, and what tells it from other places of the same words."""
+    """Place where parts meet: its words, and a key that separates places of the same words."""
 
     words: str
     which: Any
@@ -365,7 +365,7 @@ def _to_input(
 
 
 def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return weights as the kernel wants them beside rows of `dtype`."""
+    """Return weights in the dtype that the kernel takes with rows of `dtype`."""
     return tensor if tensor is None else tensor.to(accumulated(dtype))
 
 

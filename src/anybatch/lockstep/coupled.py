@@ -1,4 +1,4 @@
-"""`coupled`: a function of rows that means the whole batch, inside a model that is run on a part.
+"""`coupled`: a function over rows of the full batch, inside a model that runs on a micro-batch.
 
 A loss in which samples meet (Dice, InfoNCE, experts that are to be used evenly) is the engine's to
 take where it stands outside the model. Inside of one, in Lightning's ``training_step`` or in what a
@@ -39,7 +39,7 @@ from anybatch.memory.fakes import is_fake
 
 
 def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a loss in which samples meet be that of the whole batch, inside a model.
+    """Compute a loss in which samples meet over the full batch, inside a model.
 
     Call it in ``forward``, or in Lightning's ``training_step``. Inside a step of an `Engine` the
     batch is that of all micro-batches and all ranks; anywhere else, and where the batch is not
@@ -85,7 +85,7 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Shared(NamedTuple):
-    """What all get: the value, its gradients for the rows of all, and what these are scaled by."""
+    """Result for all parts: the value, its gradients for the rows of all, and their scale."""
 
     value: Tensor
     gradients: list[Tensor | None]
@@ -121,7 +121,7 @@ def _taken(
     trains: list[bool] | None,
     did: list[Any] | None,
 ) -> Shared:
-    """Return the value for the rows of all, and its gradients; note what it did in `did`."""
+    """Return the value for the rows of all, and its gradients; record its kernels in `did`."""
     needed = trains or [False] * len(every)
     leaves = [one.detach().requires_grad_(need) for one, need in zip(every, needed, strict=True)]
     versions, left = [leaf._version for leaf in leaves], iter(leaves)
@@ -161,7 +161,7 @@ def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None],
 
 
 def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
-    """Refuse a function that writes to its arguments: nobody else would see that.
+    """Refuse a function that writes to its arguments: no other micro-batch would observe that.
 
     Raises:
         LossError: it does.
@@ -275,7 +275,7 @@ def _of_all(words: str, own: tuple[Tensor, ...], place: Around) -> tuple[list[Te
 def _own(
     gradient: Tensor | None, begin: int, size: int | None, factor: Tensor, ctx: Any
 ) -> Tensor | None:
-    """Return the gradient of what was given, where that of the value is known."""
+    """Return the gradient of an argument: that of its own rows times that of the value."""
     if gradient is None:
         return None
     if size is not None and ctx.empty:

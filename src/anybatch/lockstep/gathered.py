@@ -1,4 +1,4 @@
-"""`gather_batch`: the rows of the whole batch inside a model that is run on some of them.
+"""`gather_batch`: the rows of the full batch, inside a model that runs on some of them.
 
 A model that compares its samples with all others (negatives of a contrastive loss inside the model)
 computes something else on a part of the batch. ``torch.distributed`` gathers over ranks; here the
@@ -40,7 +40,7 @@ M = TypeVar("M")
 
 
 def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of the whole batch, and where these begin among them.
+    """Return the rows of the full batch, and the position at which these begin among them.
 
     Inside a step of an `Engine` the batch is that of all micro-batches and all ranks. Anywhere
     else, and where the batch is not divided, it is what is given.
@@ -70,7 +70,7 @@ def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
 
 
 class Around(NamedTuple):
-    """Where rows of the whole batch are asked for.
+    """Context of a request for the rows of the full batch.
 
     Attributes:
         modes: function modes that are on.
@@ -87,11 +87,11 @@ class Around(NamedTuple):
     empty: bool
 
     def mode(self, kind: type[M]) -> M | None:
-        """Return the mode of a kind that is on."""
+        """Return the active mode of this type, or None."""
         return next((mode for mode in self.modes if isinstance(mode, kind)), None)
 
     def stand_in(self, rows: Tensor, *, grad: bool) -> tuple[Tensor, Tensor]:
-        """Return as many rows as the whole batch has, and those that other parts would have.
+        """Return as many rows as the full batch has, and those that other parts would have.
 
         Args:
             rows: of a part.
@@ -114,7 +114,7 @@ WAVE = 509
 
 
 def _pattern(rows: Tensor) -> Tensor:
-    """Return rows whose values depend on their places alone, and whose columns are independent."""
+    """Return rows with values that depend only on their places, and with independent columns."""
     if not rows.is_floating_point():
         return torch.zeros_like(rows)
     wave = torch.arange(WAVE, device=rows.device).square().cos().to(rows.dtype)
@@ -122,7 +122,7 @@ def _pattern(rows: Tensor) -> Tensor:
 
 
 def _like(rows: Tensor, count: int) -> Tensor:
-    """Return so many rows of the same kind: those that are given, each time a little nearer to 0.
+    """Return `count` rows like these: copies, each scaled a little towards 0.
 
     The same ones again would be a matrix of few independent rows, which some functions refuse.
     """
@@ -131,14 +131,14 @@ def _like(rows: Tensor, count: int) -> Tensor:
 
 
 def _repeated(rows: Tensor, count: int) -> Tensor:
-    """Return so many rows, those that are given over and over."""
+    """Return `count` rows: copies of these in order, repeated."""
     if not len(rows):
         return rows.new_zeros((count, *rows.shape[1:]))
     return torch.cat([*[rows] * (count // len(rows)), rows[: count % len(rows)]])
 
 
 def around(what: str) -> Around:
-    """Return where rows of the whole batch are asked for.
+    """Return the context of a request for the rows of the full batch.
 
     Raises:
         GatherError: micro-batches do not wait for each other yet; they do when the step that has

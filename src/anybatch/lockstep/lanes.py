@@ -53,16 +53,16 @@ def _nothing() -> None:
 
 
 class Turns(Protocol):
-    """What happens around the turns of lanes."""
+    """Hooks that run where the token passes between lanes."""
 
     def begin(self, lane: int) -> None:
         """A lane takes the baton."""
 
     def leave(self, lane: int, coming: list[int]) -> None:
-        """A lane hands it on; `coming` are those whose turns come next, in order."""
+        """Pass the token on from a lane; `coming` lists the next lanes, in order."""
 
     def around(self, lane: int) -> None:
-        """All have met, and the last lane goes on at once."""
+        """Continue the last lane at once, after all lanes have reached the barrier."""
 
 
 class NoThreadError(RuntimeError):
@@ -155,7 +155,7 @@ class Lanes:
             ) from error
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Wait for all lanes; the last combines their parts, which meet nobody else meanwhile."""
+        """Wait for all lanes at a barrier; the last combines their parts without a barrier."""
         lane = self._come(key)
         self._parts[lane] = part
         del part
@@ -206,7 +206,7 @@ class Lanes:
         return found
 
     def _come(self, key: Any) -> int:
-        """Return the lane that has come to where `key` is met for.
+        """Return the lane that has reached the barrier of `key`.
 
         Raises:
             LockstepError: the first lane of this round met for something else.
@@ -276,7 +276,7 @@ class Lanes:
 
 
 def _way_out(places: tuple[str, str]) -> str:
-    """Return what helps where two micro-batches meet for these, as the beginning of a sentence."""
+    """Return advice for two micro-batches at these barriers, as the beginning of a sentence."""
     if any("coupled" in place or "gather_batch" in place for place in places):
         return "Call it for every micro-batch, and use what it returns in each loss, "
     return 'Use batchnorm="local", '

@@ -1,4 +1,4 @@
-"""Batch normalisation that a model begins to call in a later step, heard without a mode.
+"""Batch normalisation that a model begins to call in a later step, detected without a mode.
 
 The first look at a model hears what its first forward calls. A bare ``F.batch_norm`` behind a flag
 that is switched on later would normalise each micro-batch by itself. A mode would hear that, and
@@ -93,7 +93,7 @@ class Listening:
                     setattr(torch, name, _listens(name, own, at))
 
     def end(self) -> None:
-        """Put torch's functions back where nobody else listens."""
+        """Restore torch's functions where no other step listens."""
         _HERE.step = self._outer
         with _LOCK:
             _LISTENING.discard(self)

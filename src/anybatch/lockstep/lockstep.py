@@ -71,7 +71,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
 
 
 def _run(step: Step, tracked: Tracked, together: Together, held: HeldBack) -> None:
-    """Run all lanes; Ctrl-C is heard while they are waited for."""
+    """Run all lanes; Ctrl-C takes effect during the wait for them."""
     around = Surroundings.now()
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
     lanes = max(step.count, 1)  # a rank without samples meets the others all the same
@@ -101,7 +101,7 @@ AHEAD = 1.5
 
 
 def _pager(step: Step, meters: list[Meter]) -> Pager | None:
-    """Return what sends away what there is no room for; None where there is room for all."""
+    """Return the pager that offloads tensors beyond the budget; None where all tensors fit."""
     if step.inside is None and (step.room is None or step.count < 2):
         return None
     turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
@@ -137,7 +137,7 @@ def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pa
 
 
 class Together:
-    """What the lanes of a step share: the batch they are fed from, and its loss.
+    """State that the lanes of a step share: the batch that feeds them, and its loss.
 
     Attributes:
         trained: how many roots of backwards had a gradient.
@@ -152,14 +152,14 @@ class Together:
         self._shown: dict[int, tuple[Any, MicroBatch]] = {}
 
     def next(self) -> MicroBatch:
-        """Return the micro-batch of the lane whose first turn it is."""
+        """Return the micro-batch of the lane that runs for the first time."""
         if not self._step.batch.size:
             return made_up(self._step.batch, 1)
         micro = next(self._feed)
         return copied(micro) if self._step.copies else micro
 
     def lose(self, lane: int, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
-        """Return what a lane's backward starts from, and with which gradients."""
+        """Return the roots of a lane's backward, and their gradients."""
         step = self._step
         detached = tree.map_tensors(Tensor.detach, outputs)
         if step.observe is not None:
@@ -182,7 +182,7 @@ class Together:
         return shares(step, tree.flat(outputs), gradients, begin)
 
     def lose_nothing(self, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
-        """Do what a rank without samples does: hear of the loss, and send zeros back."""
+        """Join the loss on a rank without samples, and return roots with gradients of zero."""
         del micro
         step = self._step
         if not step.coupled:
@@ -196,23 +196,23 @@ class Together:
         return roots, [torch.zeros_like(root) for root in roots]
 
     def _count(self, totals: list[Total] | None) -> None:
-        """Take in what the loss is divided by, or that it needs all outputs at once."""
+        """Record the denominator of the loss, or that it needs all outputs at once."""
         try:
             self._normalize = normalization(self._step, totals)
         except NotAPartError:
             self._step.coupled = True
 
     def _whole_loss(self) -> AbstractContextManager[None]:
-        """Return what the loss of all outputs is taken in, so that it draws as it should."""
+        """Return the context for the loss of all outputs, with torch's full-batch draws."""
         draws = self._step.draws
         return nullcontext() if draws is None else draws.whole_loss()
 
     def correction(self) -> float | Tensor:
-        """Return what the sum of the gradients still lacks."""
+        """Return the factor that the sum of the gradients still lacks."""
         return 1.0 if self._normalize is None else self._normalize.correction()
 
     def loss(self) -> Tensor:
-        """Return the loss of the whole batch."""
+        """Return the loss of the full batch."""
         if self._normalize is not None:
             return self._normalize.loss()
         assert self._coupled is not None

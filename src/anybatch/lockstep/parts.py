@@ -14,7 +14,7 @@ TWICE = "marked with @once_differentiable"
 
 @contextmanager
 def values_of_a_part() -> Iterator[None]:
-    """Say what torch means by one value a channel, where the whole batch has several samples.
+    """Translate torch's error for one value a channel, where the full batch has several samples.
 
     Raises:
         NotExactError: batch normalisation was given so few of them, or was differentiated twice.

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks for those who keep their own loop: it runs on gloo and on NCCL.
+"""BatchNorm over all ranks for custom training loops, on gloo and on NCCL.
 
 ``torch.nn.SyncBatchNorm`` does this on CUDA only, and merges moments of single ranks in float32.
 Here a layer asks the same meeting that micro-batches use: counts, means and squared deviations are
@@ -43,7 +43,7 @@ class GroupMeeting:
         self._group = group
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Return what `combine` makes of the parts of all ranks for this one."""
+        """Return the result of `combine` on the parts of all ranks, for this rank."""
         del key
         return combine(self._group.objects(part))[self._group.rank]
 
@@ -60,7 +60,7 @@ class GroupMeeting:
         add: Callable[[Any, Any], Any],
         finish: Callable[[Any], Any],
     ) -> Any:
-        """Return what `finish` makes of the sum over all ranks, of tensors or of moments."""
+        """Return the result of `finish` on the sum over all ranks, of tensors or of moments."""
         del key
         if isinstance(part, Moments):
             rows = self._group.gather(part.packed())
@@ -185,7 +185,7 @@ def plain(layers: list[nn.Module]) -> Iterator[None]:
 
 
 def _usual(layer: _BatchNorm) -> bool:
-    """Say whether a layer does what torch's do, and nothing besides."""
+    """Return whether a layer does the same as torch's own, and nothing more."""
     torchs = _BatchNorm.forward, nn.SyncBatchNorm.forward, GlobalBatchNorm.forward
     own = type(layer).forward not in torchs or "forward" in vars(layer)
     return not (own or is_parametrized(layer) or isinstance(layer, LazyModuleMixin))

@@ -1,4 +1,4 @@
-"""What forward leaves on a model while it runs: every lane has its own.
+"""State that forward sets on a model while it runs: every lane has its own.
 
 A model may keep an activation in an attribute and read it some layers later, put features in a
 dict by a hook, or swap its parameters for the time of a call. Run to the end, one forward does not
@@ -27,7 +27,7 @@ from anybatch.execution.proof.follow import Follow
 
 
 class LaneLook:
-    """Compares, wherever samples meet in the first look, what lanes would share.
+    """Comparison, wherever samples meet in the first inspection, of state that lanes would share.
 
     Args:
         modules: of the step.
@@ -85,7 +85,7 @@ class LaneLook:
 
 
 class LaneSlots:
-    """Fills attributes and containers with what a lane has left in them.
+    """Contents of attributes and containers, stored and restored for each lane.
 
     Args:
         slots: those that change.
@@ -98,19 +98,19 @@ class LaneSlots:
         self._kept = [self._start] * lanes
 
     def begin(self, lane: int) -> None:
-        """Make what a lane left the present content."""
+        """Restore the content that a lane has stored."""
         self._fill(self._kept[lane])
 
     def leave(self, lane: int) -> None:
-        """Keep what a lane has left."""
+        """Store the content of a lane."""
         self._kept[lane] = [held.copy() for held in self._slots]
 
     def finish(self) -> None:
-        """Leave what the last micro-batch has left."""
+        """Restore the content of the last micro-batch."""
         self._fill(self._kept[-1])
 
     def put_back(self) -> None:
-        """Leave what was there before the step."""
+        """Restore the content from before the step."""
         self._fill(self._start)
 
     def _fill(self, contents: list[Any]) -> None:
@@ -119,7 +119,7 @@ class LaneSlots:
 
 
 def _print(held: Any) -> Any:
-    """Return what tells one content of a container from another: which objects it holds."""
+    """Return the identity of a container's content: the ids of the objects that it holds."""
     if isinstance(held, dict):
         return tuple(held), tuple(map(id, held.values()))
     return tuple(map(id, held))

@@ -1,4 +1,4 @@
-"""Every lane has its own dice: what it draws does not depend on who runs in between.
+"""RNG state of every lane: its draws do not depend on the lanes that run in between.
 
 A checkpointed part of a model notes the state of the generator and puts it back when it computes
 again. If it has to wait in the middle of that, the others must not find its state, nor move it. So
@@ -24,7 +24,7 @@ from anybatch.memory.pager import Pager
 
 
 class LaneTurns:
-    """Changes torch's generators at every turn, and lets the pager make room.
+    """Switch of torch's generators between lanes, at which the pager frees memory.
 
     Args:
         lanes: how many.
@@ -74,12 +74,12 @@ class LaneTurns:
             self._dice[lane].put_back()
 
     def around(self, lane: int) -> None:
-        """Go on: the dice are there."""
+        """Continue a lane: its RNG state is in place."""
         if self._pager is not None:
             self._pager.around(lane)
 
     def leave(self, lane: int, coming: list[int]) -> None:
-        """Keep the lane's state, and send away what there is no room for."""
+        """Store the lane's state, and offload tensors beyond the budget."""
         if self._gradients is not None:
             self._gradients.collect()
         if self._pager is not None:
@@ -93,7 +93,7 @@ class LaneTurns:
             self._dice[lane] = Dice.now()
 
     def finish(self) -> None:
-        """Leave the dice as the first lane left them, and attributes as the last one did."""
+        """Restore the RNG state of the first lane, and the attributes of the last one."""
         self._slots.finish()
         kept = self._kept[0]
         if kept is not None:
@@ -102,7 +102,7 @@ class LaneTurns:
             self._dice[0].put_back()
 
     def put_back(self) -> None:
-        """Leave attributes as they were before a step that failed."""
+        """Restore the attributes from before a step that failed."""
         self._slots.put_back()
 
     def _put_back(self, cpu: Tensor, states: States) -> None:

@@ -29,7 +29,7 @@ Values = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[Tensor]:
-    """Return the masks of what a kernel has made or written, by calling it again for each sample.
+    """Return the masks of tensors that a kernel returns or writes to, by a rerun for each sample.
 
     Args:
         call: the call, which has been made.
@@ -119,7 +119,7 @@ def _isnan(tensor: Tensor) -> Tensor:
 
 
 class _Again:
-    """Calls a kernel again with other numbers of one sample, and draws what it has drawn.
+    """Rerun of a kernel with other values of one sample, from the RNG state of its first run.
 
     Args:
         call: the call.
@@ -140,7 +140,7 @@ class _Again:
         self._plain: list[Tensor] = []
 
     def __call__(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        """Return what it makes and writes of floats with other numbers where the sample is."""
+        """Return the results and written tensors of a rerun with other floats of the sample."""
         changed: list[Any] = []
         for leaf, one in zip(self._leaves, self._chosen, strict=True):
             if _real(leaf) and leaf.layout == torch.strided:
@@ -174,7 +174,7 @@ class _Again:
         return found
 
     def other_values(self, marks: list[Tensor], bit: int) -> bool:
-        """Mark what other values change; return whether there were any that the kernel takes."""
+        """Mark elements that other values change; return whether the kernel accepts any of them."""
         told = False
         for change in FLOATS:
             with suppress(*ERRORS):
@@ -190,7 +190,7 @@ class _Again:
             mark.bitwise_or_(_differ(one, other).to(torch.uint8) << bit)
 
     def moves_others(self, marks: list[Tensor], bit: int) -> bool:
-        """Say whether whole numbers of a sample change what is not marked as its own.
+        """Return whether a sample's integers change elements that are not marked as its own.
 
         It is given those of other samples, in its place: of these the kernel takes them.
         """
@@ -211,13 +211,13 @@ class _Again:
         return False
 
     def _is_whole(self, named: Any, leaf: Any, one: Tensor | None) -> bool:
-        """Say whether each of some whole numbers is of one sample: ends of parts are of several."""
+        """Return whether each integer of a tensor is of one sample; ends of parts have several."""
         if one is None or _real(leaf) or not leaf.dim() or len(leaf) < 2:
             return False
         return not several(self._call.mask(named))
 
     def _rolled(self, own: list[int], by: int) -> list[Tensor]:
-        """Return what it makes where the sample has the whole numbers of one that is `by` away."""
+        """Return the results with the sample's integers replaced by those of `by` rows before."""
         changed = [_own(self._call, leaf) for leaf in self._leaves]
         for at in own:
             leaf, one = self._leaves[at], self._chosen[at]
@@ -249,12 +249,12 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _own(call: Call, leaf: Any) -> Any:
-    """Return a copy of what a kernel may write to."""
+    """Return a copy of a tensor that a kernel may write to."""
     return leaf.clone() if isinstance(leaf, Tensor) and call.func._schema.is_mutable else leaf
 
 
 def _into_integers(chosen: list[Tensor | None], leaves: list[Any], mark: Tensor, bit: int) -> None:
-    """Take integers that come of floats to stay in their row, where there is one."""
+    """Mark integers computed from floats in the sample's row, or everywhere without such rows."""
     for leaf, one in zip(leaves, chosen, strict=True):
         if one is not None and _real(leaf):
             _by_row(leaf, one, [mark], bit)

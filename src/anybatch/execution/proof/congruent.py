@@ -1,4 +1,4 @@
-"""The forward of the whole batch beside that of a micro-batch, on tensors without data.
+"""Comparison of the full batch's forward with that of a micro-batch, on fake tensors.
 
 A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost
 batches of a fixed size, a factor that is the number of samples. Without data the whole batch costs
@@ -57,7 +57,7 @@ CASTS = frozenset("to type type_as float double half bfloat16".split())
 
 @dataclass
 class Seen:
-    """What a forward has called.
+    """Record of the calls of a forward.
 
     Attributes:
         functions: (module, function), in order.
@@ -82,7 +82,7 @@ class Seen:
     outside: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def end(self) -> None:
-        """Forget words of tensors that are gone: nobody has heard how these were made.
+        """Remove the words of freed tensors from the calls: no record shows how these were made.
 
         What stays is the model's, or lies beside it: whether it is one or another of two such
         tensors may depend on how many samples there are.
@@ -96,7 +96,7 @@ class Seen:
 
 
 def _of_all() -> bool:
-    """Say whether what runs is given the rows of the whole batch, and so may count them."""
+    """Return whether the running code has the rows of the full batch, and so may count them."""
     return samples_here() == -1
 
 
@@ -167,7 +167,7 @@ OUTSIDE = "tensor "
 
 
 def _beside(a: Called, b: Called) -> tuple[Called, Called]:
-    """Return two calls without such words where only one is given a tensor that was kept.
+    """Return two calls without the words of outside tensors where only one takes a stored tensor.
 
     The other one has made it, which is seen by what it called.
     """
@@ -184,7 +184,7 @@ INDEXING = frozenset(("__getitem__", "__setitem__"))
 
 
 def _lists(index: Any) -> list[Any]:
-    """Return the lists of an index; tensors without data would not tell what they hold."""
+    """Return the lists of an index that hold no tensors: fake tensors have no values to compare."""
     lists = [one for one in (index if isinstance(index, tuple) else (index,)) if type(one) is list]
     return [one for one in lists if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(one))]
 
@@ -231,7 +231,7 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Norms(AloneNorms):
-    """Tells one row by itself of a single sample by the same call of the whole batch."""
+    """BatchNorm mode that classifies a single row by the same call of the full batch."""
 
     def __init__(
         self, counters: Iterable[Tensor], watch: _Heard, whole: Seen, seen: Seen, rows: int
@@ -255,7 +255,7 @@ class _Heard:
         self._seen, self._path = seen, path
 
     def heard(self, x: Tensor) -> None:
-        """Take in what is normalised."""
+        """Record a normalisation: its module, and the number of values of a channel."""
         self._seen.norms.append((self._path(), x.numel() // max(x.shape[1], 1)))
 
     def met(self, site: Site) -> None:
@@ -263,7 +263,7 @@ class _Heard:
 
 
 def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
-    """Return the whole batch, and the sizes of its micro-batches; a single sample is left out.
+    """Return the sizes of the full batch and of its micro-batches, except those of one sample.
 
     Kernels of one row lie in memory in other ways, and take other ways through.
 
@@ -290,7 +290,7 @@ def compare(
     backward: bool = False,
     earlier: int | None = None,
 ) -> Verdict:
-    """Compare the forwards of several numbers of samples, the first of which is the whole batch.
+    """Compare the forwards of several numbers of samples, the first of which is the full batch.
 
     Args:
         model: it is copied.
@@ -342,7 +342,7 @@ UNLIKE = 61
 
 
 def _differs(seen: Sequence[Seen], sizes: Sequence[int]) -> Verdict:
-    """Return what is said of the first micro-batch that differs, or the doubts of all."""
+    """Return the verdict on the first micro-batch that differs, or the doubts of all."""
     whole, *others = seen
     doubts: tuple[str, ...] = ()
     for size, part in zip(sizes[1:], others, strict=True):
@@ -367,7 +367,7 @@ def _traced(
     backward: bool,
     earlier: int | None,
 ) -> str:
-    """Run forward at each size, and note in `seen` what it calls; return why that failed, or ""."""
+    """Run forward at each size, and record its calls; return the error, or ""."""
     dice, kept = Dice.now(), Kept()
     try:
         fakes = Fakes()
@@ -412,7 +412,7 @@ def trace(
     singles: bool = False,
     backward: bool = False,
 ) -> None:
-    """Run the model on fakes of so many rows, and note what it calls.
+    """Run the model on fake tensors of `size` rows, and record its calls.
 
     Args:
         fakes: of the model and of the rows.

@@ -94,7 +94,7 @@ class DeclaredLoss(nn.Module):
 
 @dataclass(frozen=True)
 class _Run:
-    """A call under masks; what is found are the losses or their sum."""
+    """Result of a call under masks; `found` holds the losses or their sum."""
 
     forward: Forward
     found: Tensor
@@ -133,7 +133,7 @@ class DeclaredSizes:
         self._size = given.size
 
     def __call__(self, sizes: Sequence[int]) -> Verdict:
-        """Compare the calls for the whole batch with those for its micro-batches.
+        """Compare the calls for the full batch with those for its micro-batches.
 
         What differs for a single sample leaves a doubt: its kernels may be others.
 
@@ -200,7 +200,7 @@ class Declared:
         self.reads = False
 
     def judge(self, sizes: Sequence[int]) -> Verdict:
-        """Return what they say, and what the calls for so many samples say without data.
+        """Return the verdict of the calls under masks, and of calls at `sizes` on fake tensors.
 
         Args:
             sizes: numbers of samples, the first of which is the whole batch.
@@ -259,7 +259,7 @@ class Declared:
         return full if full.meets else Verdict("", (*found.doubts, *full.doubts))
 
     def _rows(self, given: Rows, count: int | None = None) -> list[Tensor]:
-        """Return the first of some output rows as leaves, all where no count is given."""
+        """Return the first `count` output rows as leaves, or all rows without a count."""
         pairs = zip(tree.flat(given.outputs), self._layout, strict=True)
         rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
         return [leaf_of(row.clone()) for row in rows]
@@ -299,7 +299,7 @@ class Declared:
         return _Run(forward, found.detach(), [g.detach() for g in gradients])
 
     def _adds(self, whole: _Run, part: _Run) -> str:
-        """Say what losses of more rows have that those of fewer have not; "" where they add up."""
+        """Return why losses of more rows do not add up from those of fewer; "" where they do."""
         rest = self._whole.size - self._part.size
         pairs = list(zip(whole.gradients, part.gradients, strict=True))
         if whole.found.dim():

@@ -1,4 +1,4 @@
-"""A declared loss that reads rows that are no tensors: of the whole batch, and of its parts.
+"""Check of a declared loss that reads non-tensor rows: the full batch against its micro-batches.
 
 What Python makes of a list (the largest entry, whether a word is among them) leaves no trace in the
 tensors. So the loss is taken of the whole batch and of every micro-batch, with the outputs of a few
@@ -48,7 +48,7 @@ class Entries:
     layout: Sequence[int | None]
 
     def judge(self, batch: TensorBatch | None, micro_batch: int, *, counts: bool) -> Verdict:
-        """Return what is known of a loss that reads them, or that asks how many rows there are.
+        """Return the verdict on a loss that reads non-tensor rows, or the number of rows.
 
         A constant that is cut to the rows, whose first entries are alike, is another one for later
         rows of the whole batch only.
@@ -93,7 +93,7 @@ class Entries:
         return outputs * batch.size + sum(t.numel() for t in tree.flat(batch.targets))
 
     def _differs(self, batch: TensorBatch, micro_batch: int, words: str) -> str:
-        """Say what the whole batch gives that its parts do not; "" where nothing is found."""
+        """Return how losses of the full batch differ from those of its parts; "" where equal."""
         places = torch.arange(batch.size) % self.few.size
         pairs = zip(tree.flat(self.few.outputs), self.layout, strict=True)
         rows = [

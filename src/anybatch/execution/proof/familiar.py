@@ -1,4 +1,4 @@
-"""Familiar models: what was looked at of a kind of batch, so that a change is looked at again.
+"""Record of the models inspected for a signature, so that a change is inspected again.
 
 A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
 replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
@@ -107,7 +107,7 @@ class Familiar:
                 self._leave_out()
 
     def _leave_out(self) -> None:
-        """Leave out numbers that are new in most steps: they use up the looks at all others."""
+        """Exclude numbers that are new in most steps: they use up the inspections of all others."""
         values: dict[Named, set[Any]] = {}
         for _, numbers in self._models:
             for at, value in numbers:

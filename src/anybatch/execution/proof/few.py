@@ -1,4 +1,4 @@
-"""Rows that are chosen by their values, where a few rows do not tell what becomes of more.
+"""Check of rows chosen by their values, where a few rows do not show the result of more.
 
 How many rows ``h[m]``, ``nonzero`` or ``masked_select`` has is up to the values. Of the rows that
 are looked at it may be none, or those of one sample: then nothing meets in their mean, and in a
@@ -36,7 +36,7 @@ ENDLESS = 1 << 62
 
 
 class Few:
-    """Take note of choices that have brought fewer than two samples, and of what is made of them.
+    """Record of choices that return fewer than two samples, and of tensors computed from them.
 
     Attributes:
         sizes: how many rows these choices have had.
@@ -57,7 +57,7 @@ class Few:
             self.sizes.add(call.results[0].shape[_axis(call)])
 
     def ran(self, call: Call, operands: Sequence[Tensor], path: str) -> None:
-        """Take in a kernel that has run on such rows, or on what was made of them."""
+        """Record a kernel that has run on chosen rows, or on tensors computed from them."""
         if self._counts(call, operands):
             self.places.append(f"{path}, in {call.name}")
         known = [place for one in operands if (place := self._place(one))]
@@ -86,7 +86,7 @@ class Few:
         return any(self._of_choice(call, one) and self._along(call, one) for one in operands)
 
     def _counts(self, call: Call, operands: Sequence[Tensor]) -> bool:
-        """Say whether rows of a choice are given to Python one by one, or lie among constants."""
+        """Return whether chosen rows are passed to Python one by one, or lie among constants."""
         if call.name in APART:
             x = call.args[0]
             rows = x.dim() and call.argument("dim", default=0) % x.dim() == 0

@@ -1,4 +1,4 @@
-"""The mode that follows samples through every kernel of a forward, and of a backward if asked.
+"""Dispatch mode that follows samples through each kernel of a forward and, optionally, backward.
 
 Real values flow as they would; the masks flow beside them (`anybatch.execution.proof.rules`). What
 is noted on the way: the module and the kernel in which samples first meet, numbers that Python
@@ -127,7 +127,7 @@ class NormCall(NamedTuple):
 
 @dataclass
 class Notes:
-    """What has been noted.
+    """Findings that are recorded while samples are followed.
 
     Attributes:
         read: places where Python reads a number of a sample: (module, kind).
@@ -193,7 +193,7 @@ class Notes:
 
     @property
     def may_count(self) -> bool:
-        """Whether what is computed may depend on how many samples there are."""
+        """Whether the results may depend on the number of samples."""
         calls = self.operators or self.unfollowed or self.read or any(n.cut for n in self.norms)
         return self.sizes or bool(calls)
 
@@ -391,7 +391,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a kernel of the model; what is done with masks is none of it."""
+        """Run a kernel of the model under the guard; operations on masks run outside of it."""
         draws = torch.Tag.nondeterministic_seeded in func.tags and not self.backward
         if draws and not all(map(torch.equal, self._dice, torch_state())):
             self.notes.seeded.append(self.path)
@@ -413,7 +413,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _chosen(
         self, call: Call, operands: list[Tensor], written: list[Tensor], result: Any
     ) -> None:
-        """Note rows that are chosen by their values, and what is made of them."""
+        """Record rows that are chosen by their values, and tensors computed from them."""
         _take_in(call, result, written)
         every = (*operands, *call.results)
         if self.backward or any(one.layout != torch.strided for one in every):
@@ -439,7 +439,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seed(target, [one for one in self.samples for _ in range(target.shape[0] // n)])
 
     def _note_counter(self, name: str, operands: list[Tensor]) -> None:
-        """Note who computes with the counter of a batch normalisation, which one lane moves first.
+        """Record a use of the counter of a batch normalisation, which one lane moves first.
 
         Batch normalisation itself adds to it, and takes its momentum from it.
         """
@@ -453,7 +453,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_numbers(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Note what Python gives to a kernel that computes with it."""
+        """Record the Python numbers that a kernel computes with."""
         if self.backward:
             return
         given = scalars(func, args, kwargs)
@@ -469,7 +469,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands: list[Tensor],
         written: list[Tensor],
     ) -> Any:
-        """Run a kernel in which no sample has a part: what it writes to has none any more."""
+        """Run a kernel in which no sample has a part; written tensors then hold no sample."""
         result = self._run(func, args, kwargs)
         given = [one.numel() for one in operands if all(one is not w for w in written)]
         for one in written if name != "set_" else ():
@@ -548,7 +548,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known is not None and not known.expired()  # type: ignore[no-untyped-call]
 
     def _trained(self, tensor: Tensor) -> bool:
-        """Say whether the numbers of a tensor may be others later, whatever they are now."""
+        """Return whether a tensor may change later: it requires gradients or is a weight."""
         if self._parameters is None:  # not before: in a kernel nobody hears that it is asked for
             self._parameters = {one.untyped_storage()._cdata for one in self._weights}
         return tensor.requires_grad or tensor.untyped_storage()._cdata in self._parameters
@@ -563,7 +563,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.notes.numbers.append((self.path, name, (one.item(),)))
 
     def _look_before(self, call: Call, operands: list[Tensor]) -> None:
-        """Note what shows in the operands alone."""
+        """Record the findings that the operands show before the kernel runs."""
         if call.name in READS:
             # of all numbers, where it compares tensors
             if call.masks and not (self.checks or ours()):
@@ -600,14 +600,14 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.fixed.append(f"{self.path}, in fill_diagonal_")
 
     def _before(self, call: Call, written: list[Tensor], *, views: bool) -> Any:
-        """Return the arguments as they are now, for a kernel that will be asked itself."""
+        """Return the arguments as they are before the call, for a kernel that is rerun later."""
         if views or has_rule(call.name, call.func):
             return call.args, call.kwargs
         ids = {id(one) for one in written}
         return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
 
     def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
-        """Note the masks of what a kernel has made or written to."""
+        """Record the masks of the tensors that a kernel has returned or written to."""
         if any(one.layout != torch.strided for one in (*call.results, *operands)):
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
@@ -633,7 +633,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_regroup(call, one, mask)
 
     def _kept_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
-        """Return the mask of what was written to; rows that a position has chosen stay cut."""
+        """Return the mask of a tensor after a write; rows that a position has chosen remain cut."""
         old = call.mask(tensor)
         if self.backward or old is None or not bool((old & CUT).any()):
             return mask
@@ -645,7 +645,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return cut if mask is None else mask | cut
 
     def _note_regroup(self, call: Call, view: Tensor, mask: Tensor | None) -> None:
-        """Note along which dimensions samples lie in what was given other dimensions."""
+        """Record the dimensions along which samples lie in a view with other dimensions."""
         if self.backward or mask is None or call.name not in REGROUPS:
             return
         mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
@@ -653,7 +653,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
 
     def _origin(self, call: Call, operands: list[Tensor]) -> str:
-        """Return where samples have met before this call, or that they meet in it."""
+        """Return where samples meet: the recorded place of an operand, or this call."""
         for one in operands:
             if several(call.mask(one)) and (place := self.masks.origin(one)):
                 return place
@@ -678,7 +678,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _normalised(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[int, Tensor]
     ) -> Any:
-        """Run batch normalisation by rows of its own, which was asked for or is no batch.
+        """Run batch normalisation that is local by request, or that normalises each row by itself.
 
         With batchnorm="local" each micro-batch is normalised by itself. One row of n x C channels
         is each sample by itself (instance_norm).
@@ -702,7 +702,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_part(self, call: Call) -> None:
-        """Note a reduction over what is one sample here: in a larger batch it may be several.
+        """Record a reduction over one sample here: in a larger batch it may be over several.
 
         A batch that is cut in two halves has halves of one sample where it has two.
         """
@@ -751,7 +751,7 @@ TABLED = frozenset("embedding_dense_backward index_put index_put_ index_add inde
 
 
 def _for_places(call: Call) -> list[Tensor]:
-    """Return the gradients that places of samples are given; none where places are no samples'."""
+    """Return the gradients for places of samples; none where the places belong to no sample."""
     if call.name.startswith("embedding"):
         grad, places = call.args[0], [call.args[1]]
     elif call.name.startswith("index_add"):
@@ -785,7 +785,7 @@ LINEAR = ADDITIVE | frozenset(
 
 
 def ours(known: tuple[str, ...] = ()) -> bool:
-    """Say whether it is this library that reads, or code that is known: not what a person wrote.
+    """Return whether this library or a listed module does the read, and not a user's code.
 
     A mode of ours that only passes a call on does not read.
 
@@ -843,7 +843,7 @@ def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 
 def _places(call: Call) -> int:
-    """Return how many places a kernel is given."""
+    """Return the number of places that a kernel takes."""
     places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
     return sum(one.numel() for one in places if one.dtype in INTEGERS)
 

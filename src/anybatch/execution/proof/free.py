@@ -51,7 +51,7 @@ ALONG = frozenset(
 
 
 class FreeTensors:
-    """What is known of tensors in which no sample has a part.
+    """Record of the tensors in which no sample has a part.
 
     Args:
         known: names of parameters and buffers, by id.
@@ -65,7 +65,7 @@ class FreeTensors:
         self._filled: dict[int, weakref.ref[Tensor]] = {}
 
     def takes(self, name: str, given: Any) -> bool:
-        """Say whether no sample has a part in what a function computes."""
+        """Return whether no sample has a part in the result of a function."""
         if name.startswith("new_") or name.endswith("_like"):
             return True
         return all(
@@ -79,7 +79,7 @@ class FreeTensors:
         return any(self._may_number(one) for one in tree_leaves(given) if isinstance(one, Tensor))
 
     def gave(self, name: str, given: Any, result: Any, *, free: bool) -> None:
-        """Take in what a function has returned, or written to.
+        """Record the results of a function, or the tensor that it writes to.
 
         Args:
             name: of the function.
@@ -108,7 +108,7 @@ class FreeTensors:
         _note(self._filled, tensor, holds=False)
 
     def _is_filled(self, name: str, given: Any) -> bool:
-        """Say whether what a function has made is of one number, wherever it is read."""
+        """Return whether the result of a function holds the same number in every element."""
         if name in FILLS:
             return True
         operands = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
@@ -119,7 +119,7 @@ class FreeTensors:
         return alike and bool(operands) and all(_holds(self._filled, one) for one in operands)
 
     def _is_plain(self, name: str, given: Any, made: Tensor) -> bool:
-        """Say whether what a function has made tells no row from another."""
+        """Return whether the result of a function does not distinguish rows."""
         if name in MAKERS or not self._has_rows(made):
             return True
         bare = name.strip("_")
@@ -136,7 +136,7 @@ class FreeTensors:
         return bare in (SPREADS if grows else ELEMENTWISE)
 
     def _leads_to_rows(self, source: Tensor, index: Any) -> bool:
-        """Say whether what may number the rows is an index of rows alone: alike ones stay so."""
+        """Return whether places that may number rows index rows only: equal rows remain equal."""
         places = index if isinstance(index, tuple) else (index,)
         if any(one is None or one is Ellipsis for one in places):
             return False
@@ -156,7 +156,7 @@ class FreeTensors:
         return any(size and size % self._rows == 0 for size in tensor.shape)
 
     def _keeps_rows(self, x: Tensor, given: Any) -> bool:
-        """Say whether a function brings together what lies along no dimension of rows."""
+        """Return whether a function combines values along no dimension of rows."""
         args, kwargs = given
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dims = [dims] if isinstance(dims, int) else dims

@@ -1,4 +1,4 @@
-"""A few rows in two micro-batches, beside the same rows in one: their gradients must add up.
+"""Comparison of gradients: a few rows in two micro-batches must add up to the same rows in one.
 
 Masks tell which samples meet in a backward that is not torch's own. They do not tell a number that
 counts rows from another one, nor a row that is treated by its place. Gradients are numbers that can
@@ -63,7 +63,7 @@ def _gradients(
     leaves: Sequence[Tensor],
     seeds: list[Tensor],
 ) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Return what some of the rows give to the leaves, and to the rows of the inputs themselves."""
+    """Return the gradients of some rows: for the leaves, and for the rows of the inputs."""
     begin, end = of
     inputs = tree.map_tensors(leaf_of, tree.rows(whole.inputs, begin, end, whole.size))
     rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
@@ -94,7 +94,7 @@ def leaf_of(tensor: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor) -> Tensor:
-    """Return what forward may write to in place of a leaf."""
+    """Return a tensor that forward may write to in place of a leaf."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 
@@ -124,7 +124,7 @@ def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
 
 
 def _alike(one: Tensor | None, other: Tensor | None, scale: float) -> bool:
-    """Compare gradients up to rounding; what counts rows or places is far from it.
+    """Compare gradients up to rounding; a result that counts rows or places is far from it.
 
     As in Law 1, one whose true value is 0 is compared with the largest of all.
     """

@@ -87,7 +87,7 @@ def called(
     free: bool = False,
     places: bool = False,
 ) -> Called:
-    """Return what is compared of a call.
+    """Return the properties of a call that are compared.
 
     Args:
         path: the module.

@@ -46,7 +46,7 @@ def left_behind(model: nn.Module, masks: Masks) -> Left:
 
 
 def grown(calls: Iterable[Left]) -> str:
-    """Return what a container is called that holds more samples after each call; "" for none."""
+    """Return the name of a container that holds more samples after each call; "" for none."""
     first, *others = calls
     for at, (name, count) in first.items():
         if increases([count, *(each.get(at, ("", 0))[1] for each in others)]):
@@ -60,7 +60,7 @@ def increases(counts: Sequence[int]) -> bool:
 
 
 def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
-    """Yield every tensor that is found, the id of what holds it, and what that is called."""
+    """Yield the id of a container, a name and a tensor, for every tensor that is found."""
     seen: set[int] = set()
     ahead: deque[tuple[str, Any, int]] = deque([("", model, 0)])
     while ahead and len(seen) < MOST:
@@ -92,7 +92,7 @@ def within(outputs: Any) -> Iterator[Tensor]:
 
 
 def _inside(held: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, by name where that has one."""
+    """Yield the contents of an object, with their names where they have one."""
     if isinstance(held, nn.Module):
         yield from _of_module(held)
     elif isinstance(held, dict | list | tuple | set | deque):

@@ -1,4 +1,4 @@
-"""Rows that are as long as the longest of those that come along: ``pad_packed_sequence``.
+"""Check of rows that are as long as the longest row of their batch: ``pad_packed_sequence``.
 
 Without ``total_length`` its result ends where the longest row of a micro-batch ends, and what is
 averaged over it is another for the whole batch. A few rows are made one step longer: with NaN in
@@ -75,7 +75,7 @@ class Longer(TorchFunctionMode):
 
 
 def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | None:
-    """Say whether outputs depend on how long the longest row is; None where it was not seen.
+    """Return whether outputs depend on the length of the longest row; None where it is unknown.
 
     Args:
         call: runs forward on the same rows, without a graph, each time as the first time.

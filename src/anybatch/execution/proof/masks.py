@@ -233,12 +233,12 @@ class Masks:
         return mask if bool(mask.any()) else None
 
     def origin(self, tensor: Tensor) -> str:
-        """Return where samples met that have had a part in `tensor`; "" where they have not."""
+        """Return where the samples that have a part in `tensor` meet; "" where they do not."""
         record = self._record(tensor)
         return "" if record is None else record.origin
 
     def put(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
-        """Note the mask of a tensor that has just been made, and where its samples met if so."""
+        """Record the mask of a tensor that was just made, and where its samples meet if they do."""
         self._note(tensor, mask, origin, written=False)
 
     def write(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
@@ -246,7 +246,7 @@ class Masks:
         self._note(tensor, mask, origin, written=True)
 
     def join(self, tensor: Tensor, mask: Tensor) -> None:
-        """Note a view, and what it adds to the mask of the tensor that it is a view of."""
+        """Record a view, and add its mask to that of the tensor that it is a view of."""
         record = self._record(tensor)
         if record is None or tensor.layout != torch.strided:
             return
@@ -259,7 +259,7 @@ class Masks:
                 part.copy_(mask.expand(tensor.shape))
 
     def taint(self, tensor: Tensor, origin: str) -> None:
-        """Say where the samples met that have had a part in a view."""
+        """Record where the samples that have a part in a view meet."""
         record = self._record(tensor)
         if record is not None:
             record.origin = record.origin or origin

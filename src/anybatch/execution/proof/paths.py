@@ -1,4 +1,4 @@
-"""The module that runs, found in the frames of Python when somebody asks.
+"""Path of the module that runs, found in the frames of Python on request.
 
 Hooks on modules would say it too, but torch calls a module with hooks by a closure, which keeps its
 arguments alive for as long as an error keeps the frame: memory that has run out stays taken.

@@ -70,7 +70,7 @@ Lengths = Mapping[int, Made]
 
 
 def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
-    """Return the calls with tensors that are longer for more rows; None where other kernels come.
+    """Return the calls with tensors that are longer for more rows; None where the kernels differ.
 
     Args:
         whole: calls of a forward, by number.
@@ -95,7 +95,7 @@ def counted_in(whole: Mapping[int, Made], part: Mapping[int, Made]) -> str:
 
 
 def shapes(tensors: Iterable[Tensor]) -> Shapes:
-    """Return the shapes of tensors; of what has none, such as nested rows, nothing."""
+    """Return the shapes of tensors; () for a tensor without one, such as nested rows."""
     return tuple(tuple(t.shape) if plain(t) else () for t in tensors)
 
 
@@ -230,7 +230,7 @@ class FreeCall:
         return self._func._schema.name.split("::")[1] in CUTS and any(self._longer.values())
 
     def outside(self) -> bool:
-        """Say whether it is given numbers, one for each row, that no kernel has made."""
+        """Return whether it takes numbers, one for each row, that no kernel has made."""
         given = [one for one in self._operands if not any(one is other for other in self._written)]
         if not all(map(plain, given)):  # sparse rows: nobody knows how many they are
             return True
@@ -269,7 +269,7 @@ class FreeCall:
         return any(_differs(found, d) for d in self._longer[id(base)])
 
     def asked(self, n: int) -> Callable[[int, int], bool]:
-        """Return what says whether other values would differ: in result `at`, along `dim`.
+        """Return a test of whether other values would differ: in result `at`, along `dim`.
 
         A table of zeros is one like any other. Numbers that are never trained, and are the same
         along a dimension, stay so.
@@ -310,7 +310,7 @@ class FreeCall:
         return self._trained(x) or not along or any(_differs(x, d) for d in along)
 
     def _of_others(self) -> list[Tensor]:
-        """Return what the kernel makes of other values, which no generator draws."""
+        """Return the results of the kernel for other values, which no generator draws."""
         if any(one.numel() > MOST for one in self._operands):
             return []
         others: dict[int, Tensor] = {}
@@ -359,7 +359,7 @@ def firsts(func: Any, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def bases(written: Iterable[Tensor]) -> list[Tensor]:
-    """Return what tensors are a part of, where they are views."""
+    """Return the base tensors of views."""
     return [base for one in written if (base := one._base) is not None]
 
 

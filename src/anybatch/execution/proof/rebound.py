@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 def holds(model: nn.Module, masks: Masks) -> list[Held]:
-    """Return parameters and buffers by their memory, other constants by what they are.
+    """Return parameters and buffers by their memory, other constants by their id and version.
 
     What writes to a parameter is refused, and buffers are those of the whole batch.
     """
@@ -56,7 +56,7 @@ def holds(model: nn.Module, masks: Masks) -> list[Held]:
 
 
 def rebound(before: list[Held], after: list[Held]) -> Iterator[Held]:
-    """Yield what is another tensor, or was written to; not a new one of the same whole numbers."""
+    """Yield tensors that were replaced or written to, except new ones with the same integers."""
     places = {(one.name, one.place) for one in before}
     by_name: dict[str, list[Tensor]] = {}
     for one in before:

@@ -79,7 +79,7 @@ TRUSTED = (
 
 
 class NeededError(Exception):
-    """Forward runs a backward of its own, which needs what autograd saves."""
+    """Error of a forward that runs a backward of its own, which needs saved tensors."""
 
 
 class Reads(TorchFunctionMode):
@@ -101,7 +101,7 @@ class Reads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Look at one call, and let it."""
+        """Record the sizes and numbers that one call reads, and run it."""
         kwargs = keywords(func, kwargs)
         if func in SIZES and not (args and id(args[0]) in self._weights):
             caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -138,9 +138,9 @@ class Reads(TorchFunctionMode):
 
 
 def _by_proof() -> bool:
-    """Say whether masks are looked up for a function that returns what it saves: a mode hears that.
+    """Return whether a read is a mask lookup for a function that returns its saved tensors.
 
-    It hears the same below TorchScript, whose kernels nobody has seen called.
+    A mode hears that, and the same below TorchScript, whose kernels nobody has seen called.
     """
     caller = sys._getframe(2)
     if not str(caller.f_globals.get("__name__", "")).startswith("anybatch.execution.proof."):
@@ -178,7 +178,7 @@ def _num_classes(num_classes: int = -1, **_: Any) -> int:
 
 
 def samples_of_rows(size: int) -> list[int]:
-    """Return the sample that each row stands for; more rows than can be told apart go in groups."""
+    """Return the sample that each row stands for; more rows than a mask has samples are grouped."""
     return list(range(size)) if size <= ROWS else [i * ROWS // size for i in range(size)]
 
 
@@ -310,7 +310,7 @@ def _needed(_: None) -> Tensor:
 
 
 def strange_backward(outputs: Any) -> bool:
-    """Say whether a backward of these outputs is not torch's own alone."""
+    """Return whether a backward of these outputs has nodes that are not torch's own."""
     roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
     return any(map(_is_strange, graph.nodes(roots)))
 

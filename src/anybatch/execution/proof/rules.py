@@ -126,7 +126,7 @@ def masks_after(call: Call) -> Found | None:
 
 
 def _together(call: Call) -> int:
-    """Return the samples that have chosen a place together: what it leaves out tells of them, too.
+    """Return the samples that choose a place jointly: omitted places depend on them, too.
 
     A place of one sample is its row's own.
     """
@@ -146,7 +146,7 @@ def has_rule(name: str, func: Any) -> bool:
 
 @cache
 def _is_pointwise(func: Any) -> bool:
-    """Say whether a kernel computes element by element; one in place does what the other does."""
+    """Return whether a kernel is pointwise; an in-place kernel is where its other form is."""
     if torch.Tag.pointwise in func.tags:
         return True
     space, name = func._schema.name.split("::")
@@ -165,7 +165,7 @@ def _dims(dims: Any, rank: int) -> list[int]:
 
 
 def _valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask of what a place among samples has become: as a value it has all of them."""
+    """Return the mask of a place among samples that has become a value: it has all samples."""
     if dtype in INTEGERS:
         return mask
     return mask | (((mask & PLACE) != 0).to(torch.uint8) * ALL)
@@ -321,7 +321,7 @@ def _observed(call: Call) -> Found:
 
 @_rule("multi_margin_loss multilabel_margin_loss_forward")
 def _margins(call: Call) -> Found:
-    """A margin that is kept costs nothing: NaN would keep it."""
+    """Return the masks of margin losses by row: a satisfied margin costs nothing and hides NaN."""
     x, target = call.args[:2]
     if x.dim() < 2:
         return [call.all().reshape([1] * r.dim()) for r in call.results]
@@ -365,7 +365,7 @@ def _moved(call: Call) -> Found | None:
 
 
 def _by_bits(call: Call) -> Tensor:
-    """Return the union of what a kernel adds up, such as windows that overlap, sample by sample."""
+    """Return the union of elements that a kernel adds up (overlapping windows), by sample."""
     mask = call.full(call.args[0])
     bits = [
         (call.func((mask >> bit & 1).float(), *call.args[1:], **call.kwargs) != 0).to(torch.uint8)
@@ -423,7 +423,7 @@ def _along(call: Call) -> Found:
 
 @_rule("renorm renorm_")
 def _renormed(call: Call) -> Found:
-    """A slice is scaled where its norm is too large: NaN is not, and would stay where it is."""
+    """Return the masks of rescaled slices: a NaN norm is not too large, so NaN would not spread."""
     x = call.args[0]
     mask, dim = call.mask(x), call.argument("dim") % x.dim()
     return [None if mask is None else fold(mask, [d for d in range(x.dim()) if d != dim])]
@@ -522,7 +522,7 @@ def _bucketed(call: Call) -> Found:
 
 
 def _placed(call: Call, places: Tensor, table: Tensor, dim: int | None = None) -> Tensor:
-    """Return what indices add to the mask of what they read.
+    """Return the marks that indices add to the mask of the elements that they read.
 
     A place among samples that leads to a sample's own number adds nothing to it, nor does one in a
     tensor of one number, or one whose entries along `dim` are one and the same. Read out of a table
@@ -550,7 +550,7 @@ def _of_one_number(call: Call, tensor: Tensor) -> bool:
 
 
 def _read(got: Tensor, index: Tensor | None) -> Tensor:
-    """Return the mask of what was read at places: those of an inverse order bring rows back."""
+    """Return the mask of elements read at places; an inverse order restores that of the rows."""
     return got & ~LOOSE & 0xFF if index is not None and _leads_back(index) else got
 
 
@@ -560,7 +560,7 @@ def _leads_back(index: Tensor) -> bool:
 
 
 def _written_at(call: Call, places: Tensor, *, leads: bool) -> Tensor:
-    """Return what indices add to the mask of what is written there.
+    """Return the marks that indices add to the mask of the elements that are written there.
 
     Args:
         call: of a kernel that writes.
@@ -865,7 +865,7 @@ AT_PLACES = WRITES | frozenset("index_fill index_fill_ put put_".split())
 
 
 def _kept(found: Tensor) -> Tensor:
-    """Return the mask of what is written to chosen places: these are in no order any more.
+    """Return the mask of elements written to chosen places: these are in no order any more.
 
     A place that is written as a number is one still, and whose it is its index tells.
     """
@@ -945,7 +945,7 @@ CHOOSERS = (torch.bool, torch.uint8)
 
 
 def _left_out(call: Call, got: Tensor) -> Tensor:
-    """Return the mask of what was written to chosen places: the others have been left out."""
+    """Return the mask after a write to chosen places: the omitted places depend on them, too."""
     dim = 0
     for one in call.args[1]:
         bools = one is not None and one.dtype in (torch.bool, torch.uint8)
@@ -963,7 +963,7 @@ def _left_out(call: Call, got: Tensor) -> Tensor:
 def _of_places(
     got: Tensor, indices: list[Tensor | None], marks: list[Tensor], dims: list[int]
 ) -> Tensor:
-    """Return the marks of indices as they lie in what they read."""
+    """Return the marks of indices, laid out as the elements that they read."""
     together = dims and dims == list(range(dims[0], dims[0] + len(dims)))
     at = dims[0] if together else 0
     every = [i.shape for i in indices if i is not None]
@@ -1132,7 +1132,7 @@ def _by_rows(call: Call) -> Found | None:
 
 
 def _by_groups(call: Call, x: Tensor, groups: int) -> Found:
-    """Return the masks of results whose groups of channels come of the same groups of `x` alone."""
+    """Return the masks of results by group of channels: each depends on the same group of `x`."""
     mask = call.mask(x)
     assert mask is not None
     mask = fold(mask, range(2, mask.dim()), keep=False)
@@ -1177,7 +1177,7 @@ def _like(rows: Tensor, result: Tensor) -> Tensor | None:
     "linalg_ldl_solve geqrf ormqr lu_unpack"
 )
 def _by_systems(call: Call) -> Found:
-    """Matrices lie in the last two dimensions, and the others keep them apart.
+    """Return the masks of kernels on matrices: the last two dimensions mix, the others do not.
 
     LAPACK is not asked: it takes no NaN, or prints errors.
     """
@@ -1251,7 +1251,7 @@ def _recurrent(call: Call) -> Found:
 
 
 def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
-    """Return the masks of views that a cut along the samples has made, and in what it is a choice.
+    """Return the masks of views cut along the samples, and the call if the cut is a choice.
 
     A cut by position leaves CUT. One of what samples have put in an order is a choice among them:
     then all have a part in it.

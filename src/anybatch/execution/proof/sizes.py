@@ -1,4 +1,4 @@
-"""Sizes of batches at which the forward of the whole batch was compared with that of its parts.
+"""Batch sizes at which the forward of the full batch was compared with that of micro-batches.
 
 What was shown for 8 samples says nothing of 16: ghost batches of 8, a branch on ``len(x) > 10``. A
 model that asks how many samples there are is compared again at sizes that are new.
@@ -24,7 +24,7 @@ LARGER = 24
 
 @dataclass
 class ComparedSizes:
-    """Pairs of batch and micro-batch that were compared since the last look.
+    """Pairs of batch and micro-batch that were compared since the last inspection.
 
     Attributes:
         counts: what forward computes may depend on how many samples there are.

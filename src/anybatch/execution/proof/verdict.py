@@ -1,4 +1,4 @@
-"""What the masks of a few rows say: samples stay apart, they meet, or that could not be followed.
+"""Verdict from the masks of a few rows: samples are separate, they meet, or it is undecided.
 
 A model runs on a few rows, and on the last of them alone. Samples meet where an output row has had
 a part of another sample; where the second run finds what the first has left; where a call of batch
@@ -35,7 +35,7 @@ WHOLE = "give micro_batch >= the batch size"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was concluded.
+    """Conclusion from masks: where samples meet, or why it is undecided.
 
     Attributes:
         meets: where samples meet and what to do, as a sentence; "" where they do not.
@@ -46,7 +46,7 @@ class Verdict:
     doubts: tuple[str, ...] = ()
 
     def refuse(self) -> None:
-        """Refuse to divide a batch whose samples meet.
+        """Refuse to divide a batch in which samples meet.
 
         Raises:
             NotExactError: they do.
@@ -123,7 +123,7 @@ def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
 
 
 def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> Verdict:
-    """Return what two forwards say.
+    """Return the verdict on two forwards.
 
     Args:
         whole: of a few rows.
@@ -172,7 +172,7 @@ def _without_refuted(whole: Forward, part: Forward) -> Forward:
 
 
 def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
-    """Return what the outputs of a forward say: where samples meet, or what an earlier call left.
+    """Return an error where outputs mix samples, or hold those of an earlier call; "" for none.
 
     Args:
         run: the forward.
@@ -302,7 +302,7 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
 
 
 def _in_shuffles(whole: Forward, part: Forward) -> str:
-    """Look for random orders that are as long as the batch: of few rows one may move none."""
+    """Return an error for a random order as long as the batch: of few rows one may move none."""
     pairs = zip(whole.notes.shuffles, part.notes.shuffles, strict=False)
     for (path, n), (_, m) in pairs:
         if n != m and n * len(part.samples) == m * len(whole.samples):
@@ -339,7 +339,7 @@ def first_difference(mine: Sequence[Given], its: Sequence[Given]) -> Difference 
 
 
 def moved_state(found: Difference) -> str:
-    """Return what is said of numbers that a later call on the same rows gives to a kernel."""
+    """Return the error for numbers that a later call on the same rows passes to a kernel."""
     return (
         f"forward must give the same when it is called again, and {found.where} {found.mine} in "
         f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
@@ -348,7 +348,7 @@ def moved_state(found: Difference) -> str:
 
 
 def fails_again(name: str, error: Exception) -> str:
-    """Return what is said of a forward that fails after another call on the same rows."""
+    """Return the error for a forward that fails after another call on the same rows."""
     return (
         "forward must not take from one call what another has left when the batch is split, and a "
         f"second call fails with what is left in {name} ({type(error).__name__}: "
@@ -357,7 +357,7 @@ def fails_again(name: str, error: Exception) -> str:
 
 
 def moved_number(path: str) -> str:
-    """Return what is said of a number that each call moves, and that a backward computes with."""
+    """Return the error for a number that each call moves, and that a backward computes with."""
     return (
         f"backward must give the same after another call of forward, and each call moves {path}: "
         f"every micro-batch would. Move it once a step, outside of forward, or {WHOLE}"
@@ -376,7 +376,7 @@ def _out_of_place(why: str) -> str:
 
 
 def other_rows(path: str, why: str) -> str:
-    """Return what is said of batch normalisation of a part of the batch."""
+    """Return the error for batch normalisation of a part of the batch."""
     return (
         "every call of batch normalisation must hold the whole batch when it is split, and "
         f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
@@ -392,7 +392,7 @@ def _all(rows: dict[int, Fraction]) -> int:
 
 
 def doubts_of(run: Forward) -> Iterable[str]:
-    """Yield why a forward does not show that samples stay apart."""
+    """Yield why a forward does not show that samples are separate."""
     notes = run.notes
     for path, kind in notes.read[:1]:
         script = ", or torch.jit.script computes with it" if kind == "tensor" else ""
@@ -417,7 +417,7 @@ def doubts_of(run: Forward) -> Iterable[str]:
 
 
 def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[str]:
-    """Yield which outputs have lost their samples: those of parameters alone have none to lose.
+    """Yield a doubt for each output without samples; outputs of parameters only are exempt.
 
     Args:
         runs: the forwards.
@@ -431,7 +431,7 @@ def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[
 
 
 def _in_order(run: Forward, axes: Sequence[int | None]) -> Iterable[str]:
-    """Yield an output whose rows are where samples have put them: of few rows one may move none."""
+    """Yield a doubt for outputs that samples put in order: of few rows an order may move none."""
     for (path, mask, _, trains, _), axis in zip(run.outputs, axes, strict=False):
         if axis is not None and trains and mask is not None and bool((mask & LOOSE).any()):
             yield (
