@@ -5,6 +5,7 @@ meter that budgets are tested with: parameters, gradients and all that a step al
 images. The engine is told 16 MiB and nothing else, and times no size.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,29 +23,31 @@ HERE = folder("mbs/peak")
 BATCHES, PIXELS, BUDGET = (4, 8, 16, 32, 64, 128, 256, 512), 32, "16MiB"
 
 
-def counted(engine: anybatch.Engine, batch: tuple[torch.Tensor, torch.Tensor]) -> int:
-    """Return the most bytes that are live in the second step of an engine."""
-    parameters = list(engine.model.parameters())
-    engine.backward(*batch)
+def counted(model: torch.nn.Module, step: Callable[[], object]) -> int:
+    """Return the most bytes that are live in the second step of a model."""
+    parameters = list(model.parameters())
+    step()
     for parameter in parameters:
         parameter.grad = None
     with Meter(torch.device("cpu"), {"parameters": parameters}) as meter:
-        engine.backward(*batch)
+        step()
     return int(meter.peak)
 
 
 def row(samples: int, pixels: int) -> dict[str, Any]:
     """Return the peaks of a batch of so many images, in both ways."""
     torch.manual_seed(0)
-    batch = torch.randn(samples, 3, pixels, pixels), torch.randint(10, (samples,))
+    x, y = torch.randn(samples, 3, pixels, pixels), torch.randint(10, (samples,))
     loss = torch.nn.CrossEntropyLoss()
-    whole = anybatch.Engine(resnet20(norm="batch"), loss, micro_batch=samples)
-    model = resnet20(norm="batch")
-    plan = anybatch.plan(model, loss, batch, memory=BUDGET, timed=False)
-    ours = anybatch.Engine(model, loss, plan=plan)
-    found = {"batch": samples, "undivided": counted(whole, batch), "ours": counted(ours, batch)}
-    assert ours.plan is not None
-    return found | {"micro_batch": plan.micro_batch, "exact": bool(ours.plan.exact)}
+    plain, model = resnet20(norm="batch"), resnet20(norm="batch")
+    plan = anybatch.plan(model, loss, (x, y), memory=BUDGET, timed=False)
+    engine = anybatch.Engine(model, loss, plan=plan)
+    undivided = counted(plain, lambda: loss(plain(x), y).backward())
+    ours = counted(model, lambda: engine.backward(x, y))
+    assert engine.plan is not None
+    exact = bool(engine.plan.exact)
+    found = {"batch": samples, "undivided": undivided, "ours": ours}
+    return found | {"micro_batch": plan.micro_batch, "exact": exact}
 
 
 def main(
