@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from anybatch.conv.engagement import engaged
+from anybatch.conv.session import engaged
 from anybatch.core.batch import Batch
 from anybatch.core.cards import card, table
 from anybatch.core.memory_errors import NothingHeld

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv import costs
+from anybatch.conv import convolutions, costs
 from anybatch.conv.chooser import Chooser
 from anybatch.conv.problem import Problem
 from anybatch.conv.telling import Telling
@@ -421,3 +421,24 @@ def test_a_kernel_for_whose_measurement_memory_does_not_suffice_stays_torchs(
         assert torch.equal(F.conv2d(x, weight, groups=3), want)
         assert torch.equal(F.conv2d(x, weight, groups=3), want)  # and is not measured again
     assert "native" in str(chosen)
+
+
+@pytest.mark.parametrize(
+    ("system", "variables", "folder"),
+    [
+        ("linux", {"XDG_CACHE_HOME": "/else"}, "/else"),
+        ("linux", {"XDG_CACHE_HOME": ""}, "/me/.cache"),
+        ("darwin", {}, "/me/Library/Caches"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local"),
+        ("win32", {"LOCALAPPDATA": ""}, "/me/AppData/Local"),
+    ],
+)
+def test_measurements_are_kept_where_the_system_keeps_caches(
+    system: str, variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(Path, "home", lambda: Path("/me"))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert convolutions.cache_file(True) == Path(folder) / "anybatch" / "convolutions.sqlite"
