@@ -72,7 +72,7 @@ def default_device() -> torch.device:
 
 
 def with_plans() -> list[str]:
-    """Return the available device types with an allocator that reports the bytes of a kernel."""
+    """Return the host, and the available device types whose allocator reports peaks."""
     return [HOST.type, *(kind for kind in FACTS if of(kind).peaks and of(kind).available)]
 
 

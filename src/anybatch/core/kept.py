@@ -207,7 +207,7 @@ def _theirs(module: nn.Module) -> bool:
 
 
 def fill(held: Any, was: Any) -> None:
-    """Restore the entries of a container; a list or dict that has them is not written to."""
+    """Restore the entries of a container; a list or dict with the same entries is not written."""
     same = len(held) == len(was)
     if isinstance(held, dict):
         for key in [key for key in held if key not in was]:

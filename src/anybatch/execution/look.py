@@ -705,7 +705,7 @@ def _parted(micro: MicroBatch, most: int, *, odd: bool) -> tuple[MicroBatch, Mic
 
 
 def _alone(inputs: Any, size: int, made_of: Any) -> MicroBatch:
-    """Return a micro-batch with copies of the tensors that it shares with `made_of`.
+    """Return a micro-batch without tensors of `made_of`, except those that require gradients.
 
     Rows that were joined or turned are copies already: copied again they would be there twice.
     """

@@ -233,7 +233,7 @@ class Step(Repeatable):
         return self.calls.called(partial(self.loss.whole, outputs, micro))
 
     def compare(self, outputs: Any, micro: MicroBatch, *, alone: bool = False) -> None:
-        """Compare a loss that a person wrote with itself; the flag: the step calls it once only."""
+        """Compare a custom loss with itself, which the step calls once only where so flagged."""
         if self.calls is not None and self.loss.takes_outputs:
             trains = self.gradients is not None
             if self.budgeted:  # two calls more of all rows were not foreseen
