@@ -72,7 +72,7 @@ def default_device() -> torch.device:
 
 
 def with_plans() -> list[str]:
-    """Return the host, and the available device types whose allocator reports peaks."""
+    """Return the host, and the available device types with an allocator that reports peaks."""
     return [HOST.type, *(kind for kind in FACTS if of(kind).peaks and of(kind).available)]
 
 
