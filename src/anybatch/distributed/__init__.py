@@ -4,6 +4,5 @@ This folder knows process groups, gradients and rows. It knows no mechanism and 
 
 Read `group` (collectives that end), `everyone` (what one process alone answers), `ranks` (the same
 by collectives), `unison` and `beginning` (the handshake of a step), `pieces` (gradients in pieces)
-and
-`sharded` (parameters in shards).
+and `sharded` (parameters in shards).
 """

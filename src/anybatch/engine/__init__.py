@@ -3,6 +3,5 @@
 This folder knows everything below it, and is known by the tools, the integrations and the command.
 
 Read `engine` (the public class), `given` (inputs), `runner` (one step), `arranged` (a step's
-parts),
-`crew` (the ranks of a step).
+parts), `crew` (the ranks of a step).
 """

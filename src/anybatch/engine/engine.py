@@ -64,9 +64,8 @@ RngMode = Literal["micro_batch", "batch"]
 class Engine:
     """Trainer of a model at any batch size, with the gradient of the full batch.
 
-    After `backward`, ``.grad`` of every parameter holds what
-    ``loss_fn(model(inputs), targets).backward()`` on the undivided batch would have added, up to
-    rounding.
+    After `backward`, ``.grad`` of every parameter holds what ``loss_fn(model(inputs),
+    targets).backward()`` on the undivided batch would have added, up to rounding.
 
     Args:
         model: any module. It stays where and as it is.

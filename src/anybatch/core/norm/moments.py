@@ -15,8 +15,8 @@ values at once: their mean, what is left without it, and the sums of that and of
 The sums are those of BatchNorm's backward, sum dy and sum dy * x_hat, with y for both. That y has
 almost no mean left is what makes the last term small, and the difference exact.
 
-Source: Chan, Golub, LeVeque 1979 and 1983; AGBN, Algorithms 2 and 3, which merge by
-``E[x^2] - E[x]^2``.
+Source: Chan, Golub, LeVeque 1979 and 1983; AGBN, Algorithms 2 and 3, which merge by ``E[x^2] -
+E[x]^2``.
 """
 
 from __future__ import annotations
