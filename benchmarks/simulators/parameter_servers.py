@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from anybatch.tools.servers import Cluster
-
 from anybatch.tools.given import share, whole
+from anybatch.tools.servers import Cluster
 
 PIECES = 4
 """Parts of a shard that enter a link one after another."""

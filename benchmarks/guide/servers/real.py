@@ -11,7 +11,6 @@ from math import isinf
 from statistics import median
 
 from anybatch.tools.servers import Cluster
-
 from benchmarks.guide.servers.wires import Wires, wired
 from benchmarks.results import console
 from benchmarks.simulators.parameter_servers import simulate
