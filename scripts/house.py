@@ -37,6 +37,8 @@ BANNED = frozenset(
     "nobody whatever".split()
 )
 """Words of this project's own; house style has one term of the field for each."""
+DICE_LOSS = re.compile(r"\bDice (loss|coefficient)\b")
+"""The field's name of a loss, beside the dice that are no RNG state any more."""
 
 
 class Figure(NamedTuple):
@@ -252,7 +254,9 @@ def figures(house: House) -> dict[str, int]:
         "again_exceptions": len(house.internal()),
         "again_handlers": house.handlers(),
         "headless": sum(bool(HEADLESS.search(line)) for line in house.summaries()),
-        "banned_lines": sum(bool(words(line) & BANNED) for line in house.summaries()),
+        "banned_lines": sum(
+            bool(words(DICE_LOSS.sub("", line)) & BANNED) for line in house.summaries()
+        ),
         "banned_names": sum(bool(words(name) & BANNED) for name in house.names()),
         "repeated_classes": sum(count > 1 for count in named.values()),
         "comment_lines": sum(

@@ -1,4 +1,4 @@
-"""Any batch size, in the memory you have, with the gradient of the whole batch."""
+"""Any batch size, in the memory you have, with the gradient of the full batch."""
 
 from anybatch import errors, reports
 from anybatch.conv.convolutions import convolutions

@@ -15,11 +15,11 @@ class BatchError(AnybatchError, ValueError):
 
 
 class LossError(AnybatchError, ValueError):
-    """The loss is not declared where it must be, or does not do what was declared."""
+    """The loss lacks a declaration that it needs, or breaks the one that it has."""
 
 
 class NotExactError(AnybatchError, RuntimeError):
-    """The gradient of the whole batch cannot be had this way, so no step was made."""
+    """The gradient of the full batch cannot be computed this way; no step was made."""
 
 
 class LockstepError(NotExactError):
@@ -27,11 +27,11 @@ class LockstepError(NotExactError):
 
 
 class NotReproducibleError(NotExactError):
-    """A second pass met other samples or other random draws than the first."""
+    """A second pass read other samples, or made other random draws, than the first."""
 
 
 class BudgetError(AnybatchError, RuntimeError):
-    """A step does not fit in the memory it was given, and nothing was run.
+    """A step does not fit in its budget, and nothing was run.
 
     Attributes:
         needed: bytes of the smallest step of that kind.
@@ -47,11 +47,11 @@ class BudgetError(AnybatchError, RuntimeError):
 
 
 class ScheduleError(AnybatchError, ValueError):
-    """A schedule of what leaves the device does not do what its step needs."""
+    """An offload schedule does not serve its step: memory, order or a missing tensor."""
 
 
 class StoreError(AnybatchError, OSError):
-    """What left the device could not be kept or brought back."""
+    """Offloaded tensors could not be stored or read back."""
 
 
 class RankError(AnybatchError, RuntimeError):

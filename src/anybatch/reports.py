@@ -1,4 +1,4 @@
-"""Classes of what calls return: rarely typed, and documented here."""
+"""Classes that calls return: rarely typed, and documented here."""
 
 from anybatch.conv.chooser import Convolutions
 from anybatch.execution.records import StepReport

@@ -85,7 +85,7 @@ def bench(
     malloc: MallocOption = "auto",
     skip_corrupt: SkipOption = False,
 ) -> None:
-    """Measure what a model needs to know of this machine, and keep it for later processes.
+    """Measure a model's convolutions on this machine, and store the times for later processes.
 
     With --convolutions: every convolution of the model on --micro-batch samples, forward and
     backward, by all algorithms that --workspace allows. Ctrl-C keeps what was measured so far.

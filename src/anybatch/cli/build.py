@@ -35,7 +35,7 @@ from anybatch.tools.question import AUTO
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a run is made of; the model is on its device."""
+    """Parts of a run: recipe, data, views, loss, and the model on its device."""
 
     recipe: Recipe
     data: Data
@@ -106,7 +106,7 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
 
 
 def describe(settings: Settings, parts: Parts, team: Team = ALONE) -> dict[str, Any]:
-    """Return what config.json holds: all that was said, and all that was decided from it."""
+    """Return the contents of config.json: all settings, and all decisions that follow from them."""
     data = parts.data
     return {
         "settings": {
@@ -138,7 +138,7 @@ def describe(settings: Settings, parts: Parts, team: Team = ALONE) -> dict[str, 
 
 
 def circumstances(settings: Settings, parts: Parts, team: Team) -> dict[str, Any]:
-    """Return what a run's summary says of what it was made of."""
+    """Return the entries of a run's summary on its settings, parts and process."""
     return {
         "batch_size": settings.batch_size,
         "model": parts.recipe.model,

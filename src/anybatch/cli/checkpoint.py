@@ -1,4 +1,4 @@
-"""What a checkpoint holds, so that a run goes on from it as if nothing had happened, bit for bit.
+"""Contents of a checkpoint, from which a run continues bit for bit as if without interruption.
 
 The usual model, optimizer and schedule are not enough: after a restart dropout draws from the
 beginning again, an epoch starts over, its mean loss counts half of it. So a checkpoint also holds
@@ -50,7 +50,7 @@ class Part:
     seconds: float = 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return what the line of an epoch says of it."""
+        """Return the figures of this half for the epoch's line in the log."""
         return {
             "metric": self.metric.name,
             "train_loss": self.loss / self.images,
@@ -65,7 +65,7 @@ class Part:
         return {**numbers, "counts": self.metric.counts()}
 
     def put_back(self, state: State) -> None:
-        """Go on from what `state` returned."""
+        """Restore the values that `state` returned."""
         self.metric.go_on_from(tuple(state["counts"]))
         for name in ("batches", "images", "loss", "seconds"):
             setattr(self, name, state[name])
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass
 class Counts:
-    """What a run has come to: whole epochs, steps, images, seconds; and how often it was resumed.
+    """Progress of a run: complete epochs, steps, images, seconds; and number of resumptions.
 
     `seconds` are those of the parts before this one, `train_seconds` those of all whole epochs.
     """
@@ -88,7 +88,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Trained:
-    """What moves when a model is trained."""
+    """Model, optimizer and learning-rate schedule: the state that training changes."""
 
     model: nn.Module
     optimizer: optim.Optimizer
@@ -125,7 +125,7 @@ class Trained:
 
 
 def checked(state: State) -> State:
-    """Return a checkpoint that holds what is needed to go on.
+    """Return a checkpoint from which a run can continue; refuse one of another format.
 
     Raises:
         RunFolderError: when it was written by another version of the command.
@@ -153,7 +153,7 @@ def dice() -> State:
 
 
 def put_dice_back(state: State) -> None:
-    """Put back what `dice` returned; the accelerators' only where there are as many of them."""
+    """Restore the RNG state; that of accelerators only where there are as many of them."""
     states = [(name, found) for name, found in state["devices"]]
     number = Counter(accelerator.of(name).type for name, _ in states)
     version, words, normal = state["python"]

@@ -95,7 +95,7 @@ def _main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Any batch size, in the memory you have, with the gradient of the whole batch."""
+    """Train with any batch size, in the memory you have, with the gradient of the full batch."""
 
 
 @app.command()
@@ -237,7 +237,7 @@ def _refuse_together(*, resume: bool, replan: bool, compare: bool) -> None:
 
 
 def _refuse_leaving(offload: str, states: str | None, spill: str | None) -> None:
-    """Refuse to compare what leaves the device.
+    """Refuse to compare where tensors are to be offloaded.
 
     Raises:
         SettingsError: something is to.

@@ -30,7 +30,7 @@ PLAIN, OURS = "plain loop", "anybatch"
 
 
 def compare(settings: Settings, steps: int) -> Group:
-    """Train both ways for `steps` steps, at most the run's own; return what came of it, to print.
+    """Train both ways for `steps` steps, at most the run's own; return the results, to print.
 
     Raises:
         AnybatchError: when there is nothing to compare, or one of the two could not be run.

@@ -1,4 +1,4 @@
-"""Open a data set: find out what it is, split it, and learn what a model needs to know of it.
+"""Data set of a run: detection of its format, its split, and the facts that a model needs.
 
 The number of channels and classes, the size of the images, and the mean and deviation of the
 pixels come from the data itself: from the headers, and from a sample of the training images that
@@ -211,7 +211,7 @@ def _statistics(
 
 
 def corrupt(broken: Sequence[Unreadable]) -> DataError:
-    """Return the error that names files that cannot be read, and what to do."""
+    """Return the error that names the unreadable files and the remedy."""
     count = f"{len(broken)} file{'s' if len(broken) > 1 else ''}"
     return DataError(
         f"{count} cannot be read: {_named(broken)}. "

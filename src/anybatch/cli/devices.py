@@ -50,7 +50,7 @@ def absent_device(name: str | None) -> AbsentDevice | None:
 
 
 def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bool) -> None:
-    """Refuse what is measured on a device that is not there.
+    """Refuse measurements on a device that is absent.
 
     Raises:
         SettingsError: naming it.

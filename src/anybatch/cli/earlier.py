@@ -1,4 +1,4 @@
-"""The run that `--overwrite` replaces: set aside, and gone only when the new one has taken a step.
+"""Earlier run under `--overwrite`: set aside, and removed only after a step of the new run.
 
 A run that is wrong (no such model, a batch that does not fit) fails before its first step. Were the
 old files removed at the start, a mistyped word would cost a trained model. They are renamed into a
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 class Earlier:
-    """The files of an earlier run in the folder `path`: those whose name `ours` accepts."""
+    """Files of an earlier run in the folder `path`: those with a name that `ours` accepts."""
 
     def __init__(self, path: Path, ours: Callable[[str], bool]) -> None:
         self.path, self.ours = path, ours

@@ -1,4 +1,4 @@
-"""`anybatch plan` and `anybatch check`: what training would do, and whether it would be exact.
+"""Commands `anybatch plan` and `anybatch check`: forecast of training, and test of exactness.
 
 Both look at the first mini-batch of the training data, train nothing and write nothing but the
 picture of `--timeline FILE.png` and the page of `--html FILE.html`.
@@ -123,7 +123,7 @@ def plan(
     malloc: MallocOption = "auto",
     skip_corrupt: SkipOption = False,
 ) -> None:
-    """Explain what a step would do, hold and take, as a database explains a query; train nothing.
+    """Explain a step's plan, memory and time, as a database explains a query; train nothing.
 
     The plan is that of `train` for the first mini-batch of the training data; with --batchnorm
     adaptive, that of the epochs before BatchNorm becomes exact.
@@ -214,7 +214,7 @@ def check(
     device: DeviceOption = None,
     skip_corrupt: SkipOption = False,
 ) -> None:
-    """Compare the gradient in micro-batches with that of the whole batch, on real data.
+    """Compare the gradient in micro-batches with that of the full batch, on real data.
 
     Exit code 1 when they differ by more than rounding; the report says where, and why.
     """
@@ -257,7 +257,7 @@ def _draw(step: StepTimeline | None, picture: Path | None, *, chart: bool) -> No
 
 
 def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
-    """Say what was not done for a plan, and how to have it done."""
+    """Return the sentence on measurements that a plan lacks, and how to request them."""
     if found.device is not None:
         return NOT_RUN
     sizes = found.memory.candidates if found.memory is not None else ()

@@ -38,7 +38,7 @@ UNTAKEN = "Convolutions are torch's own: no share of the budget was worth it as 
 
 @dataclass(frozen=True)
 class Explained:
-    """What is asked about convolutions.
+    """Options of the command on convolutions.
 
     Attributes:
         workspace: what each may have, as it was given, or "auto"; None: they are torch's.
@@ -65,7 +65,7 @@ class Explained:
         convolutions: bool,
         json: bool,
     ) -> Explained:
-        """Return what is asked by the options of the command.
+        """Return the convolution request in the options of the command.
 
         Raises:
             SettingsError: they do not go together, or mean nothing.
@@ -93,7 +93,7 @@ class Explained:
 
     @property
     def share(self) -> str | None:
-        """What the plan has to find out by itself."""
+        """Workspace setting that the plan has to choose by itself: "auto", or None."""
         return AUTO if self.workspace == AUTO else None
 
     @contextmanager
@@ -106,7 +106,7 @@ class Explained:
             yield
 
     def rows(self, plan: Plan, parts: Parts, batch: Batch) -> list[Row]:
-        """Return the kernels of a plan; none where nobody asked."""
+        """Return the kernels of a plan; none where no table is requested."""
         if not self.wanted or plan.convolutions is None:
             return []
         refuse_without_rows(batch.inputs)
@@ -135,6 +135,6 @@ class Explained:
 
 
 def _default(memory: str | None) -> int:
-    """Return the workspace where nobody has named one: no more than a quarter of the budget."""
+    """Return the default workspace: no more than a quarter of the budget."""
     usual = parse_bytes(WORKSPACE)
     return usual if memory is None else min(usual, max(1, parse_bytes(memory) // 4))

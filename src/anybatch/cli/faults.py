@@ -1,4 +1,4 @@
-"""What can go wrong in the command, one type for each thing a person can put right.
+"""Errors of the command, one type for each fault that a person can put right.
 
 A command must end in one line that says what must hold, what came and what to do, never in a
 traceback. Python's own exceptions do not tell a fault of the person's data from a fault of ours,
@@ -33,7 +33,7 @@ class TrainingError(AnybatchError):
 
 
 def refuse_not_finite(loss: float, step: int, epoch: int) -> None:
-    """Refuse to take a step whose loss is no number.
+    """Refuse a step with a loss that is not finite.
 
     Raises:
         TrainingError: naming the step.

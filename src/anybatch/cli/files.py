@@ -1,4 +1,4 @@
-"""Files of a run that are whole or not there, and what is said when one cannot be written.
+"""Files of a run, each complete or absent, and the error where one cannot be written.
 
 `torch.save` to the final name leaves half a file when the disk is full or the process dies. Here a
 file is written beside its place, forced to the disk, and then takes the old one's name in one step
@@ -47,7 +47,7 @@ class Files:
 
     @contextlib.contextmanager
     def failing(self, name: str) -> Iterator[None]:
-        """Turn the system's error in a block into one that says what to do about `name`."""
+        """Convert the system's error in a block into one that names the remedy for `name`."""
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch.save wraps the system's error

@@ -1,4 +1,4 @@
-"""The convolutions of a model as a picture: what a workspace buys, and who has how much of it.
+"""Picture of a model's convolutions: gain by workspace, and the workspace of each kernel.
 
     ┌ seconds against workspace of the kernel that ┐ ┌ workspace of every kernel that has any, ┐
     └ gains most: its front, torch's own, chosen   ┘ └ the largest first                       ┘
@@ -47,7 +47,7 @@ def draw_fronts(rows: Sequence[Row]) -> bytes:
 
 
 def _front(axes: Any, row: Row) -> None:
-    """Draw what a kernel takes for how much workspace."""
+    """Draw the seconds of a kernel against its workspace."""
     problem, size = row.key
     spaces = [c.workspace / MIB for c in row.front]
     seconds = [1000 * c.seconds for c in row.front]

@@ -33,7 +33,7 @@ class Unreadable(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What an image says about itself without being decoded."""
+    """Size of an image and whether it is grey, read without decoding its pixels."""
 
     size: Size
     grey: bool

@@ -1,4 +1,4 @@
-"""Let Ctrl-C, and a job scheduler's SIGTERM, wait until what must not be half done is done.
+"""Delay of Ctrl-C, and of a job scheduler's SIGTERM, until an indivisible change is complete.
 
 An optimizer changes one parameter after another, a checkpoint is written byte after byte. Python
 raises KeyboardInterrupt between any two lines of them, and SIGTERM ends the process there and then.
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: whoever catches Ctrl-C catches this."""
+    """SIGTERM as an exception that every handler of Ctrl-C catches."""
 
 
 @contextlib.contextmanager
@@ -62,7 +62,7 @@ def unbroken() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[int]]:
-    """Let neither Ctrl-C nor SIGTERM take effect in a block; yield the signals that have come.
+    """Suppress Ctrl-C and SIGTERM in a block; yield the signals that have arrived.
 
     In a thread other than the main one, where Python delivers no signal, it does nothing.
     """

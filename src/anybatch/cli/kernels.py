@@ -1,4 +1,4 @@
-"""The convolution kernels of a model, layer by layer: what they take, and how they are divided.
+"""Convolution kernels of a model, layer by layer: their seconds, workspace and division.
 
 layer   kernel    samples   torch's   chosen       takes   workspace   gain
 0       forward        32    81.2 ms  fft@4 x 8   9.6 ms     9.1 MiB   8.5
@@ -59,7 +59,7 @@ class Row:
 
 
 def kernels_of(model: nn.Module, inputs: Tensor) -> Hearing:
-    """Return what is heard of a forward and a backward of a few samples; nothing is left behind.
+    """Record the kernels of a forward and a backward on a few samples; restore all state.
 
     Args:
         model: in the mode in which it is trained; its buffers are put back.
@@ -79,7 +79,7 @@ def kernels_of(model: nn.Module, inputs: Tensor) -> Hearing:
 
 
 def at_size(hearing: Hearing, heard: int, size: int) -> list[Key]:
-    """Return the kernels that were heard with `heard` samples, on `size`."""
+    """Return the recorded kernels with their samples scaled to `size`."""
     return [(problem, max(1, n * size // heard)) for problem, n in hearing.keys]
 
 
@@ -90,7 +90,7 @@ def rows_of(
     limit: int,
     total: int | None = None,
 ) -> list[Row]:
-    """Return kernels with what was chosen for each, in the order in which they run.
+    """Return kernels with the configuration chosen for each, in the order in which they run.
 
     Args:
         found: what was measured of them.
@@ -146,7 +146,7 @@ def console_of(stderr: bool = False) -> Console:  # noqa: FBT001, FBT002
 
 
 def summary_of(rows: Sequence[Row]) -> str:
-    """Return what all kernels take together, in a line."""
+    """Return one line on all kernels together: seconds before and after, and workspace."""
     if not rows:
         return "The model has no convolutions that could be divided."
     before, after = sum(r.seconds for r in rows), sum(r.chosen.seconds for r in rows)

@@ -70,7 +70,7 @@ class Ended:
 
 
 def allowance(budget: int) -> int:
-    """Return the bytes that a process may grow beside its budget."""
+    """Return the bytes that a process may grow in addition to its budget."""
     return int(SHARE * budget) + OFFSET
 
 
@@ -123,7 +123,7 @@ def _steps(step: Step, batch: Batch | None, batches: Iterator[Batch], limited: L
 
 
 def _plan(settings: Settings, parts: Parts, batch: Batch) -> Plan | AnybatchError:
-    """Return the plan, or why there is none; the dice lie as before.
+    """Return the plan, or the error that prevents it; the RNG state is restored.
 
     The plain training makes it too, and makes nothing of it: so both begin alike, with kernels
     and modules loaded.
@@ -148,7 +148,7 @@ def _plan(settings: Settings, parts: Parts, batch: Batch) -> Plan | AnybatchErro
 
 
 def _plain(settings: Settings, parts: Parts) -> Step:
-    """Return the step that people write first: the whole batch at once."""
+    """Return the step of a loop without the engine: the full batch at once."""
     model, loss_fn = parts.model, plain_loss(parts.recipe.loss)
     update = _update(settings, parts, make_optimizer(parts.recipe, model.parameters()))
     meter = Meter(parts.device, {"parameters": model.parameters(), "buffers": model.buffers()})
@@ -187,7 +187,7 @@ def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
 def _update(
     settings: Settings, parts: Parts, optimizer: torch.optim.Optimizer
 ) -> Callable[[], None]:
-    """Return what moves the parameters after a gradient, as the run would."""
+    """Return the function that updates the parameters after a gradient, as the run would."""
     steps = parts.recipe.epochs * len(parts.loader(settings, shuffle=True))
     schedule = make_schedule(parts.recipe, optimizer, steps)
 
@@ -211,7 +211,7 @@ def _batches(settings: Settings, parts: Parts, steps: int) -> Iterator[Batch]:
 
 
 def _limit(device: torch.device, budget: int) -> Limited:
-    """Return what limits a block, from what is held now."""
+    """Return a factory of contexts with limited memory, counted from the bytes in use now."""
     more = budget + allowance(budget)
     there = accelerator.of(device)
     if there.facts.limits:
@@ -232,7 +232,7 @@ def _limit(device: torch.device, budget: int) -> Limited:
 
 
 def _resident() -> int | None:
-    """Let the peak of resident memory start from now; return what is resident, if that is known."""
+    """Reset the peak of resident memory; return the resident bytes, None where unavailable."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
@@ -261,7 +261,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Read what to train from the first word, and print how it ended as JSON."""
+    """Read the settings of a training from the first argument, and print its result as JSON."""
     order: dict[str, Any] = json.loads(sys.argv[1])
     told = order["settings"]
     size = told["image_size"]

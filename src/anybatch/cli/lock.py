@@ -25,7 +25,7 @@ NAME = ".lock"
 
 
 class Lock:
-    """The lock of the run folder `path`, taken by `take` and given back by `release`."""
+    """Lock of the run folder `path`: `take` acquires it, `release` frees it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path / NAME

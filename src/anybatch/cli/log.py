@@ -1,4 +1,4 @@
-"""What a run tells as it goes: metrics.jsonl, a line for each step and each epoch, and TensorBoard.
+"""Log of a run: metrics.jsonl, with a line for each step and each epoch, and TensorBoard.
 
 A line must be there when the checkpoint that comes after it is, once and whole, whatever happened:
 
@@ -117,7 +117,7 @@ def step_row(
 
 
 def lines_until(text: bytes, step: int, epoch: int) -> list[bytes]:
-    """Return the whole lines of a log up to `step` and `epoch`, the last ones that are kept.
+    """Return the complete lines of a log up to and including `step` and `epoch`.
 
     A line cut short by the end of a process is no line. The lines of an epoch come after those of
     its steps, and may be missing though they are there.

@@ -1,4 +1,4 @@
-"""The losses of the command: cross-entropy, binary cross-entropy, and BCE + Dice.
+"""Losses of the command: cross-entropy, binary cross-entropy (BCE), and BCE + Dice loss.
 
 torch has the first two. Dice is a ratio of sums, and what it is for a batch depends on where the
 sums end. Eq. 18 speaks of one ground truth A and one prediction B and does not say how a batch is
@@ -38,7 +38,7 @@ def dice_coefficient(probabilities: Tensor, masks: Tensor) -> Tensor:
 
 
 def bce_dice(logits: Tensor, masks: Tensor) -> Tensor:
-    """Return BCE + 1 - Dice, both over all pixels of the batch: a scalar (Eq. 18-20).
+    """Return BCE + Dice loss, both over all pixels of the batch: a scalar (Eq. 18-20).
 
     `logits` and `masks` (0 or 1) are [N, 1, H, W].
     """
@@ -47,13 +47,13 @@ def bce_dice(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def bce_dice_per_image(logits: Tensor, masks: Tensor) -> Tensor:
-    """Return BCE + 1 - Dice of each image: [N] losses, whose mean is the batch's (Eq. 18-20)."""
+    """Return BCE + Dice loss of each image, [N]; their mean is the batch's (Eq. 18-20)."""
     bce = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").flatten(1).mean(1)
     return bce + 1 - dice_coefficient(torch.sigmoid(logits).flatten(1), masks.flatten(1))
 
 
 def plain_loss(name: str) -> Callable[..., Tensor]:
-    """Return the loss called `name` as a loop without an engine calls it, on the whole batch."""
+    """Return the loss called `name` as a loop without an engine calls it, on the full batch."""
     if name == "bce+dice-per-image":
         return lambda logits, masks: bce_dice_per_image(logits, masks).mean()
     losses: dict[str, Callable[..., Tensor]] = {

@@ -1,4 +1,4 @@
-"""Accuracy and intersection over union, exact over a whole epoch.
+"""Accuracy and intersection over union, exact over an epoch.
 
 The mean of per-batch figures is wrong as soon as batches differ in size, and for IoU always. These
 count, and divide once at the end. They are fed by the engine's `observe`, micro-batch by
@@ -21,17 +21,17 @@ class Metric(Protocol):
         """Add the counts of one micro-batch."""
 
     def value(self) -> float:
-        """Return the figure over everything seen."""
+        """Return the figure over all samples so far."""
 
     def counts(self) -> tuple[int, int]:
         """Return the two integers."""
 
     def go_on_from(self, counts: tuple[int, int]) -> None:
-        """Go on counting from what `counts` returned."""
+        """Restore the two integers that `counts` returned."""
 
 
 class Accuracy:
-    """The fraction of samples whose largest logit is at the true class.
+    """Fraction of samples with the largest logit at the true class.
 
     Takes logits [N, C] and classes [N]. Without any sample it is 0.
     """

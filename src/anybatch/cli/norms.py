@@ -1,4 +1,4 @@
-"""How BatchNorm of a run normalises: by the whole batch, by micro-batches, or first so, then so.
+"""BatchNorm of a run: exact (full batch), local (micro-batch), or adaptive (local, then exact).
 
 With `--batchnorm adaptive` a run begins with the statistics of each micro-batch, which cost
 nothing, and goes on with those of the whole batch once its training loss no longer falls. The
@@ -17,7 +17,7 @@ from anybatch.cli.settings import Settings
 
 
 class Norms:
-    """BatchNorm of a run whose mini-batches have `batch_size` samples, but for the last.
+    """BatchNorm of a run with mini-batches of `batch_size` samples, except the last.
 
     Attributes:
         given: what an engine is given as its `batchnorm`.
@@ -38,7 +38,7 @@ class Norms:
         self._adaptive.choose(batch_size)
 
     def measured(self, epoch: int, loss: float) -> str | None:
-        """Take in the training loss of an epoch; say what changes with the next, if anything."""
+        """Record the training loss of an epoch; return the change from the next on, or None."""
         if self.given is not self._adaptive:
             return None
         before = self._adaptive.is_converged
@@ -56,13 +56,13 @@ class Norms:
         ).replace("%", " %")
 
     def state(self) -> dict[str, Any] | None:
-        """Return what a run that is resumed needs; None where nothing changes."""
+        """Return the state that a resumed run needs; None where nothing changes."""
         if self.given is not self._adaptive:
             return None
         return {**self._adaptive.state_dict(), "exact_from": self.exact_from}
 
     def put_back(self, state: dict[str, Any] | None) -> None:
-        """Go on from what `state` returned."""
+        """Restore the state that `state` returned."""
         if state is not None and self.given is self._adaptive:
             self._adaptive.load_state_dict(state)
             self.exact_from = state["exact_from"]

@@ -1,4 +1,4 @@
-"""What the options of the command are called and how they are explained: one type for each.
+"""Names and help texts of the command's options, one type for each.
 
 typer reads an option's name and help from its parameter's type. `train` and `check` share many, and
 an option must mean the same in both.

@@ -23,7 +23,7 @@ INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 
 @contextlib.contextmanager
 def ending(team: Team = ALONE) -> Iterator[None]:
-    """Turn an error of the person's into one line, of all ranks, and an exit code."""
+    """Convert a user's error into one line, for all ranks, and an exit code."""
     errors = Console(stderr=True)
 
     def say(text: str, *, speaks: bool = team.leads) -> None:
@@ -49,7 +49,7 @@ def ending(team: Team = ALONE) -> Iterator[None]:
 
 
 def summary_table(summary: Summary) -> Table:
-    """Return what a person wants to know of a run, as a table."""
+    """Return the main figures of a run, as a table."""
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.2f} %"

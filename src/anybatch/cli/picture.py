@@ -1,4 +1,4 @@
-"""A planned step as a picture: live bytes by owner below the budget, and what moves when.
+"""Picture of a planned step: live bytes by owner below the budget, and transfers over time.
 
     ┌ bytes by owner, stacked; the budget; the peak ┐
     ├ storages that leave: out ▬▬ away ── back ▬▬   ┤     where times are known
@@ -94,7 +94,7 @@ def draw_step(step: StepTimeline) -> bytes:
 
 
 def _bytes(axes: Any, step: StepTimeline) -> None:
-    """Draw who holds what, the budget, the peak, and the phases."""
+    """Draw the bytes by owner, the budget, the peak, and the phases."""
     unit, name = _unit(max(step.peak, 1))
     names = stacked(step)
     columns = [step.ledger.live[:, step.ledger.owners.index(one)] / unit for one in names]

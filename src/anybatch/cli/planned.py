@@ -73,7 +73,7 @@ class Planned:
         self.forget()
 
     def forget(self) -> None:
-        """Begin as if nothing had been planned; all that was away is here again."""
+        """Start again without a plan; all offloaded tensors are resident again."""
         self.plan: Plan | None = None
         self.waits = self._settings.planned
         self._made = False
@@ -94,14 +94,14 @@ class Planned:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Bring parameters and gradients back; the optimizer's state is given up."""
+        """Bring parameters and gradients back; discard the optimizer's offloaded state."""
         self._entered = False
         if self._away is not None:
             self._away.close()
 
     @property
     def micro_batch(self) -> int:
-        """Samples in a micro-batch; 0 while nobody knows."""
+        """Samples in a micro-batch; 0 before they are planned."""
         found = self.plan.micro_batch if self.plan is not None else self._settings.micro_batch
         return found or 0
 
@@ -113,7 +113,7 @@ class Planned:
 
     @property
     def pages(self) -> bool:
-        """Whether parameters come and go: what looks at them must let them go again."""
+        """Whether parameters are paged: code that reads them must offload them again."""
         return self._away is not None and self._away.paged
 
     def timeline(self) -> StepTimeline | None:
@@ -190,7 +190,7 @@ class Planned:
         return states_of(told.states, told.spill, self._optimizer, told.memory)
 
     def follow(self, batch: Batch) -> bool:
-        """Take in what a step has shown, and say whether the plan is another one now.
+        """Update the plan from a finished step, and return whether it has changed.
 
         The first step after the plan was made is measured, and may have held more than was
         foreseen; and memory may have run out in any step. The gradients are gone afterwards.
@@ -208,7 +208,7 @@ class Planned:
         return self.plan != before
 
     def _whole(self, plan: Plan | None) -> Plan | None:
-        """Return an engine's plan with what the run knows: where states are, what was tried."""
+        """Return an engine's plan with the run's own facts: place of states, and shares tried."""
         if plan is None:
             return None
         known = self.plan.reasons if self.plan is not None else ()
@@ -217,7 +217,7 @@ class Planned:
 
 
 def maker_of(parts: Parts, optimizer: torch.optim.Optimizer, norms: Norms) -> Callable[..., Engine]:
-    """Return what makes an engine of a run; it takes what a plan decides, or the plan."""
+    """Return the factory of a run's engine; it accepts the choices of a plan, or the plan."""
     return partial(Engine, parts.model, parts.loss, optimizer=optimizer, batchnorm=norms.given)
 
 
@@ -228,7 +228,7 @@ def question_of(
     norms: Norms,
     batch: Batch,
 ) -> Question:
-    """Return what the plan of a run answers, of which this is a mini-batch."""
+    """Return the question that the plan of a run answers, for one of its mini-batches."""
     return Question(
         *(parts.model, optimizer, (batch.inputs, batch.targets)),
         make=maker_of(parts, optimizer, norms),
@@ -241,7 +241,7 @@ def question_of(
 
 
 def refuse_to_plan(settings: Settings, device: torch.device) -> None:
-    """Refuse what no plan can be made for on this device.
+    """Refuse settings for which no plan can be made on this device.
 
     Raises:
         SettingsError: what leaves does not go there; or there is no budget, and the system does not

@@ -26,7 +26,7 @@ ENTRY = object()
 def allocate(
     context: typer.Context, malloc: allocator.Asked, device: str | None, *, budgeted: bool
 ) -> str:
-    """Say how memory is kept; where this is the command's process, first see to it."""
+    """Return the memory settings in words; in the command's own process, apply them first."""
     found = find_device(device)
     host = _host(context, malloc, found.type, budgeted=budgeted)
     return "; ".join(filter(None, (host, segments_of(found).ask())))

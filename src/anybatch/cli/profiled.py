@@ -93,7 +93,7 @@ def profile(
     malloc: MallocOption = "auto",
     skip_corrupt: SkipOption = False,
 ) -> None:
-    """Tell where a training loop's seconds go, what of it is hidden, and what to do about it.
+    """Show where a training loop's seconds go, which are hidden, and how to reduce the rest.
 
     A few real steps are taken, with real loading, and undone. What is not hidden behind computing
     is overhead: R_O is what it is to computing, and bounds what more GPUs can bring.
@@ -168,7 +168,7 @@ def loader_of(settings: Settings, parts: Parts) -> Any:
 
 
 def split_of(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
-    """Return what takes a mini-batch apart, and refuses files that cannot be read."""
+    """Return a function that splits a mini-batch in two, and refuses files that cannot be read."""
 
     def split(batch: Batch) -> tuple[Any, Any]:
         if batch.unreadable and not skip:
@@ -182,7 +182,7 @@ def split_of(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def moving(steps: int) -> Iterator[Callable[[int, int], None]]:
-    """Show how far it is, where there is a terminal; yield what moves it."""
+    """Show the progress, where there is a terminal; yield the function that advances it."""
     columns = (
         TextColumn("profiling"),
         BarColumn(),

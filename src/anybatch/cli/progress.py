@@ -24,7 +24,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Gauge:
-    """What a step held at most against what it was given, in bytes: "peak 61 of 64 MiB".
+    """Peak of a step against its budget, in bytes: "peak 61 of 64 MiB".
 
     Both are in the unit of the budget, the peak rounded up, so that one over it is seen to be.
     """
@@ -50,7 +50,7 @@ class Gauge:
 
 
 class Progress(Protocol):
-    """Is told what happens, and shows it."""
+    """Protocol of a display for the events of a run."""
 
     def say(self, text: str) -> None:
         """Show one line."""
@@ -62,10 +62,10 @@ class Progress(Protocol):
         """One more micro-batch of `samples` images is done."""
 
     def step(self, loss: float, held: Gauge | None = None) -> None:
-        """A mini-batch is done; its loss, and what it held where there is a budget."""
+        """Show that a mini-batch is done: its loss, and its peak where there is a budget."""
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class Silent:

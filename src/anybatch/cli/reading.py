@@ -1,4 +1,4 @@
-"""The mini-batches of an epoch that can be trained on, and what becomes of broken files.
+"""Mini-batches of an epoch that can be trained on, and the treatment of broken files.
 
 A DataLoader that meets a broken file ends the training, hours in, with the traceback of a worker.
 Here a broken file comes beside the samples that could be read (`views`): it ends the run in one
@@ -73,7 +73,7 @@ class Reading:
         return batch
 
     def _told(self, batch: Batch) -> bool:
-        """Tell the others what could not be read; say whether any rank has a sample."""
+        """Share the unreadable files with all ranks; return whether any rank has a sample."""
         new = [(b.path, b.reason) for b in batch.unreadable if b.path not in self.unreadable]
         rows = self.team.gather(len(batch.inputs), len(new))
         if any(broken for _, broken in rows):

@@ -83,7 +83,7 @@ SGD_LR, ADAM_LR = 0.05, 3e-3  # when only the optimizer was named
 
 
 def choose(settings: Settings, task: str) -> Recipe:
-    """Return the recipe of a run: what `settings` says, then its recipe, then the task's default.
+    """Return the recipe of a run: from `settings`, then its recipe, then the task's default.
 
     Raises:
         SettingsError: when the recipe or the loss is for the other task, or momentum is given for
@@ -110,7 +110,7 @@ def choose(settings: Settings, task: str) -> Recipe:
 
 
 def chosen_image_size(settings: Settings) -> tuple[int, int] | None:
-    """Return the (height, width) that images are resized to, known before the data is opened."""
+    """Return the (height, width) that images are resized to, as fixed before the data is opened."""
     if settings.image_size is not None or settings.recipe is None:
         return settings.image_size
     return RECIPES[settings.recipe].image_size
@@ -128,7 +128,7 @@ def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> optim.
 
 
 def lr_factor(schedule: str, steps: int, step: int) -> float:
-    """Return what the learning rate is multiplied with in `step` (from 0) of `steps`.
+    """Return the factor of the learning rate in `step` (from 0) of `steps`.
 
     "linear" falls from 1 towards 0, "cosine" as half a cosine wave, "constant" stays 1.
     """

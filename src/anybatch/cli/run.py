@@ -53,7 +53,7 @@ NOT_WHOLE = "The optimizer may have made a part of its step, so the last checkpo
 
 
 class Run:
-    """One training run: what it is made of and how far it has come."""
+    """One training run: its parts and its progress."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Run:
         self.started = self.saved = self.mark = started
 
     def put_back(self, state: State, *, replan: Mapping[str, Any] | None = None) -> None:
-        """Go on from a checkpoint's `state`: the log is cut back to it, the dice lie as they did.
+        """Continue from a checkpoint's `state`: the log is cut back to it, the RNG state restored.
 
         The plan in it is obeyed, unless `replan` holds the config.json of the run with a new one.
 
@@ -108,7 +108,7 @@ class Run:
         checkpoint.put_dice_back(state["dice"])  # of rank 0; the others draw anew in every step
 
     def to_its_end(self) -> Summary:
-        """Train every epoch that is left; whatever ends it, write checkpoint and summary first."""
+        """Train all epochs that remain; at any end, write checkpoint and summary first."""
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(self.planned)
@@ -181,7 +181,7 @@ class Run:
                 self.progress.say(change)
 
     def _end_epoch(self, row: dict[str, Any]) -> str | None:
-        """Write down an epoch; say what changes with the next, if anything."""
+        """Record the end of an epoch; return the change from the next on, or None."""
         self.counts.epoch = epoch = row["epoch"]
         self.counts.train_seconds += row["seconds"]
         self.part, change = None, None
@@ -212,7 +212,7 @@ class Run:
         return part.figures()
 
     def _step(self, epoch: int, part: Part, batch: Batch, batches: int, waited: float) -> None:
-        """Take one optimizer step with the gradient of the whole mini-batch, after a wait."""
+        """Take one optimizer step with the gradient of the full batch, after `waited` seconds."""
         seen = self.team.apart(part.metric, partial(make_metric, self.parts.data.task))
 
         def observe(outputs: Tensor, targets: Tensor) -> None:
@@ -280,7 +280,7 @@ class Run:
         )
 
     def fail(self, reason: str) -> None:
-        """Save what was trained and say why it stopped; a new run without a step leaves nothing."""
+        """Save the trained state and the reason of the stop; discard a new run without a step."""
         if self.counts.step or (self.counts.resumed and not self.folder.replaces()):
             self.end(stopped=reason)
         else:

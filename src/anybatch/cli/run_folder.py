@@ -1,4 +1,4 @@
-"""A run folder: everything a run leaves behind, written so that no accident loses what was there.
+"""Run folder: all files of a run, written so that no accident loses earlier ones.
 
     config.json     the settings, the recipe and what was found in the data
     metrics.jsonl   a line for each step and each epoch, written at once
@@ -201,7 +201,7 @@ class RunFolder:
         self._replace(CHECKPOINT, lambda file: torch.save(dict(state), file))
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Return what checkpoint.pt holds, on the host.
+        """Return the contents of checkpoint.pt, on the host.
 
         Raises:
             RunFolderError: when there is none, or it is broken.
@@ -230,7 +230,7 @@ class RunFolder:
                 self._log.write(record)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, then curves and report, and what became of them into summary.json."""
+        """Write summary.json, then curves and report, and their outcome into summary.json."""
         if self.path is None or not self._opened:
             return
         self.write_json("summary.json", {**summary, **self.extras})  # whatever comes after it
@@ -241,7 +241,7 @@ class RunFolder:
         self.write_json("summary.json", {**summary, **self.extras})
 
     def keep(self) -> None:
-        """Remove the earlier run: this one has taken a step."""
+        """Remove the earlier run, after a step of this one."""
         if self.path is not None and self._opened:
             try:
                 self._earlier.drop()
@@ -256,12 +256,12 @@ class RunFolder:
         return self.path is not None and self._opened and self._earlier.waits()
 
     def give_way(self) -> None:
-        """Put the earlier run back, if no step was taken since; what ends a run calls this."""
+        """Restore the earlier run, if no step was completed since; called at the end of a run."""
         if self.replaces():
             self.discard()
 
     def discard(self) -> None:
-        """Remove what was written and put the earlier run back; an empty folder is removed."""
+        """Remove the files of this run and restore the earlier run; an empty folder is removed."""
         if self.path is None or not self._opened:
             return
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The run that is in a folder already: what it was told, and whether it can go on.
+"""Run that is in a folder already: its settings, and whether it can be resumed.
 
 To resume with other settings would be another run under the first one's name: its curves, its
 schedule and its summary would be of neither. So the settings come from config.json, and one that is
@@ -27,7 +27,7 @@ PLANNED = ("memory", "micro_batch", "offload", "states", "spill", "workspace")
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The run in the folder `path`; `config` is what its config.json holds."""
+    """Run in the folder `path`; `config` is the contents of its config.json."""
 
     path: Path
     config: Mapping[str, Any]
@@ -51,7 +51,7 @@ class SavedRun:
 
     @property
     def budgeted(self) -> bool:
-        """Whether the run was given a budget of memory."""
+        """Whether the run has a budget of memory."""
         told = self.config.get("settings") if isinstance(self.config, dict) else None
         return isinstance(told, dict) and told.get("memory") is not None
 
@@ -61,7 +61,7 @@ class SavedRun:
         return int(self.config.get("process", {}).get("ranks", 1))
 
     def settings(self, given: Mapping[str, Any], *, replan: bool = False) -> Settings:
-        """Return the run's settings, with those of `given` that may differ.
+        """Return the run's settings, with new values of those that may differ.
 
         With `replan` a new memory without a micro-batch has that chosen anew.
 
@@ -126,7 +126,7 @@ class SavedRun:
             )
 
     def warnings(self, now: Mapping[str, Any]) -> Iterator[str]:
-        """Say what keeps the run from going on bit for bit: other versions, device or threads."""
+        """Yield a warning for each change of version, device or threads that breaks exactness."""
         for part, names in (
             ("versions", ("anybatch", "torch", "python")),
             ("process", ("device", "threads")),

@@ -1,4 +1,4 @@
-"""Everything a training run is told, as one frozen value, checked before anything is read.
+"""Settings of a training run as one frozen value, checked before anything is read.
 
 argparse and typer check one option at a time. Here all faults are gathered and said together, and
 the same value serves the command and a program that calls `train` directly.
@@ -31,7 +31,7 @@ RecipeName = Literal["mbs-resnet", "mbs-amoebanet", "mbs-unet"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to train, on what, how, and where to write it.
+    """Model, data, options and output folder of a training run.
 
     `data` is "digits" or a folder. `out=None` writes nothing. `image_size` (height, width), `crop`
     and `pad` are pixels; an epoch takes `crops` random crops of each training image. `batch_size`
@@ -102,7 +102,7 @@ class Settings:
 
     @property
     def planned(self) -> bool:
-        """Whether there is anything to plan: a size, what fits, or how convolutions are run."""
+        """Whether there is anything to plan: a size, a budget, or the workspace of convolutions."""
         given = self.memory, self.workspace
         return self.micro_batch is None or any(one is not None for one in given)
 

@@ -1,4 +1,4 @@
-"""Where samples come from: scikit-learn's digits, a folder of classes, or images with masks.
+"""Sources of samples: scikit-learn's digits, a folder of classes, or images with masks.
 
 A source is a list of samples that are read one at a time; what is done to them afterwards (crop,
 flip, normalise) is no business of the source. torchvision's ImageFolder stops at the first broken
@@ -95,7 +95,7 @@ class MaskFiles:
 
 
 def cached(source: Source, sample_bytes: int) -> Callable[[int], Sample | Unreadable]:
-    """Return `source.read` with its latest results kept, up to 512 MiB of them."""
+    """Return `source.read` with a cache of its latest results, up to 512 MiB of them."""
     keep = max(1, CACHE_BYTES // max(1, sample_bytes))
     return functools.lru_cache(maxsize=keep)(source.read)
 

@@ -1,4 +1,4 @@
-"""How a run ended, as one frozen value: what `train` returns and summary.json holds."""
+"""Summary of a run as one frozen value, returned by `train` and stored in summary.json."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def figures(rows: Sequence[Mapping[str, Any]], metric: str) -> dict[str, Any]:
 
 
 def epoch_line(row: Mapping[str, Any], epochs: int) -> str:
-    """Say in one line what an epoch's line of the log holds."""
+    """Return one line of text for an epoch's line of the log."""
     metric = row["metric"]
     return (
         f"epoch {row['epoch']}/{epochs}: loss {row['train_loss']:.4f}, "

@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class Team:
-    """The ranks of a run; `Team()` is one process alone.
+    """Ranks of a run; `Team()` is a single process.
 
     Args:
         rank: of this process.
@@ -103,7 +103,7 @@ class Team:
         return True
 
     def refuse(self, what: str) -> None:
-        """Refuse what only one process can do.
+        """Refuse a command that must be run by a single process.
 
         Raises:
             SettingsError: there are several.
@@ -149,7 +149,7 @@ class Team:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the process group, if `meet` has made it; rank 0 first.
+        """Destroy the process group, if `meet` has made it; rank 0 first.
 
         Were another to end before rank 0 has written the last checkpoint and said why the run has
         stopped, torchrun would end rank 0 too.
@@ -187,7 +187,7 @@ class Team:
         return group_of().objects(one) if self.several else [one]
 
     def together(self, run: Callable[[], T]) -> T:
-        """Run what may fail on one rank, and then fails on all; return what it returns here.
+        """Run a function that fails on all ranks if it fails on one; return its result here.
 
         Raises:
             RankError: it failed on another rank, and not on this one.
@@ -224,7 +224,7 @@ class Team:
             raise _interrupt(signals)
 
     def from_first(self, run: Callable[[], T]) -> T:
-        """Let rank 0 run something, and return what it returned.
+        """Run a function on rank 0, and return its result on every rank.
 
         Raises:
             RankError: it failed there.
@@ -237,7 +237,7 @@ class Team:
 
     @contextlib.contextmanager
     def calm(self) -> Iterator[None]:
-        """Note Ctrl-C and SIGTERM in a block, until all agree to stop; alone do nothing."""
+        """Record Ctrl-C and SIGTERM until all ranks agree to stop; do nothing with one rank."""
         if not self.several:
             yield
             return
@@ -262,7 +262,7 @@ class Team:
             raise _interrupt(self._came)
 
     def seed(self, seed: int, step: int) -> None:
-        """Let each rank but the first draw what follows from seed, rank and step alone.
+        """Seed each rank but the first, as a function of seed, rank and step only.
 
         The first goes on as one process would. So a run that is resumed needs no dice but its.
         """
@@ -283,11 +283,11 @@ class Team:
             same_buffers(model)
 
     def apart(self, total: Metric, make: Callable[[], Metric]) -> Metric:
-        """Return what this rank counts in: `total` itself when it is alone."""
+        """Return the metric in which this rank counts: `total` itself in a single process."""
         return make() if self.several else total
 
     def add(self, total: Metric, seen: Metric) -> None:
-        """Add what every rank has `seen` to `total`, on every rank."""
+        """Add the counts of every rank to `total`, on every rank."""
         if seen is not total:
             rows = self.gather(*seen.counts())
             one, other = (int(sum(column)) for column in zip(*rows, strict=True))

@@ -1,4 +1,4 @@
-"""The test half of an epoch: a metric over the whole test set, and its loss."""
+"""Test half of an epoch: a metric over all test samples, and their loss."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ NONE = "There is no timeline: nothing was foreseen for this plan."
 def refuse_picture(
     path: Path | None, *, timeline: bool, json: bool, convolutions: bool = False
 ) -> None:
-    """Refuse a file that could not be written, or that nobody has asked for.
+    """Refuse a file that could not be written, or that no option requests.
 
     Raises:
         SettingsError: saying so.
@@ -90,7 +90,7 @@ def write(picture: bytes, path: Path) -> None:
 
 
 def colored(step: StepTimeline, width: int = WIDTH) -> Text:
-    """Return a chart of a step, each owner in its colour, and whose colour is whose."""
+    """Return a chart of a step, each owner in its colour, with a legend."""
     shown = Text(f"{step.title}\n{facts(step)}\n")
     for line in ceiling(step, width):
         shown.append(f"{line}\n", "bold")

@@ -1,4 +1,4 @@
-"""What a model sees of a sample: a random view to train on, fixed views to test on; and the loader.
+"""Views of a sample for a model: random ones to train on, fixed ones to test on; and the loader.
 
 torchvision's transforms draw from a global generator, so an image's crop depends on how many
 workers there are and on what else drew. Here the sampler hands out (epoch, index) and a view is
@@ -163,7 +163,7 @@ class Views(Dataset[View | Unreadable]):
 
 
 def fixed_offsets(size: Size, crop: Size, *, tiles: bool) -> tuple[tuple[int, int], ...]:
-    """Return the corners of the test views: as many whole tiles as fit, or one; centred."""
+    """Return the corners of the test views: as many full tiles as fit, or one; centred."""
     counts = [s // c if tiles else 1 for s, c in zip(size, crop, strict=True)]
     starts = [(s - n * c) // 2 for s, c, n in zip(size, crop, counts, strict=True)]
     tops, lefts = (
@@ -228,7 +228,7 @@ class Loader:
 
     @property
     def torch(self) -> DataLoader[View | Unreadable]:
-        """Torch's own loader, at the epoch that was asked for last."""
+        """Torch's own loader, at the epoch that was requested last."""
         return self._loader
 
     def epoch(self, number: int, skip: int = 0) -> Iterator[Batch]:

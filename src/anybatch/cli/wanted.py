@@ -1,4 +1,4 @@
-"""`plan --gpus | --speedup | --deadline`: how fast whole steps are, and what more GPUs would bring.
+"""Options `plan --gpus | --speedup | --deadline`: seconds of steps, and gain from more GPUs.
 
 A few steps of the real loop are measured and undone. The line to run is the command that was given,
 under torchrun.
@@ -33,7 +33,7 @@ ONLY_HERE = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked of more GPUs, in seconds and as it was said."""
+    """Request about more GPUs: its deadline in seconds, the rest as in the options."""
 
     gpus: int | None
     speedup: float | None
@@ -44,7 +44,7 @@ class Wanted:
     def of(
         cls, gpus: int | None, speedup: float | None, deadline: str | None, network: str | None
     ) -> Wanted:
-        """Return what these options say.
+        """Return the request in these options.
 
         Raises:
             SettingsError: they say nothing, or too much.
@@ -61,7 +61,7 @@ class Wanted:
 
     @property
     def anything(self) -> bool:
-        """Whether anything was asked for."""
+        """Whether anything was requested."""
         given = self.gpus, self.speedup, self.deadline, self.network
         return any(one is not None for one in given)
 
@@ -85,7 +85,7 @@ class Wanted:
         engine: Engine,
         optimizer: torch.optim.Optimizer,
     ) -> Plan:
-        """Return the plan with its pace, and with what more GPUs would bring; steps are undone."""
+        """Return the plan with its pace and the forecast for more GPUs; the steps are undone."""
         loader = loader_of(settings, parts)
         with moving(STEPS) as move:
             steps = profile_loop(
@@ -109,7 +109,7 @@ class Wanted:
         return replace(pace, scale=scale)
 
     def lines(self, found: Plan, parts: Parts, context: typer.Context) -> list[str]:
-        """Return how long the whole training takes, and the line that runs it on several GPUs."""
+        """Return the duration of all epochs, and the command that runs them on several GPUs."""
         told, pace, epochs = list[str](), found.pace, parts.recipe.epochs
         if pace is not None and pace.epoch is not None:
             words = f"{pace.told(epochs * pace.epoch)}; tests between them are not counted"

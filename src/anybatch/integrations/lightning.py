@@ -1,4 +1,4 @@
-"""`WholeBatch`: a Lightning callback that gives `training_step` any batch, in a given memory.
+"""Lightning callback that runs `training_step` on any mini-batch, within a budget.
 
 With it ``Trainer(callbacks=[WholeBatch(memory="6GiB")])`` takes every batch of the loader as one
 step, whatever fits. In automatic optimisation Lightning asks for a loss, empties the gradients, and
@@ -78,7 +78,7 @@ class Part:
 
 
 class WholeBatch(Callback):  # type: ignore[misc]
-    """Every batch of the loader is one step, in `memory`, with the gradient of the whole batch.
+    """Callback that makes each batch of the loader one exact step, within `memory`.
 
     ``training_step`` is called with rows of the batch, and means the whole of it: the loss that
     Lightning shows, and each ``.grad``, are those of one call with all rows, over all ranks with
@@ -135,7 +135,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         self._handed: list[Handed] = []
 
     def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be, before anything is moved."""
+        """Refuse unsupported settings of a Trainer, before anything is moved."""
         if stage == "fit":
             refuse_trainer(trainer, pl_module)
 
@@ -180,7 +180,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         self._undo.append(back)
 
     def _run(self, module: Any, name: str, step: Step, batch: Any, seen: Seen) -> Tensor:
-        """Return the loss of the whole batch, whose backward hands over its gradients."""
+        """Return the loss of the full batch; its backward hands over the gradients."""
         trainer, log = self._present.trainer, self._present.log
         refuse_accumulation(trainer)
         part = self._part(module, name, step)
@@ -228,7 +228,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         refuse_unreached(waits=waits and pl_module.automatic_optimization)
 
     def on_train_batch_end(self, *_given: Any) -> None:
-        """Forget what was not handed over."""
+        """Drop gradients that were not handed over."""
         self._handed.clear()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
@@ -249,7 +249,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         self._parts.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or another process begins with: what was asked for, and plans."""
+        """Return the state for a copy or another process: requested settings, and plans."""
         fresh = WholeBatch()
         lasting = ("_asked", "_how", "_plans")
         return vars(fresh) | {name: vars(self)[name] for name in lasting}
@@ -264,7 +264,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
 
 
 def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) -> Tensor:
-    """Return the loss of the whole batch in manual optimisation, for ``self.manual_backward``.
+    """Return the loss of the full batch in manual optimisation, for ``self.manual_backward``.
 
     Args:
         module: the LightningModule, in its ``training_step``.
@@ -301,7 +301,7 @@ def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) ->
 
 
 def function_of(method: Any) -> Step:
-    """Return what a bound method calls, to be called with another module."""
+    """Return the function of a bound method, to be called with another module."""
     own = getattr(method, "__func__", None)
     return own if own is not None else lambda _module, *given: method(*given)
 

@@ -1,4 +1,4 @@
-"""A loss that was divided already: its backward hands over gradients that wait beside ``.grad``.
+"""Loss with gradients computed in advance, which its backward adds to ``.grad``.
 
 Lightning empties the gradients after ``training_step`` and before backward, so those of the whole
 batch, which are there when the loss is, wait. The loss that Lightning gets is a number with one
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 class Handed:
-    """Gradients of the whole batch, on their way from the engine to ``.grad``.
+    """Gradients of the full batch, on their way from the engine to ``.grad``.
 
     Args:
         module: whose parameters they are of.
@@ -42,7 +42,7 @@ class Handed:
 
     @contextmanager
     def aside(self, *, drop: bool) -> Iterator[None]:
-        """Take what the body adds to gradients aside, and put those of before back.
+        """Store the gradients of the body separately, and restore the earlier ones after it.
 
         Args:
             drop: those of before will be emptied anyway: they go first, not in the middle.
@@ -59,7 +59,7 @@ class Handed:
                 p.grad = grad
 
     def loss(self, value: Tensor) -> Tensor:
-        """Return a loss of this value whose backward hands over."""
+        """Return a loss with this value and a backward that hands over the gradients."""
         spark = torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
         loss: Tensor = _Edge.apply(spark, value, self)  # type: ignore[no-untyped-call]
         return loss
@@ -99,7 +99,7 @@ class _Edge(torch.autograd.Function):
 
 
 def drops_gradients(trainer: Any, module: LightningModule) -> bool:
-    """Say whether Lightning will empty the gradients with nobody looking at them before."""
+    """Return whether Lightning empties the gradients before any hook reads them."""
     looks = any(
         is_overridden(name, module, parent=LightningModule)
         for name in ("on_before_zero_grad", "optimizer_zero_grad")

@@ -27,7 +27,7 @@ WAYS = ("forward", "update")
 
 
 class Call:
-    """What stands in for a metric's ``forward`` or ``update``; a copy of the module shares it."""
+    """Recorder in place of a metric's ``forward`` or ``update``; copies of the module share it."""
 
     def __init__(self, path: str, way: str, metric: Metric, log: Log) -> None:
         self._path, self._way, self._log = path, way, log
@@ -55,7 +55,7 @@ class Call:
 
 
 def _of_samples(value: Any, given: list[Tensor]) -> Any:
-    """Return a value in which all samples of what was given have had a part.
+    """Return the value, made to depend on all samples of the arguments.
 
     A metric may read numbers, and make a tensor of them: nobody could follow samples through that.
     """
@@ -72,7 +72,7 @@ def _of_samples(value: Any, given: list[Tensor]) -> Any:
 
 @contextmanager
 def apart(module: nn.Module, log: Log) -> Iterator[None]:
-    """Take what metrics of the module are called with aside, in the body."""
+    """Record arguments of the module's metrics in the body, without a change of their state."""
     metrics = [(path, one) for path, one in module.named_modules() if isinstance(one, Metric)]
     before = [(one, way, vars(one).get(way)) for _, one in metrics for way in WAYS]
     calls = [(one, way, Call(path, way, one, log)) for path, one in metrics for way in WAYS]

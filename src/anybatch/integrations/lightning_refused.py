@@ -1,4 +1,4 @@
-"""What a Lightning `Trainer` can do and must not beside `WholeBatch`: refused before it trains."""
+"""Refusals of Lightning `Trainer` features that the callback does not support, before training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE = "self.manual_backward(whole_loss(self, self.my_loss, batch))"
 
 
 def refuse_trainer(trainer: Any, module: Any) -> None:
-    """Refuse what decides what the engine decides, or what nobody has tried.
+    """Refuse settings that conflict with the engine's decisions, or are untested.
 
     Raises:
         ValueError: a step would not be one batch, or the batch be changed.
@@ -113,7 +113,7 @@ def _no_zero_grad(*_given: Any, **_named: Any) -> None:
 
 
 def refuse_backward(*, handed: bool) -> None:
-    """Refuse ``manual_backward`` of a loss that is not `whole_loss`'s.
+    """Refuse ``manual_backward`` of a loss that the engine did not compute.
 
     Raises:
         ValueError: none was asked for since the last one.
@@ -127,7 +127,7 @@ def refuse_backward(*, handed: bool) -> None:
 
 
 def refuse_unreached(*, waits: bool) -> None:
-    """Refuse an update by a module whose own ``backward`` leaves the gradients of the batch out.
+    """Refuse an update if the module's own ``backward`` omits the gradients of the batch.
 
     Raises:
         NotExactError: they still wait.

@@ -1,4 +1,4 @@
-"""A `training_step` as the engine takes it: a module whose forward runs it on the rows it is given.
+"""Wrapper of a `training_step` for the engine: a module with a forward that runs it on rows.
 
     Overheard ── Rows ── LightningModule.training_step(rows, batch_idx)
                    │ what it logs is taken aside, by name, once for each micro-batch
@@ -79,7 +79,7 @@ def reads_epoch(cls: type) -> bool:
 
 
 class Log:
-    """What stands in for ``LightningModule.log`` while micro-batches run; a lane is a thread.
+    """Recorder in place of ``LightningModule.log`` during micro-batches; a lane is a thread.
 
     Attributes:
         options: of every name that was logged, what was given with it.
@@ -103,16 +103,16 @@ class Log:
         self._lane.calls = {}
 
     def end(self, loss: Tensor, extra: Mapping[str, Any]) -> None:
-        """End it, with what its step returned."""
+        """End the micro-batch, with the values that its step returned."""
         self._lane.extra = dict(extra)
         self._lane.is_loss = [n for n, value in self._lane.values.items() if _same(value, loss)]
 
     def call(self, path: str, way: str, given: Any) -> None:
-        """Take what a metric is called with aside."""
+        """Record the arguments of a metric's call."""
         self._lane.calls[f"{len(self._lane.calls)} {way} {path}"] = given
 
     def taken(self) -> dict[str, Any]:
-        """Return what it gave beside its loss."""
+        """Return the micro-batch's logged and returned values, and its metric calls."""
         lane = self._lane
         found = {"logged": lane.values, "is loss": lane.is_loss}
         return found | {"extra": lane.extra, "calls": lane.calls}
@@ -146,7 +146,7 @@ PLACES = (
 
 
 class Present:
-    """What a step has beside its rows: the same for a copy that is rehearsed.
+    """Inputs of a step other than its rows; its copy in a dry run shares them.
 
     Attributes:
         trainer: the Trainer.
@@ -163,7 +163,7 @@ class Present:
 
 
 class Rows(nn.Module):
-    """A LightningModule whose forward is one of its steps.
+    """Wrapper of a LightningModule, with one of its steps as forward.
 
     Args:
         module: the person's.
@@ -203,7 +203,7 @@ class Rows(nn.Module):
 
 
 class Overhearing(Overheard):
-    """`Overheard`, which also lets an observer see what was logged and returned beside the loss."""
+    """Wrapper that traces a loss and shows an observer the logged and returned values."""
 
     def __init__(self, rows: Rows, log: Log) -> None:
         super().__init__(rows)
@@ -237,7 +237,7 @@ class Seen:
         self._calls.append(outputs["calls"])
 
     def logged(self, loss: Tensor, log: Log) -> dict[str, Any]:
-        """Return every name with its value for the whole batch."""
+        """Return every logged name with its value for the full batch."""
         found: dict[str, Any] = {}
         for name in dict.fromkeys(name for one in self._logged for name in one):
             if name in self._is_loss:
@@ -267,7 +267,7 @@ class Seen:
                 getattr(module.get_submodule(path), way)(*given.values(), **named)
 
     def extra(self) -> dict[str, Any]:
-        """Return what ``training_step`` returned beside the loss, for the whole batch.
+        """Return the full batch's values that ``training_step`` returned next to the loss.
 
         Tensors with rows are put one after another; of single numbers it is the mean over samples;
         of all else that of the last micro-batch.

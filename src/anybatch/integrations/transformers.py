@@ -1,4 +1,4 @@
-"""`Trainer`: a `transformers.Trainer` for any batch in a given memory, with its exact gradient.
+"""`Trainer`: a `transformers.Trainer` for any mini-batch within a budget, with its exact gradient.
 
 A Trainer makes a large batch of small ones: ``per_device_train_batch_size``, tried until it fits,
 times ``gradient_accumulation_steps``. Whether their sum is the gradient of the batch depends on the
@@ -57,7 +57,7 @@ logger = logging.get_logger("transformers.trainer.anybatch")
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """A `transformers.Trainer` whose batch fits in `memory`, with the gradient of the whole batch.
+    """A `transformers.Trainer` with batches that fit in `memory`, and the exact gradient of each.
 
     Write ``memory="8GiB"`` instead of guessing ``per_device_train_batch_size`` and
     ``gradient_accumulation_steps``. Their product is the batch of a rank, from one call of the
@@ -155,7 +155,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _one_batch_a_step(self) -> Iterator[None]:
-        """Fold accumulation into the batch in the body; what is set there meanwhile stays."""
+        """Fold accumulation into the batch in the body; restore settings that it did not set."""
         args, times = self.args, self.args.gradient_accumulation_steps
         before = args.per_device_train_batch_size, self._train_batch_size
         folded = before[0] * times, before[1] * times
@@ -173,7 +173,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self._train_batch_size = before[1]
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader; its batches stay on the host, from where micro-batches are sent."""
+        """Return the loader, with batches on the host; micro-batches are copied from there."""
         if self._overrides.prepare:  # which would find them on the device
             return super().get_train_dataloader()
         accelerator = self.accelerator
@@ -186,7 +186,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Add the gradient of the whole batch, over all ranks, and return its loss."""
+        """Add the gradient of the full batch, over all ranks, and return its loss."""
         self._reached.step = True
         self._overrides.refuse()
         refuse_accumulation(self)
@@ -243,7 +243,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     @contextmanager
     def _around(self, model: nn.Module) -> Iterator[None]:
-        """Let the engine run a model as the Trainer would, and its experts mean the whole batch."""
+        """Run the body as the Trainer runs a model, with experts balanced over the full batch."""
         with plain_forward(model), evenly_over_all(model), self.accelerator.autocast():
             yield
 
@@ -255,7 +255,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return found
 
     def _split(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Return what the model is called with, and the labels that a loss outside of it takes."""
+        """Return the model's inputs, and the labels for a loss outside of the model, or None."""
         if self._heard is not None:
             return inputs, None
         labels = inputs.pop("labels", None)
@@ -286,7 +286,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self.engine
 
     def _loss_of(self, model: nn.Module) -> tuple[nn.Module, Any]:
-        """Return what the engine trains, and its loss."""
+        """Return the module that the engine trains, and its loss."""
         if self.compute_loss_func is not None:
             self._given = GivenLoss(self.compute_loss_func)
             return model, self._given
@@ -298,7 +298,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         return self._heard, OfTrimmed(self._heard, WAY_OUT)
 
     def _tell(self, engine: Engine) -> None:
-        """Log the plan where it is another one, and what the logits of a micro-batch take."""
+        """Log a new plan, and the bytes of a micro-batch's logits."""
         plan = engine.plan
         if plan is None or plan == self._told:
             return
@@ -320,7 +320,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 @contextmanager
 def plain_forward(model: nn.Module) -> Iterator[None]:
-    """Take accelerate's mixed precision off a model in the body; whoever calls it enters autocast.
+    """Remove accelerate's mixed precision from a model in the body; the caller enters autocast.
 
     What accelerate puts around forward cannot be copied, and so not be rehearsed without data.
     """
@@ -336,7 +336,7 @@ def plain_forward(model: nn.Module) -> Iterator[None]:
 
 
 def about_logits(size: int, plan: Plan) -> str:
-    """Return what is to be said of the logits of a micro-batch of `size` bytes."""
+    """Return a log message about the logits of a micro-batch, of `size` bytes."""
     text = f"the logits of a micro-batch take {show_bytes(size)}"
     if plan.memory is None:
         return text

@@ -34,7 +34,7 @@ TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 @contextmanager
 def evenly_over_all(model: nn.Module) -> Iterator[None]:
-    """Let experts of a model be used evenly over the whole batch in the body.
+    """Compute the load-balancing loss of a model's experts over the full batch in the body.
 
     Args:
         model: any; without experts nothing is done.
@@ -50,7 +50,7 @@ def evenly_over_all(model: nn.Module) -> Iterator[None]:
 
 
 def _with_experts(model: nn.Module) -> list[ModuleType]:
-    """Return the files in which classes of a model, and what they come from, find the function."""
+    """Return the files of a model's classes and their bases that have the balancing function."""
     classes = {base for module in model.modules() for base in type(module).__mro__}
     files = (sys.modules.get(name) for name in {one.__module__ for one in classes})
     return [file for file in files if file is not None and _known(vars(file).get(NAME))]
@@ -63,7 +63,7 @@ def _known(function: Any) -> bool:
 
 @cache
 def _over_all(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function for the tokens of the whole batch."""
+    """Return the load-balancing function for the tokens of the full batch."""
 
     @coupled
     @wraps(own)

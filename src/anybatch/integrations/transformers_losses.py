@@ -1,4 +1,4 @@
-"""The losses of a `transformers.Trainer` as the engine takes them: heard, smoothed, or given.
+"""Losses of a `transformers.Trainer` for the engine: traced, label-smoothed or user-defined.
 
 A Trainer has three. The model returns its own (`OfModel` hears what it is made of); a label
 smoother is computed on the logits, and is a sum divided by the labels that are not ignored; a
@@ -20,7 +20,7 @@ from anybatch.loss.declared import Loss
 
 
 class Items(int):
-    """Items of a batch: a number that also has what such functions ask of a tensor."""
+    """Count of items in a batch, with the tensor methods that loss functions call."""
 
     def to(self, *_where: Any, **_named: Any) -> Items:
         """Return it: it is on every device."""
@@ -48,7 +48,7 @@ class GivenLoss:
 
 
 def smoothed(smoother: Callable[..., Tensor], *, shifts: bool) -> Loss:
-    """Return a label smoother's loss, whose denominator is that of the whole batch.
+    """Return a label smoother's loss, with the denominator of the full batch.
 
     Args:
         smoother: transformers' ``LabelSmoother``.
@@ -58,7 +58,7 @@ def smoothed(smoother: Callable[..., Tensor], *, shifts: bool) -> Loss:
 
 
 class Numerator:
-    """What a label smoother sums: its loss of one item."""
+    """Numerator of a label smoother: the sum of its loss over labels."""
 
     def __init__(self, smoother: Callable[..., Tensor], *, shifts: bool) -> None:
         self._smoother, self._shifts = smoother, shifts

@@ -1,4 +1,4 @@
-"""Padding that no micro-batch needs, cut where it was asked for: columns that are padding in all.
+"""Padding that no micro-batch needs, cut on request: columns that are padding in all rows.
 
 A batch is collated once, and so padded to the longest of all its rows. A Trainer that accumulates
 pads each of its small batches to its own longest, which is less to compute. What comes behind the
@@ -66,7 +66,7 @@ class Trimmed(Overheard):
         self._pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
     def forward(self, *args: Any, **kwargs: Any) -> Heard:
-        """Run the model and listen; the whole batch, and rows looked at, are left as they are."""
+        """Run the model and trace its loss, without cuts in the full batch and inspected rows."""
         if self._cuts and not args and not looks_here() and _rows_of(kwargs) < self._rows:
             kwargs = self._cut(kwargs)
         return super().forward(*args, **kwargs)
@@ -96,7 +96,7 @@ class Trimmed(Overheard):
         return short
 
     def _compare(self, inputs: Inputs) -> None:
-        """Refuse a model whose loss of the shortest row is another one without its padding."""
+        """Refuse a model if the loss of the shortest row changes without its padding."""
         size = len(inputs["attention_mask"])
         at = int(inputs["attention_mask"].sum(1).argmin())
         device = next(self.model.parameters()).device

@@ -1,4 +1,4 @@
-"""What a `transformers.Trainer` can do and this one must not: refused by name, before a step."""
+"""Refusals of `transformers.Trainer` features that the engine does not support, before a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAY_OUT = (
 
 
 def refuse_arguments(args: Any) -> None:
-    """Refuse training arguments that decide what the engine decides, or that nobody has tried.
+    """Refuse training arguments that conflict with the engine's decisions, or are untested.
 
     Raises:
         ValueError: the batch size would be changed behind the person's back.
@@ -94,7 +94,7 @@ class Overrides:
 
     @property
     def prepare(self) -> bool:
-        """Whether what a batch goes through before the model is overridden."""
+        """Whether the preparation of a batch before the model is overridden."""
         return any(map(self.anywhere, ("_prepare_inputs", "_prepare_input")))
 
     @property
@@ -103,14 +103,14 @@ class Overrides:
         return any(map(self.anywhere, ("get_batch_samples", "_get_num_items_in_batch")))
 
     def anywhere(self, name: str) -> str | None:
-        """Return who overrides a method that this Trainer leaves as it is; None if nobody."""
+        """Return the name of the class or object that overrides an inherited method, or None."""
         if name in vars(self._trainer):
             return "the object"
         first = next((kind.__name__ for kind in self._before if name in vars(kind)), None)
         return first or self.behind(name)
 
     def behind(self, name: str) -> str | None:
-        """Return who overrides a method where this Trainer's own comes first; None if nobody."""
+        """Return the name of an overriding class after this Trainer in the MRO, or None."""
         found = next((kind.__name__ for kind in self._between if name in vars(kind)), None)
         if found is not None:
             return found
@@ -119,7 +119,7 @@ class Overrides:
         return None if own else "what was put into transformers.Trainer"
 
     def refuse(self) -> None:
-        """Refuse what is overridden and would not be called.
+        """Refuse overrides of methods that a step of the engine does not call.
 
         Raises:
             NotExactError: something is.
@@ -141,7 +141,7 @@ class Overrides:
 
 
 class Reached(transformers.TrainerCallback):  # type: ignore[misc]
-    """Refuses an update whose step ran elsewhere: all of the batch at once, without a budget.
+    """Callback that refuses an update if its step did not run in the engine.
 
     Attributes:
         step: whether the engine has run since the last update.
@@ -152,7 +152,7 @@ class Reached(transformers.TrainerCallback):  # type: ignore[misc]
         self._kind = type(trainer).__name__
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_named: Any) -> None:
-        """Look whether the engine has run.
+        """Check that the engine has run the step.
 
         Raises:
             NotExactError: it has not.

@@ -1,4 +1,4 @@
-"""A plan that outlives a run: what a checkpoint keeps, so that the run goes on in the same parts.
+"""Plans of a run in its checkpoint, so that a resumed run splits each batch as before.
 
 The first batch of a run is planned with a clock, and batches with longer samples are planned from
 shapes alone, from what was foreseen before. So a checkpoint keeps the first plan, and the shapes of
@@ -48,7 +48,7 @@ class History:
             self._planned.append((shapes, _shape(labels) if isinstance(labels, Tensor) else None))
 
     def asked(self) -> dict[str, Any]:
-        """Return what an engine is given to go on as before: a budget, a size or a plan."""
+        """Return options for an engine that continues as before: a budget, a size or a plan."""
         plan = self.plan
         if plan is None:
             return {}
@@ -57,7 +57,7 @@ class History:
         return {"memory": plan.memory.budget} if self._again else {"plan": plan}
 
     def replay(self, engine: Engine) -> None:
-        """Plan again what was planned before the checkpoint."""
+        """Plan again the batches that were planned before the checkpoint."""
         again, self._again = self._again, []
         for place, (inputs, labels) in enumerate(again):
             rows = {name: _zeros(shape) for name, shape in inputs.items()}

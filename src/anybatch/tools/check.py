@@ -1,4 +1,4 @@
-"""`check`: is the split batch the whole batch, for this model and this loss?
+"""`check`: test that a split mini-batch gives the gradients, buffers and loss of the full batch.
 
 Nobody should have to believe it. A copy of the model runs one real batch undivided and split in
 several ways, in float64, and every gradient, every buffer and the loss are compared by the measure
@@ -148,7 +148,7 @@ class _Check:
             self._find(f"the model does not run in float64 ({first}): compared as it is")
 
     def report(self, micro_batch: int | None) -> Report:
-        """Run every split and gather what it shows."""
+        """Run every split and return the report with its errors and findings."""
         truth = self.run(self.batch, self.size)
         finite = self._is_finite(truth)
         bound = self._bound(truth)
@@ -199,7 +199,7 @@ class _Check:
         return not bad
 
     def _bound(self, truth: _Run) -> float:
-        """Return the bound of Law 1: ten times what undivided runs differ by.
+        """Return the bound of Law 1: ten times the largest difference between undivided runs.
 
         They differ in the order of the rows, or in the number that backward starts from, which
         shows the rounding of each row where the order of the rows does not.
@@ -238,7 +238,7 @@ class _Check:
         return Split(size, error_of(run.tensors, truth.tensors), None, run.mechanism)
 
     def _doubt(self, why: str) -> None:
-        """Say once what the numbers of this batch cannot show."""
+        """Record a finding, once, that exactness on other batches is not shown."""
         text = (
             f"these numbers agree, and that all batches do is not shown: {why}. Check a batch that "
             "takes the other ways through the model, too"

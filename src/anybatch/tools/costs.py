@@ -1,4 +1,4 @@
-"""What a step consists of, each with its seconds on G GPUs: computing, other work, summing.
+"""Cost model of a step on G GPUs: seconds of computing, of other work and of summing gradients.
 
 Computing is a line or a table of measured sizes; work is divided or it is not; gradients go around
 a ring, and some of that may hide behind backward.
@@ -65,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a step beside computing.
+    """Seconds of a step other than computing, serial and parallel.
 
     Attributes:
         serial: that no GPU takes from another, such as one reader for all.
@@ -79,13 +79,13 @@ class Work:
         at_least(0, serial=self.serial, parallel=self.parallel)
 
     def seconds(self, gpus: int) -> float:
-        """Return what G of them take."""
+        """Return the seconds of this work on G GPUs."""
         return self.serial + self.parallel / gpus
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a GPU sends over.
+    """Link between GPUs, with its bandwidth and latency.
 
     Attributes:
         bandwidth: bytes a second, each way at the same time.
@@ -124,6 +124,6 @@ class Gradients:
         share(overlap=self.overlap)
 
     def seconds(self, gpus: int, compute: float) -> float:
-        """Return what is not hidden behind so many seconds of computing."""
+        """Return the seconds of the sum that `compute` seconds of computing do not hide."""
         whole_sum = self.link.all_reduce(self.size, gpus)
         return whole_sum - min(self.overlap * whole_sum, compute)

@@ -1,4 +1,4 @@
-"""Why a split model is not the undivided one: what to look for, and where it is.
+"""Diagnosis of a split model: questions that find why it differs from the undivided one.
 
 Each question is asked of a copy of the model and answered with a name or a line of source: which
 module gives other outputs for half of the rows, where forward reads a value and may decide by it,
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found.
+    """Result of `check`: the verdict, the errors by split, and the findings.
 
     Attributes:
         exact: every split gives the gradient of the undivided batch, and that is finite.
@@ -171,7 +171,7 @@ def _copied_hook(hook: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebound(fn: FunctionType, memo: dict[int, Any], *, always: bool = False) -> FunctionType:
-    """Return `fn` reading copies, where it or a function of its file reads what was copied.
+    """Return `fn` bound to copies, where it or a function of its file reads a copied object.
 
     Args:
         fn: a function.
@@ -210,13 +210,13 @@ def _reads_copied(fn: FunctionType, memo: dict[int, Any], seen: set[int]) -> boo
 
 
 def _read_by(fn: FunctionType) -> list[Any]:
-    """Return what the global names and the cells of a function hold."""
+    """Return the values of the global names and the cells of a function."""
     found = [fn.__globals__[n] for n in fn.__code__.co_names if n in fn.__globals__]
     return found + [c.cell_contents for c in fn.__closure__ or () if c != CellType()]
 
 
 def _is_beside(value: Any, fn: FunctionType) -> bool:
-    """Say whether `value` is a function of the same file: libraries read nobody's model."""
+    """Return whether `value` is a function of the file of `fn`: a library reads no user's model."""
     return isinstance(value, FunctionType) and value.__globals__ is fn.__globals__
 
 
@@ -236,7 +236,7 @@ def cloned(values: Any, *, double: bool = False) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, in one line."""
+    """Return the first line of an error's message, or the name of its type if it has none."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -268,7 +268,7 @@ def draws(model: nn.Module, batch: TensorBatch) -> bool:
 
 
 def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
-    """Return the first module whose outputs for some rows depend on the other rows, or None.
+    """Return the first module that makes outputs of some rows depend on other rows, or None.
 
     BatchNorm does not count: micro-batches wait for each other there.
     """

@@ -1,4 +1,4 @@
-"""What people say of a machine is checked here: numbers that are finite and in range."""
+"""Checks that a user's numbers about a machine are finite and in range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person wants of more GPUs, and what a plan answers.
+"""Goals for more GPUs, parsed from a user's arguments, and the forecast that answers them.
 
 Words and numbers of a person are read here, once: a goal, a network, a training's length.
 """
@@ -32,7 +32,7 @@ def goal_of(
     loader: Any,
     network: str | None = None,
 ) -> Goal:
-    """Return what is wanted of more GPUs.
+    """Return the goal for more GPUs: a count, a speedup or a deadline.
 
     Args:
         gpus: as for `anybatch.plan`, and so are the others.
@@ -99,7 +99,7 @@ def scale_of(
     network: str | None,
     size: int,
 ) -> Scale:
-    """Return what more GPUs would make of a training.
+    """Return the forecast of a planned training on more GPUs.
 
     Args:
         plan: of its steps.

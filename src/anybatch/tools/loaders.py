@@ -1,4 +1,4 @@
-"""What is asked of a person's loader: its length, its dice, and what a worker of it takes.
+"""Facts about a user's data loader: length, RNG generators, a worker's seconds a mini-batch.
 
 What workers hide is measured in a worker: opened files belong to the process that has opened them,
 and a data set that was read here before its workers are forked would hand them its own.
@@ -55,7 +55,7 @@ def dice_of(loader: Any) -> list[torch.Generator]:
 
 
 def hidden_of(loader: Any, clock: Clock) -> Loading | None:
-    """Return what one worker takes for a mini-batch; None without workers, or where none could.
+    """Return one worker's seconds for a mini-batch; None without workers, or if it loads none.
 
     Args:
         loader: of the training.
@@ -75,7 +75,7 @@ def hidden_of(loader: Any, clock: Clock) -> Loading | None:
 
 
 def _timed(loader: DataLoader[Any], clock: Clock) -> DataLoader[tuple[float, float]]:
-    """Return a loader whose one worker yields its own seconds instead of mini-batches."""
+    """Return a loader with one worker that yields its own seconds instead of mini-batches."""
     common: dict[str, Any] = {
         "num_workers": 1,
         "collate_fn": _Collated(loader.collate_fn, clock),
@@ -92,7 +92,7 @@ def _timed(loader: DataLoader[Any], clock: Clock) -> DataLoader[tuple[float, flo
 
 
 class _Rows(Dataset[Any]):
-    """A data set that says of each sample what it took."""
+    """Data set that returns each sample with the wall and core seconds of its loading."""
 
     def __init__(self, data: Any, clock: Clock) -> None:
         self._data, self._clock = data, clock
@@ -104,7 +104,7 @@ class _Rows(Dataset[Any]):
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream that says of each sample what it took."""
+    """Stream that yields each sample with the wall and core seconds of its loading."""
 
     def __init__(self, data: Any, clock: Clock) -> None:
         self._data, self._clock = data, clock

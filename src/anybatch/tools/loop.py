@@ -1,4 +1,4 @@
-"""What a step takes on G GPUs, part by part: Lemma 3.1 with the overhead taken apart.
+"""Model of the seconds of a step on G GPUs: Lemma 3.1 with the overhead divided by its source.
 
 The lemma has one overhead, which stays as it is. In a real loop some of it divides, some stays,
 some grows, and some is hidden until computing is short enough to show it:
@@ -83,7 +83,7 @@ class Saturation:
 
 @dataclass(frozen=True)
 class Loop:
-    """A training loop as one GPU runs it, and what more of them would make of it.
+    """Training loop of one GPU, with a forecast of its seconds on more GPUs.
 
     Attributes:
         samples: n, in a mini-batch over all GPUs.
@@ -130,7 +130,7 @@ class Loop:
 
     @property
     def overhead(self) -> float:
-        """R_O, what one GPU takes beside computing over what it computes: the lemma's measure."""
+        """R_O, other seconds of one GPU over its seconds of computing: the lemma's measure."""
         alone = self.step(1)
         return (alone.seconds - alone.compute) / alone.compute
 
@@ -178,7 +178,7 @@ class Loop:
         return self._within(self._all[0] / speedup)
 
     def gpus_by(self, deadline: float, *, steps: int, epochs: int = 1) -> Needed:
-        """Return the fewest GPUs whose training ends in time.
+        """Return the fewest GPUs with which the training ends before the deadline.
 
         Args:
             deadline: seconds for all of it.
@@ -193,7 +193,7 @@ class Loop:
         return self._within(deadline / steps / epochs)
 
     def _within(self, seconds: float) -> Needed:
-        """Return the fewest GPUs whose step takes no longer, a billionth of it aside."""
+        """Return the fewest GPUs with a step of at most `seconds`, plus a billionth."""
         limit = self._all[0] / min(self._all)
         there = (g for g, t in enumerate(self._all, 1) if t * (1 - ROUNDING) <= seconds)
         return Needed(next(there, None), limit)

@@ -80,7 +80,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was found for each mini-batch.
+    """Result for each mini-batch: the choices that fit, and the missing bytes of the others.
 
     Attributes:
         choices: in the order of their samples, those that fit.
@@ -99,7 +99,7 @@ class Sweep:
 def choose(
     measured: Measured, samples: int, bound: int, *, adds: bool = True, divided: bool = False
 ) -> Choice:
-    """Return the fastest algorithms whose workspaces fit: Equation 6.
+    """Return the fastest algorithms with workspaces that fit in the bound: Equation 6.
 
     Args:
         measured: of every layer.
@@ -133,7 +133,7 @@ def choose(
 
 
 def _front(name: str, parts: Sequence[Part], samples: int, divided: bool) -> list[Configuration]:  # noqa: FBT001
-    """Return what is worth choosing of a layer, the fastest last."""
+    """Return the Pareto front of a layer's configurations, the fastest last."""
     found = front([p for p in parts if divided or p.size == samples], samples)
     if not found:
         sizes = sorted({part.size for part in parts})

@@ -1,4 +1,4 @@
-"""`plan`: what a training step would do, hold and take, before any training.
+"""`plan`: forecast of a training step before any training: its split, bytes and seconds.
 
 Like a database's EXPLAIN: the decision the engine would make for a batch, with the sizes it would
 not take and why. Nothing is left behind: gradients, buffers and dice are as they were.
@@ -189,7 +189,7 @@ def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:
 
 
 def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
-    """Refuse what one process can do with a batch that is there, and others cannot.
+    """Refuse requests that need one process, or a mini-batch that can run more than once.
 
     Raises:
         NotYetError: ranks would find other seconds, or a batch can be run once only.

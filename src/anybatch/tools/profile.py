@@ -170,7 +170,7 @@ def pace_of(found: Profile, loader: Iterable[Any]) -> Pace:
 
 @contextmanager
 def _sampled_as_before(loader: Iterable[Any]) -> Iterator[None]:
-    """Put back the dice that a loader and its samplers have for themselves."""
+    """Restore the RNG state of a loader and its samplers after the body."""
     states = [(dice, dice.get_state()) for dice in dice_of(loader)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where the seconds of a training loop go: the guide's seven steps, and what of each is not hidden.
+"""Profile of a training loop: seconds of the guide's seven steps, and the part not hidden.
 
 A profiler lists kernels; a person wants to know what the loop waits for. Steps overlap: workers
 load while the device computes, so what a step *takes* is not what it *costs*. Only what the loop
@@ -33,7 +33,7 @@ FEW = 6
 
 @dataclass(frozen=True)
 class Passed:
-    """What was seen of one step of the loop.
+    """Observed step of the loop: its samples, and its seconds by stage.
 
     Attributes:
         samples: of the mini-batch.
@@ -50,7 +50,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a loop's time goes to.
+    """Profile of a training loop: seconds by stage, overhead and remedies.
 
     Attributes:
         stages: the seven steps in order.
@@ -120,7 +120,7 @@ class Profile:
 
 
 def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0) -> Profile:
-    """Return what the time of these steps goes to.
+    """Return the profile of these steps.
 
     Args:
         passed: the steps that were seen, at least one.
@@ -166,7 +166,7 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
 
 
 def _bounds(found: np.ndarray) -> tuple[float, float]:
-    """Return the interval of what was found of steps that were drawn."""
+    """Return the interval of a statistic of resampled steps."""
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 

@@ -1,4 +1,4 @@
-"""What a plan answers: a mini-batch, how much of a device it may take, and what may go elsewhere.
+"""Question that a plan answers: a mini-batch, its budget, and permitted offloading.
 
 One forecast answers it where everything stays. Where a budget is to be shared with convolutions, or
 something has to leave first, several are made, each by an engine of its own, until one is taken:
@@ -38,7 +38,7 @@ AUTO = "auto"
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Have layers computed by torch's own kernels in the body: oneDNN is for the host alone."""
+    """Run layers in the body by torch's own kernels: oneDNN exists on the host only."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -50,7 +50,7 @@ def _without_onednn() -> Iterator[None]:
 def refuse_absent(
     device: AbsentDevice, model: nn.Module, memory: int | str | None, workspace: int | str | None
 ) -> None:
-    """Refuse what a dry run for a device that is not there cannot do.
+    """Refuse requests that a dry run for an absent device cannot serve.
 
     Raises:
         ValueError: the model is not on the host, `memory` is more than the device leaves, or a
@@ -72,7 +72,7 @@ def refuse_absent(
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned: a mini-batch, what makes an engine, and what a person has said.
+    """Question for a plan: a mini-batch, a factory of engines, and the user's settings.
 
     Attributes:
         model: whose parameters may leave.
@@ -155,7 +155,7 @@ class Question:
         return found
 
     def _shared(self, *, timed: bool = True) -> Plan:
-        """Return the plan whose step takes the fewest seconds, whatever workspace that is."""
+        """Return the plan with the fastest step over all workspaces."""
 
         def seconds(found: Plan) -> float:
             return step_seconds(self.make(plan=found), self.optimizer, *self.batch)
@@ -163,7 +163,7 @@ class Question:
         return shared(partial(self._foresee, timed=timed), seconds)
 
     def _with_states(self, foresee: Callable[..., Plan], states: str | None) -> Plan:
-        """Return the plan with the optimizer's state where it is told to wait, or has to."""
+        """Return the plan with the optimizer's state offloaded, if requested or needed to fit."""
         store = states
         if store is None or store == AUTO:
             try:

@@ -1,4 +1,4 @@
-"""What to do about a loop that waits: the guide's remedies, each with the condition it rests on.
+"""Remedies of the guide for a training loop that waits, each with its condition.
 
 Advice without a measurement is folklore ("use more workers"). Here every remedy names the figures
 that call for it and how much of a step it could bring at most, and none is given below a few
@@ -28,7 +28,7 @@ BURST = 3.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a remedy hangs on, besides the seconds.
+    """Conditions of a remedy other than seconds: hardware, loader, optimizer and budget.
 
     Attributes:
         cores: CPUs that this process may use.
@@ -73,7 +73,7 @@ class Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class Remedy:
-    """What to do.
+    """Advice, with the figures behind it and its largest gain.
 
     Attributes:
         what: as an order.
@@ -92,7 +92,7 @@ class Remedy:
 def remedies(
     stages: Mapping[str, Stage], seconds: float, waits: Waits, conditions: Conditions
 ) -> tuple[Remedy, ...]:
-    """Return what would make the loop faster, the largest gain first.
+    """Return the remedies that make the loop faster, the largest gain first.
 
     Args:
         stages: what each of the seven steps takes and shows.
@@ -144,7 +144,7 @@ def _loading(
 
 
 def _late(waits: Waits, seconds: float, enough: str, *, persistent: bool) -> Iterator[Remedy]:
-    """Advise where workers are fast enough and some mini-batches come late all the same."""
+    """Yield remedies for late mini-batches where workers are fast enough."""
     usual = median(waits.later or waits.first)
     every = seconds * (len(waits.first) + len(waits.later))
     if waits.first and not persistent:

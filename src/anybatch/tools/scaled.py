@@ -1,4 +1,4 @@
-"""How many GPUs a training is worth, from what one has shown: profiled steps and timed sizes.
+"""Forecast of a training on more GPUs, from profiled steps and timed sizes of one.
 
     seconds of micro-batches ─┐
     profiled steps ───────────┼──> loop (`anybatch.tools.loop`) ──> T(G) ──> table, goal
@@ -34,7 +34,7 @@ SHARED = "storage is shared by all, and each GPU has as many cores to prepare sa
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of more GPUs; at most one of the three.
+    """Goal for more GPUs: a count, a speedup or a deadline, at most one of the three.
 
     Attributes:
         gpus: so many.
@@ -72,7 +72,7 @@ def scaled(
     link: Link | None,
     goal: Goal,
 ) -> Scale:
-    """Return what more GPUs would make of a training.
+    """Return the forecast of a profiled training on more GPUs.
 
     Args:
         profile: of its steps on one.
@@ -122,7 +122,7 @@ def loop_of(
 
 
 def _hidden(load: Stage, prepare: Stage, workers: int, rest: float) -> tuple[Work, Work]:
-    """Return what of loading waits, and what workers hide, so that one GPU takes what it took.
+    """Return the loading that waits and the loading hidden by workers, fitted to one GPU's seconds.
 
     Args:
         load: waiting for the storage.

@@ -28,7 +28,7 @@ from anybatch.tools.given import ROUNDING, positive, share, whole
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers and what they ask of parameter servers.
+    """Asynchronous workers, their traffic, and the links to parameter servers.
 
     Attributes:
         workers: N_w.

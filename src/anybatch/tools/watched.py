@@ -130,7 +130,7 @@ class Watched:
         return Passed(0 if last is None else last.samples, shows, takes, first)
 
     def _transfer(self, inputs: Any, targets: Any) -> tuple[float, float]:
-        """Return what copying to the GPU shows and takes: of the first micro-batch, and of all.
+        """Return the seconds of copies to the GPU: of the first micro-batch (shown), and of all.
 
         The others are copied while the one before them computes.
         """
@@ -166,7 +166,7 @@ class Watched:
 
 
 def _loading(waited: float, busy: float, hidden: Loading | None) -> dict[str, float]:
-    """Return what of a wait for a mini-batch is loading and what is preparation.
+    """Return the seconds of loading and of preparation in a wait for a mini-batch.
 
     Of workers both are hidden by the same time, so what shows is as they are to each other.
     """

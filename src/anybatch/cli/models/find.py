@@ -137,7 +137,7 @@ def _build(name: str, make: Callable[..., Any], num_classes: int, in_channels: i
 
 
 def _call(make: Callable[..., Any], wanted: dict[str, int], *, drop: bool) -> object:
-    """Call `make`; with `drop`, leave out a keyword that something it passes them on to refuses."""
+    """Call `make`; with `drop`, omit a keyword that a function inside it refuses."""
     try:
         return make(**wanted)
     except TypeError as error:

@@ -51,7 +51,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Titled:
-    """What a figure is called.
+    """Name, title and description of a figure.
 
     Attributes:
         name: of the element, unique in a page.
@@ -143,7 +143,7 @@ def is_near(step: Envelope) -> bool:
 
 @contextmanager
 def _axes(x_label: str) -> Iterator[tuple[Any, Any]]:
-    """Yield axes in the page's manner, and what returns the figure's bytes."""
+    """Yield axes in the page's style, and the function that returns the figure's bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A planned step as few numbers: of each stretch of it, who held what at the highest moment.
+"""Planned step as few numbers: for each stretch of it, bytes by owner at its highest moment.
 
 A step has thousands of events, and a page and a run folder want a few hundred. Every k-th event
 would lose the peak, and the peak is what the step is shown for. So each stretch is told by the
@@ -82,7 +82,7 @@ class Envelope:
         return tuple(known[name] if name in known else next(spare, 0) for name in self.owners)
 
     def merged(self, most: int) -> Envelope:
-        """Return it in at most `most` stretches; of those that become one, the highest is told."""
+        """Return an envelope of at most `most` stretches; merged ones show their highest."""
         parts = spans(len(self.live), most)
         highest = [max(range(a, b), key=lambda i: sum(self.live[i])) for a, b in parts]
         means = [

@@ -1,4 +1,4 @@
-"""What metrics.jsonl tells, read so that no accident of the run's keeps the rest from being read.
+"""History of a run from metrics.jsonl, with the valid lines read even if others are damaged.
 
 A process that is killed may leave half a line, and a disk may leave worse. A line that is not what
 the log writes is counted and left out: the page says how many there were.
@@ -120,7 +120,7 @@ def spans(count: int, most: int) -> list[tuple[int, int]]:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the quartiles of what is finite in some values; NaN where nothing is."""
+    """Return the quartiles of the finite ones among some values; NaN where there are none."""
     found = np.asarray(values, np.float64)
     found = found[np.isfinite(found)]
     if not len(found):

@@ -1,4 +1,4 @@
-"""What is known of a run or of a plan: all that a page is made from, and nothing else."""
+"""Record of a run or of a plan: all data that a page is made from, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run's own steps was not computing: R_O, the one number that Lemma 3.1 asks for.
+"""Overhead of a run's own steps: R_O, its ratio to computing, the one input of Lemma 3.1.
 
 A profile takes its steps apart and puts all back; a run has taken thousands, and its log says how
 long each waited for its mini-batch, computed, and did all else. That is enough for the lemma, and
@@ -36,7 +36,7 @@ class Overhead:
 
     @classmethod
     def of(cls, steps: Sequence[Step]) -> Overhead | None:
-        """Return what these steps show; None where they show nothing.
+        """Return the overhead of these steps; None where they show nothing.
 
         The first step of a process also measures its memory, and says so by its peak: those are
         left out. Where every step has one, as on CUDA, the first of all is.

@@ -1,4 +1,4 @@
-"""From what is known of a run to the page about it: a pure function from data to HTML.
+"""Page about a run, made from its record by a pure function from data to HTML.
 
 A page that is put together from strings is injected into by the first folder named
 `<script>alert(1)</script>`. Here jinja2 escapes whatever it is given, but for two things that are

@@ -1,4 +1,4 @@
-"""What a page is made of: sections of sentences, facts, figures and tables.
+"""Parts of a page: sections of sentences, facts, figures and tables.
 
 A page that asks the run for what it shows, as it is written, can be tested only by reading HTML.
 Here the page is data first: the template lays it out and decides nothing, and a test reads numbers
@@ -125,7 +125,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page.
+    """Complete page about a run or a plan.
 
     Attributes:
         kind: the command that it is of.

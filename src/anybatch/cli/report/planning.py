@@ -24,7 +24,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def memory(known: Known) -> list[Section]:
-    """Return what a step holds against its budget: predicted, by owner, measured, and over time."""
+    """Return the section on memory against the budget: predicted, by owner, measured, over time."""
     found = known.plan.memory if known.plan is not None else None
     measured = known.history.measured
     facts, lead = list[Fact](), list[str]()

@@ -1,4 +1,4 @@
-"""What a run folder tells a page: its files read again, and what is missing said.
+"""Record of a run folder for a page: its files read again, and notes on missing ones.
 
 A report is made at the end of a run, and whenever somebody asks for it: of a run that is going on,
 of one that was killed, of one that an older version wrote. So only config.json must be there; of
@@ -24,7 +24,7 @@ STEP = "timeline.json"
 
 
 def known_of(folder: Path, summary: Mapping[str, Any] | None = None) -> Known:
-    """Return what is known of the run in a folder.
+    """Return the record of the run in a folder.
 
     Args:
         folder: of the run.
@@ -97,7 +97,7 @@ def _step(folder: Path, notes: list[str]) -> Envelope | None:
 
 
 def _text(path: Path, notes: list[str]) -> str | None:
-    """Return what a file holds; None, and a note, where it cannot be read."""
+    """Return the text of a file; None, and a note, where it cannot be read."""
     try:
         return path.read_text()
     except FileNotFoundError:

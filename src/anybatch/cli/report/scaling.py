@@ -1,4 +1,4 @@
-"""The section of a page that tells what more GPUs are worth.
+"""Section of a page on the gain from more GPUs.
 
 A plan that was asked for it has foreseen them. A training has not, but it has taken steps: Lemma
 3.1 says from these alone what more GPUs could bring at most.
@@ -30,7 +30,7 @@ LEFT_OUT = (
 
 
 def scale_out(known: Known) -> list[Section]:
-    """Return what more GPUs are worth; nothing where neither a plan nor a step on one tells it."""
+    """Return the section on more GPUs; none without a forecast or steps of a single process."""
     found = None if known.plan is None else known.plan.scale
     if found is not None:
         return [_foreseen(found)]
@@ -108,7 +108,7 @@ def _figure(found: Scale) -> Figure:
 
 
 def _curves(speedups: dict[str, list[float]], gpus: Sequence[int], table: Table) -> Figure:
-    """Return the figure of some speedups by GPUs, beside the ideal."""
+    """Return the figure of some speedups by GPUs, next to the ideal."""
     (_, first), *more = speedups.items()
     description = (
         f"From {gpus[0]} to {gpus[-1]} GPUs the speedup goes from {number(first[0])} to "

@@ -112,7 +112,7 @@ def _rename_ids(root: ElementTree.Element, name: str) -> None:
 
 
 def _names(root: ElementTree.Element, name: str, used: set[str]) -> dict[str, str]:
-    """Return the new name of each id; a shape that is drawn twice is kept, and named, once."""
+    """Return the new name of each id; a shape that is drawn twice is stored, and named, once."""
     new, shapes, numbers = dict[str, str](), dict[str, str](), count()
     for parent in list(root.iter()):
         for element in list(parent):

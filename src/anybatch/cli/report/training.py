@@ -1,4 +1,4 @@
-"""The sections of a page that tell of training: how it ended, what was run, curves, throughput."""
+"""Sections of a page on training: how it ended, its settings, curves, throughput."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _parts(end: Mapping[str, Any]) -> str:
 
 
 def what_was_run(known: Known) -> list[Section]:
-    """Return what was told, and what it was run with."""
+    """Return the section on the settings of a run, its process and its versions."""
     told, recipe, data = known.part("settings"), known.part("recipe"), known.part("data")
     process, versions = known.part("process"), known.part("versions")
     end = known.summary or {}

@@ -20,7 +20,7 @@ class Drawing(NamedTuple):
 
 
 def drawn(draw: Callable[[], str]) -> Drawing:
-    """Return what `draw` returns; where it fails, why: its numbers are in the page all the same."""
+    """Return the drawing by `draw`, or its error as text: the page has its numbers all the same."""
     if not installed():
         return Drawing(missing=ABSENT)
     try:
@@ -43,7 +43,7 @@ def figure_of(titled: Titled, drawing: Drawing, keys: tuple[Key, ...], numbers: 
 
 
 def number(value: float) -> str:
-    """Return a number with five digits, and thousands apart."""
+    """Return a number with five digits, and separators between thousands."""
     if not math.isfinite(value):
         return "not finite"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.5g}"
@@ -57,7 +57,7 @@ def rounded(value: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Return so many of something; `what` is the name of several, which ends in s."""
+    """Return a count and its noun; the noun is passed as a plural that ends in s."""
     return f"{count:,} {what.removesuffix('s') if count == 1 else what}"
 
 

@@ -45,7 +45,7 @@ def refuse_page(path: Path) -> None:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page to a file that gets its name when it is whole.
+    """Write a page to a file that gets its name when it is complete.
 
     Raises:
         SettingsError: it cannot be written.
