@@ -45,31 +45,34 @@ class Link(Protocol):
 
 
 def feed(
-    micro_batches: Iterable[MicroBatch], link: Link, *, moved: bool = False
+    micro_batches: Iterable[MicroBatch], link: Link, *, ahead: bool = True
 ) -> Iterator[MicroBatch]:
     """Yield each micro-batch on the device while the next one is already on its way.
 
     Args:
         micro_batches: on the host or on the device.
         link: the way to the device.
-        moved: somebody may send tensors away as soon as they are there, who waits for the
-            computing stream alone: it waits for each copy at once.
+        ahead: send the next one before this one is computed. Default True. Not where tensors may
+            leave as soon as they are there: whoever computes must have made what is its own, and
+            who sends it away waits for the computing stream alone.
     """
-    fed = _fed(micro_batches, link, moved=moved)
+    fed = (
+        _fed_ahead(micro_batches, link)
+        if ahead
+        else map(link.receive, map(link.send, micro_batches))
+    )
     return _settled(fed, link) if isinstance(link, StreamLink) else fed
 
 
-def _fed(micro_batches: Iterable[MicroBatch], link: Link, *, moved: bool) -> Iterator[MicroBatch]:
-    ahead: Shipment | None = None
+def _fed_ahead(micro_batches: Iterable[MicroBatch], link: Link) -> Iterator[MicroBatch]:
+    before: Shipment | None = None
     for micro_batch in micro_batches:
         coming = link.send(micro_batch)
-        if moved:
-            link.receive(coming)
-        if ahead is not None:
-            yield link.receive(ahead)
-        ahead = coming
-    if ahead is not None:
-        yield link.receive(ahead)
+        if before is not None:
+            yield link.receive(before)
+        before = coming
+    if before is not None:
+        yield link.receive(before)
 
 
 def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch]:

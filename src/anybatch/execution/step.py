@@ -258,15 +258,15 @@ class Step(Repeatable):
         """Whether the batch is more than one micro-batch, here or over all ranks."""
         return self.batch.size > self.micro_batch or self.everyone.several
 
-    def feed(self, batch: Batch | None = None, *, moved: bool = False) -> Iterator[MicroBatch]:
+    def feed(self, batch: Batch | None = None, *, ahead: bool = True) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough.
 
-        `moved` is `anybatch.execution.device.feed`'s.
+        `ahead` is `anybatch.execution.device.feed`'s.
         """
         loaded = (batch or self.batch).micro_batches(self.micro_batch)
         if self.draws is not None:
             loaded = self.draws.watch(loaded)
-        return feed(self.watch(loaded), self.link, moved=moved)
+        return feed(self.watch(loaded), self.link, ahead=ahead)
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Return the context in which a micro-batch is computed, for its full-batch draws."""

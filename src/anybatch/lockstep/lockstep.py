@@ -146,7 +146,9 @@ class Together:
     def __init__(self, step: Step) -> None:
         self.trained = 0
         self._step = step
-        self._feed: Iterator[MicroBatch] = step.feed(moved=True)  # by the pager
+        self._feed: Iterator[MicroBatch] = step.feed(
+            ahead=False
+        )  # what a lane brings is its own, and may leave
         self._normalize: Normalization | None = None
         self._coupled: Tensor | None = None
         self._shown: dict[int, tuple[Any, MicroBatch]] = {}

@@ -42,6 +42,16 @@ def test_one_micro_batch_is_on_its_way_while_another_is_computed() -> None:
     ]
 
 
+def test_none_is_on_its_way_where_each_is_made_by_who_computes_it() -> None:
+    link = RecordingLink()
+    for part in feed(map(micro, range(2)), link, ahead=False):
+        link.log.append(f"compute {part.targets}")
+    assert link.log == [
+        *("send 0", "receive 0", "compute 0"),
+        *("send 1", "receive 1", "compute 1"),
+    ]
+
+
 def test_a_single_micro_batch_and_none_are_fed() -> None:
     assert [part.targets for part in feed([micro(7)], RecordingLink())] == [7]
     assert list(feed([], RecordingLink())) == []
