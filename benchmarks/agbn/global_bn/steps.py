@@ -27,15 +27,20 @@ class Silent:
         self._size = group.size
 
     def reduce(
-        self, key: Any, part: Any, add: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
+        self,
+        key: Any,
+        part: Callable[[], Any],
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
     ) -> Any:
         """Do the sums that would be done with the parts of others, on this one's."""
         del key
-        if isinstance(part, Moments):
-            rows = [part.packed() for _ in range(self._size)]
+        own = part()
+        if isinstance(own, Moments):
+            rows = [own.packed() for _ in range(self._size)]
             return finish(merged_in_order(rows, add))
-        total = torch.stack([part.double()] * self._size).sum(0)
-        return finish(total.to(part.dtype))
+        total = torch.stack([own.double()] * self._size).sum(0)
+        return finish(total.to(own.dtype))
 
 
 def step(model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -55,7 +55,7 @@ def switching(lanes: int, meetings: int) -> float:
 
     def work(_: int) -> None:
         for _ in range(meetings):
-            reduce("here", 0, int.__add__, abs)
+            reduce("here", int, int.__add__, abs)
 
     return median(lambda: Lanes(lanes, LaneTurns(lanes), nullcontext).run(work))
 

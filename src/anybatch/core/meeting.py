@@ -31,7 +31,7 @@ class Meeting(Protocol):
     def reduce(
         self,
         key: Any,
-        part: Any,
+        part: Callable[[], Any],
         add: Callable[[Any, Any], Any],
         finish: Callable[[Any], Any],
     ) -> Any:
@@ -171,18 +171,20 @@ def exchange(key: Any, part: P, combine: Callable[[list[P]], Sequence[R]]) -> R:
     return found
 
 
-def reduce(key: Any, part: P, add: Callable[[P, P], P], finish: Callable[[P], R]) -> R:
+def reduce(
+    key: Any, part: Callable[[], P], add: Callable[[P, P], P], finish: Callable[[P], R]
+) -> R:
     """Reduce a part: return the same for all, the result of `finish` on the sum of all parts.
 
-    No more than the sum and one part is kept.
+    No more than the sum and one part is kept: who waits has no name for its own.
 
     Args:
         key: what is met for; all must come with an equal one.
-        part: this one's.
+        part: makes this one's.
         add: two parts -> their sum.
         finish: made of the sum, by the last one.
     """
     if _HERE.meeting is None:
-        return finish(part)
+        return finish(part())
     found: R = _HERE.meeting.reduce(key, part, add, finish)
     return found

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from anybatch.core.accelerator import of
 from anybatch.core.meeting import here, meeting_in, reduce
 from anybatch.core.norm.intercept import Norms
-from anybatch.core.norm.moments import HALF, Moments, accumulated, merged, moments_of
+from anybatch.core.norm.moments import Moments, accumulated, merged, moments_of
 from anybatch.core.norm.sites import END, Route, Site, site_of
 from anybatch.core.unseen import Unseen
 from anybatch.errors import NotExactError
@@ -249,8 +249,11 @@ def batch_norm(
         words = f"batch normalisation of {x.shape[1]} channels in {x.dim()} dimensions of {x.dtype}"
         words += f" ({layer.name})" if layer.name else ""
         rows = x.detach()  # a kernel: what is away comes back
-        with Unseen(rows):
-            part = moments(rows[:0] if layer.empty else rows)
+
+        def part() -> Moments:
+            with Unseen(rows):
+                return moments(rows[:0] if layer.empty else rows)
+
         total = reduce(Place(words, (layer.key, eps)), part, _together, finish)
     out: Tensor = _Normalise.apply(x, weight, bias, total, eps, layer)  # type: ignore[no-untyped-call]
     return out, total
@@ -315,7 +318,7 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
         with Unseen(dy):  # who waits may send away what a mode has seen being made
             zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
         if needs[0]:
-            reduce(place, zeros, _added, finish)
+            reduce(place, lambda: zeros, _added, finish)
         none = (zeros[0].clone() if need else None for need in needs[1:3])
         return (torch.zeros_like(dy) if needs[0] else None, *none, None, None, None)
     dy, x = standard(dy), standard(x)  # of one row torch's kernel is wrong without
@@ -330,8 +333,11 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
     )
     dx = None
     if needs[0]:
-        with Unseen(db, dw):
-            part = torch.stack([db, dw])
+
+        def part() -> Tensor:
+            with Unseen(db, dw):
+                return torch.stack([db, dw])
+
         dx = _to_input(x, dy, weight, total, ctx.eps, reduce(place, part, _added, finish))
     return dx, dw if needs[1] else None, db if needs[2] else None, None, None, None
 
@@ -356,12 +362,9 @@ def _to_input(
     with paged().here_for(own), Unseen(factors, *(() if own is None else (own,))):
         scale, shift, slope = (factors if own is None else factors * own).unbind()
         along = scale.view([1, -1] + [1] * (x.dim() - 2))
-    if x.dtype in HALF:  # computed in float32, and rounded once
-        wide = x.float(), total.mean, total.variance
-        dx = F.batch_norm(*wide, slope, shift, False, 0.0, eps)
-        return dx.addcmul_(dy.float(), along).to(x.dtype)
-    dx = F.batch_norm(x, total.mean, total.variance, slope, shift, False, 0.0, eps)
-    return dx.addcmul_(dy, along)
+    dtype = accumulated(x.dtype)  # half precision is computed in float32, and rounded once
+    dx = F.batch_norm(x.to(dtype), total.mean, total.variance, slope, shift, False, 0.0, eps)
+    return dx.addcmul_(dy.to(dtype), along).to(x.dtype)
 
 
 def _wide(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -248,7 +248,8 @@ class _Coupled(torch.autograd.Function):
             )
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(u) if ctx.empty else u
-            total = reduce(Place(f"the backward of {ctx.words}", "take"), part, torch.add, _same)
+            met = Place(f"the backward of {ctx.words}", "take")
+            total = reduce(met, lambda: part, torch.add, _same)
         columns = zip(ctx.gradients, ctx.begins, ctx.sizes, ctx.trains, strict=True)
         found = [
             _own(g, begin, size, (part if size is None else total), ctx) if train else None

@@ -185,7 +185,7 @@ class _Gather(torch.autograd.Function):
         place = Place(f"the backward of {ctx.place}", "gather")
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(gradient) if ctx.empty else gradient
-            total = reduce(place, part, torch.add, _same)
+            total = reduce(place, lambda: part, torch.add, _same)
         if ctx.empty:
             return total.new_zeros((ctx.size, *total.shape[1:])), None, None
         return total[ctx.begin : ctx.begin + ctx.size].clone(), None, None

@@ -172,14 +172,13 @@ class Lanes:
     def reduce(
         self,
         key: Any,
-        part: Any,
+        part: Callable[[], Any],
         add: Callable[[Any, Any], Any],
         finish: Callable[[Any], Any],
     ) -> Any:
         """Wait for all lanes; each adds its part to the sum as it comes."""
         lane = self._come(key)
-        self._parts[0] = part if self._at == 0 else add(self._parts[0], part)
-        del part
+        self._parts[0] = part() if self._at == 0 else add(self._parts[0], part())
         if self._at < self._count - 1:
             self._hand_on(lane)
         else:

@@ -56,19 +56,20 @@ class GroupMeeting:
     def reduce(
         self,
         key: Any,
-        part: Any,
+        part: Callable[[], Any],
         add: Callable[[Any, Any], Any],
         finish: Callable[[Any], Any],
     ) -> Any:
         """Return the result of `finish` on the sum over all ranks, of tensors or of moments."""
         del key
-        if isinstance(part, Moments):
-            rows = self._group.gather(part.packed())
-            return finish(merged_in_order([row.to(home(part.mean.device)) for row in rows], add))
-        numbers = wide(part)
-        few = part.numel() * self._group.size <= FEW
+        own = part()
+        if isinstance(own, Moments):
+            rows = self._group.gather(own.packed())
+            return finish(merged_in_order([row.to(home(own.mean.device)) for row in rows], add))
+        numbers = wide(own)
+        few = own.numel() * self._group.size <= FEW
         total = torch.stack(self._group.gather(numbers)).sum(0) if few else self._group.sum(numbers)
-        return finish(total.to(part.device, part.dtype))
+        return finish(total.to(own.device, own.dtype))
 
 
 class GlobalBatchNorm(_BatchNorm):

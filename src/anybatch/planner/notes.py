@@ -133,13 +133,18 @@ class Alone:
         self._notes, self._ended = notes, ended
 
     def reduce(
-        self, key: Any, part: Any, add: Callable[[Any, Any], Any], finish: Callable[[Any], Any]
+        self,
+        key: Any,
+        part: Callable[[], Any],
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
     ) -> Any:
         """End a phase; the value reduced over all parts is made once for all lanes."""
         del key, add
+        own = part()
         self._ended()
         with self._notes.sharing():
-            total = finish(part)
+            total = finish(own)
             if isinstance(total, Moments):
                 _ = total.variance  # it is kept with them
         return total
@@ -158,9 +163,10 @@ class Alone:
 
 
 def shapes_of_moments(rows: Tensor) -> Moments:
-    """Return moments as they are made of rows with data, past all modes.
+    """Return moments as they are made of rows with data, past all modes: mean 0 and variance 1.
 
     They count one value more a channel, as there are other rows.
     """
     mean = rows.new_zeros(rows.shape[1], dtype=torch.float64, device=home(rows.device))
-    return Moments(rows.numel() // max(rows.shape[1], 1) + 1, mean, torch.zeros_like(mean))
+    count = rows.numel() // max(rows.shape[1], 1) + 1
+    return Moments(count, mean, torch.full_like(mean, count))

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -75,13 +76,31 @@ def test_a_sum_is_made_on_the_way_and_finished_once(count: int) -> None:
         return total + 1
 
     def work(lane: int) -> None:
-        found.append(reduce("one", lane, int.__add__, finish))
-        found.append(reduce("two", 10 * lane, int.__add__, finish))
+        found.append(reduce("one", lambda: lane, int.__add__, finish))
+        found.append(reduce("two", lambda: 10 * lane, int.__add__, finish))
 
     run(count, work)
     whole = sum(range(count))
     assert finished == [whole, 10 * whole]
     assert sorted(found) == sorted([whole + 1, 10 * whole + 1] * count)
+
+
+class Part:
+    """A part that weak references can follow."""
+
+
+def test_who_waits_holds_no_part() -> None:
+    alive: weakref.WeakSet[Part] = weakref.WeakSet()
+    most: list[int] = []
+
+    def part() -> Part:
+        made = Part()
+        alive.add(made)
+        most.append(len(alive))
+        return made
+
+    run(8, lambda _: reduce("one", part, lambda one, _: one, id))
+    assert most == [1] + 7 * [2]
 
 
 def test_each_gets_its_own_result_in_order() -> None:

@@ -260,7 +260,7 @@ def variances(rank: int, size: int, mean: float) -> tuple[float, float]:
     torch.manual_seed(1)
     x = (mean + 0.1 * torch.randn(4096, 1)).chunk(size)[rank]
     meeting = GroupMeeting(group_of(None))
-    total = meeting.reduce("", moments_of(x), merged, lambda t: t)
+    total = meeting.reduce("", lambda: moments_of(x), merged, lambda t: t)
     sums = torch.stack([x.sum(), x.square().sum(), torch.tensor(float(len(x)))])
     dist.all_reduce(sums)
     naive = sums[1] / sums[2] - (sums[0] / sums[2]).square()

@@ -41,7 +41,7 @@ def test_what_stays_or_is_shared_does_not_wait() -> None:
 def test_a_meeting_ends_a_turn_and_another_one_makes_it_unknown() -> None:
     notes, ended = Notes(CPU), list[int]()
     alone = Alone(notes, partial(ended.append, 1))
-    found = alone.reduce("norm", shapes_of_moments(torch.zeros(2, 3)), max, lambda total: total)
+    found = alone.reduce("norm", lambda: shapes_of_moments(torch.zeros(2, 3)), max, lambda t: t)
     assert isinstance(found, Moments)
     assert (found.count, found.mean.shape, ended, notes.unknown) == (3, (3,), [1], False)
     assert alone.exchange("loss", 5, lambda parts: parts) == 5
