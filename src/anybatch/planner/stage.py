@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
 from anybatch.core.kept import Kept
@@ -26,11 +28,13 @@ from anybatch.execution.device import Link
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.look import quietly
 from anybatch.execution.step import Step
+from anybatch.lockstep.batchnorm import batch_norm
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.holders import Depth
 from anybatch.loss.watched import Rehearsed, Watched
 from anybatch.memory.meter import FOREIGN, Meter
 from anybatch.memory.paged import uncounted
+from anybatch.planner.notes import shapes_of_moments
 
 
 def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
@@ -83,9 +87,28 @@ def put_back(case: Case) -> Iterator[Before]:
             raise failure
 
 
+class LoneNorms(AloneNorms):
+    """Runs BatchNorm by the kernels of a lane, forward and backward, without other lanes.
+
+    Half precision is widened there, which torch's own backward does not do.
+    """
+
+    def normalise(
+        self,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],  # noqa: ARG002
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,  # noqa: ARG002
+        eps: float,
+    ) -> Tensor:
+        """Return x, normalised by made-up moments."""
+        return batch_norm(x, weight, bias, eps, moments=shapes_of_moments)[0]
+
+
 def _alone(case: Case) -> AbstractContextManager[Any]:
     """Return a context without BatchNorm's barrier: one lane runs, and no statistics move."""
-    return AloneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
+    return LoneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
 
 
 def _in_one_piece(case: Case) -> AbstractContextManager[Any]:

@@ -27,8 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from anybatch.core import accelerator
-from anybatch.core.absent import type_of
 from anybatch.core.batch import count_micro_batches
 from anybatch.core.meeting import meeting_in
 from anybatch.core.norm.counters import counters
@@ -42,6 +40,9 @@ from anybatch.memory.timeline import Bytes, Timeline
 from anybatch.planner import rehearse
 from anybatch.planner.forecast import Forecast, merged, total
 from anybatch.planner.notes import Alone, Notes, shapes_of_moments
+
+INPUTS = "inputs"
+"""The owner of a micro-batch on the device."""
 
 GRADIENTS = "gradients"
 """The owner of the sums in ``.grad``, as `anybatch.planner.rehearse` counts them."""
@@ -112,7 +113,7 @@ def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None
 def _alike(foreseen: Forecast, case: Case) -> bool:
     """Return whether a single lane behaves like each of many."""
     elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
-    if elsewhere or not case.trains or not accelerator.of(type_of(case.device)).host:
+    if elsewhere or not case.trains:
         return False
     half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between turns
     return not half and not torch.is_autocast_enabled(case.device.type)
@@ -224,6 +225,8 @@ class Turns:
             column = line.owners.index(GRADIENTS)
             live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
         kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
+        if INPUTS in line.owners:  # copied to the device, where each lane has its own
+            apart += int(live[0, line.owners.index(INPUTS)])
         turns, storages = self._numbers(len(events)), tuple(self._storages)
         each = tuple(self._makes), tuple(self._shared)
         return Lane(kept, untouched, apart, turns, self._stays, *each, storages)

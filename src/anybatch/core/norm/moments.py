@@ -72,20 +72,31 @@ def moments_of(x: Tensor) -> Moments:
 
     An empty tensor has count 0 and moments 0.
 
-    Memory: on the CPU a copy, in the precision of the sums, of `CACHED` bytes of rows or one row.
-    Of float32 and float64 that is no more than the normalised rows that come next, so a budget
-    that counts those need not see it.
+    Memory: on the CPU a copy, in the precision of the sums, of `CACHED` bytes of rows or one row;
+    elsewhere one of a quarter of half-precision values. A budget need not see it: it is no more
+    than the normalised rows that come next (on the CPU of float32 and float64), which are counted.
     """
     count = x.numel() // max(x.shape[1], 1)
     if count == 0:
         zeros = x.new_zeros(x.shape[1], dtype=accumulated(x.dtype))
         return Moments(0, zeros, zeros)
     if not of(x.device).host:
-        over = [d for d in range(x.dim()) if d != 1]
-        variance, mean = torch.var_mean(x.to(accumulated(x.dtype)), over, correction=0)
-        return Moments(count, mean, variance * count)
+        long = max((d for d in range(x.dim()) if d != 1), key=lambda d: x.shape[d])
+        pieces = x.chunk(QUARTERS, long) if x.dtype in HALF else (x,)
+        return reduce(merged, map(_on_device, pieces))
     rows = max(1, CACHED // (x[0].numel() * accumulated(x.dtype).itemsize))
     return reduce(merged, map(_in_cache, torch.split(x, rows)))
+
+
+QUARTERS = 4
+"""Pieces of half-precision values that are widened one after another on a device."""
+
+
+def _on_device(x: Tensor) -> Moments:
+    over = [d for d in range(x.dim()) if d != 1]
+    variance, mean = torch.var_mean(x.to(accumulated(x.dtype)), over, correction=0)
+    count = x.numel() // x.shape[1]
+    return Moments(count, mean, variance * count)
 
 
 CACHED = 1 << 19
