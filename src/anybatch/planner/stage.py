@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anybatch.core import tree
@@ -126,6 +127,7 @@ def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
         "buffers": tensors_of(modules, "_buffers"),
         FOREIGN: [p for p in every if id(p) in case.paged],
     }
+    torch.clear_autocast_cache()  # casts of weights are made again, and counted, as in a step
     with (
         quietly(),
         put_back(case) as before,

@@ -19,6 +19,7 @@ from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss.watched import Watched
 from anybatch.memory.meter import Meter
 from anybatch.planner import rehearse, updates
+from anybatch.planner.ladder import FAKE
 from anybatch.planner.probe import seconds
 
 
@@ -199,3 +200,19 @@ def test_beside_a_lane_what_waits_has_no_parameters_of_its_own() -> None:
     assert last.peak_bytes is not None
     states = sum(p.numel() * p.element_size() for p in model.parameters())
     assert last.peak_bytes <= memory.predicted <= memory.floor + memory.whole - states
+
+
+def test_the_casts_of_weights_are_counted_in_every_rehearsal() -> None:
+    """The second of two found those of the first, so their events differed: a guess remained."""
+    torch.manual_seed(0)
+    model, x, y = MLP(64, 256, 5), torch.randn(64, 64), torch.randint(5, (64,))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)  # whose casts are kept, too
+        plan = anybatch.plan(model, F.cross_entropy, (x, y), memory="64MiB", timed=False)
+        engine = anybatch.Engine(model, F.cross_entropy, plan=plan)
+        model.zero_grad()
+        with Meter(torch.device("cpu"), {"all": model.parameters()}) as meter:
+            engine.backward(x, y)
+    assert plan.memory is not None
+    assert plan.memory.how == FAKE
+    assert plan.memory.predicted == meter.peak
