@@ -106,9 +106,9 @@ def plan(
         network: what carries gradients between GPUs, in bits a second: "10Gbit". Default None:
             summing them is taken to cost nothing, and the plan says so.
         device: a CUDA device that is not there, by the size of its memory: "cuda:24GiB". The model
-            and the batch stay on the host; the dry run counts what that device would, nothing is
-            timed, and the plan says what was assumed and what was not measured. Default None: the
-            device that the model is on.
+            and the batch stay on the host; the dry run counts what that device would, under CUDA's
+            autocast where it is on; nothing is timed, and the plan says what was assumed and what
+            was not measured. Default None: the device that the model is on.
 
     Returns:
         The plan; give it to ``Engine(plan=...)`` to have it obeyed.

@@ -29,6 +29,7 @@ from anybatch.engine.engine import Engine
 from anybatch.errors import BudgetError
 from anybatch.memory.spill import takes
 from anybatch.offload.states.planned import plan_away, states_of
+from anybatch.planner.autocast import autocast_of_absent
 from anybatch.planner.sharing import shared
 from anybatch.tools.profile import step_seconds
 
@@ -134,9 +135,10 @@ class Question:
     ) -> Plan:
         """Return the plan for a device that is not there: a dry run on the host, not timed."""
         refuse_absent(device, self.model, self.memory, workspace)
-        with planned_for(device), _without_onednn():
+        with planned_for(device), _without_onednn(), autocast_of_absent() as autocast:
             found = self._with_states(partial(self._foresee, None, timed=False), states)
-        return replace(found, device=device)
+        unknown = (*device.not_measured, *autocast.not_measured())
+        return replace(found, device=replace(device, not_measured=unknown))
 
     def engine_of(self, plan: Plan) -> Engine:
         """Return the engine that has foreseen a plan that was an answer."""
