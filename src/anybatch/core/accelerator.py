@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anybatch.core.memory_errors import out_of_memory
 from anybatch.errors import NotYetError
 
 States = tuple[tuple[str, Tensor], ...]
@@ -42,6 +43,10 @@ GENERIC = {
     "synchronize": "synchronize",
 }
 """Functions of a module, and those of ``torch.accelerator`` that do the same."""
+
+
+FAILURES = (RuntimeError, AttributeError, AssertionError, TypeError)
+"""Errors of functions that a build of torch, or a package, has by name alone."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class Accelerator:
     def __init__(self, kind: str) -> None:
         self.type = kind
         self.facts = FACTS.get(kind, Facts(float64=None))
+        self._draws_again = False
 
     @property
     def module(self) -> Any:
@@ -116,7 +122,7 @@ class Accelerator:
         """
         try:
             return torch.get_device_module(self.type)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError, ImportError) as error:
             raise NotYetError(
                 f"a device of type {self.type} must have a module in torch, and torch.{self.type} "
                 "is not there: import the package that brings it, or train on the CPU"
@@ -131,8 +137,21 @@ class Accelerator:
             values: arguments before the device.
 
         Raises:
-            NotYetError: neither has it.
+            NotYetError: neither has it, or it fails otherwise than for memory or in a kernel.
         """
+        found = self._function(name)
+        try:
+            return found(*values) if device is None else found(*values, device)
+        except FAILURES as error:
+            if isinstance(error, torch.AcceleratorError) or out_of_memory(error):
+                raise
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise NotYetError(
+                f"a device of type {self.type} must have {name}, and that of torch.{self.type} "
+                f"fails ({said}): train on another device, or on the CPU"
+            ) from error
+
+    def _function(self, name: str) -> Any:
         found = getattr(self.module, name, None)
         if found is None and name in GENERIC and _built() == self.type:
             found = getattr(torch.accelerator, GENERIC[name], None)
@@ -141,21 +160,32 @@ class Accelerator:
                 f"a device of type {self.type} must have {name}, and torch.{self.type} has not: "
                 "train on another device, or on the CPU"
             )
-        return found(*values) if device is None else found(*values, device)
+        return found
 
     def has(self, *names: str) -> bool:
-        """Say whether the module has all of these."""
-        return all(hasattr(self.module, name) for name in names)
+        """Say whether torch has the module, and the module all of these."""
+        try:
+            module = self.module
+        except NotYetError:
+            return False
+        return all(hasattr(module, name) for name in names)
+
+    def _says(self, name: str) -> bool | None:
+        """Return the answer of a function that takes no device; None where there is none."""
+        try:
+            return bool(self.call(name)) if self.has(name) else None
+        except NotYetError:
+            return None
 
     @property
     def available(self) -> bool:
-        """Whether torch can use one here."""
-        return self.has("is_available") and bool(self.module.is_available())
+        """Whether torch can use one here; a module that fails to tell has none."""
+        return bool(self._says("is_available"))
 
     @property
     def in_use(self) -> bool:
         """Whether this process has used such a device; on MPS, whether one is available."""
-        return bool(self.module.is_initialized() if self.has("is_initialized") else self.available)
+        return bool(self._says("is_initialized")) if self.has("is_initialized") else self.available
 
     @property
     def count(self) -> int:
@@ -165,7 +195,7 @@ class Accelerator:
     def choose(self, device: torch.device) -> None:
         """Make a device the present one of this thread."""
         if self.has("set_device"):
-            self.module.set_device(device)
+            self.call("set_device", device)
 
     @property
     def backend(self) -> str:
@@ -175,7 +205,7 @@ class Accelerator:
     def describe(self, device: torch.device | None = None) -> str:
         """Return the name of a device's product; the type where the module has none."""
         return (
-            str(self.module.get_device_name(device)) if self.has("get_device_name") else self.type
+            str(self.call("get_device_name", device)) if self.has("get_device_name") else self.type
         )
 
     @property
@@ -193,7 +223,7 @@ class Accelerator:
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Return a context in which kernels go to a stream."""
-        found: AbstractContextManager[Any] = self.module.stream(stream)
+        found: AbstractContextManager[Any] = self.call("stream", None, stream)
         return found
 
     def event(self) -> Any:
@@ -212,14 +242,14 @@ class Accelerator:
     @property
     def capturing(self) -> bool:
         """Whether the present stream is captured as a graph."""
-        return self.has("is_current_stream_capturing") and bool(
-            self.module.is_current_stream_capturing()
-        )
+        name = "is_current_stream_capturing"
+        return self.has(name) and bool(self.call(name))
 
     @property
     def allocator(self) -> str:
         """The allocator's name where it can be chosen, such as "native"; else empty."""
-        return str(self.module.get_allocator_backend()) if self.has("get_allocator_backend") else ""
+        name = "get_allocator_backend"
+        return str(self.call(name)) if self.has(name) else ""
 
     def allocated(self, device: torch.device) -> int:
         """Return the bytes of all tensors on a device."""
@@ -261,10 +291,8 @@ class Accelerator:
             return max(0, total - self.reserved(device)), total
         try:
             free, total = self.call("mem_get_info", device)
-        except RuntimeError as error:
-            if isinstance(error, NotYetError) or "querying" in str(error):
-                raise self._silent(device) from error
-            raise
+        except NotYetError as error:
+            raise self._silent(device) from error
         return int(free), int(total)
 
     def left(self, device: torch.device) -> int:
@@ -273,8 +301,11 @@ class Accelerator:
 
     def limit(self, nbytes: int, device: torch.device) -> None:
         """Let the allocator take no more than this of a device."""
-        total = self.module.get_device_properties(device).total_memory
-        self.call("set_per_process_memory_fraction", device, min(1.0, nbytes / total))
+        name = "get_device_properties"
+        sized = self.indexed and self.has(name)
+        total = self.call(name, device).total_memory if sized else self.memory(device)[1]
+        there = device if self.indexed else None
+        self.call("set_per_process_memory_fraction", there, min(1.0, nbytes / total))
 
     def _silent(self, device: torch.device) -> NotYetError:
         return NotYetError(
@@ -294,7 +325,7 @@ class Accelerator:
     def random_states(self) -> States:
         """Return those of all devices of this type."""
         if self.has("get_rng_state_all"):
-            found = self.module.get_rng_state_all()
+            found = self.call("get_rng_state_all")
         else:
             found = [self.random_state(torch.device(self.type, i)) for i in range(self.count)]
         return tuple((f"{self.type}:{i}", state) for i, state in enumerate(found))
@@ -308,12 +339,32 @@ class Accelerator:
         one = self.has("manual_seed") and not self.has("manual_seed_all") and self.count == 1
         self.call("manual_seed" if one else "manual_seed_all", None, seed)
 
+    def generators(self) -> States:
+        """Return the states of all generators, which can be put back and seeded, too.
+
+        Raises:
+            NotYetError: one of these does not work: draws there could not be made again.
+        """
+        states = self.random_states()
+        if not self._draws_again:  # tried once, and nothing is left of it
+            self._put_back(states)
+            try:
+                self.seed(0)
+            finally:
+                self._put_back(states)
+            self._draws_again = True
+        return states
+
+    def _put_back(self, states: States) -> None:
+        for name, state in states:
+            self.put_random_state(state, torch.device(name))
+
     def has_float64(self, device: torch.device) -> bool:
         """Say whether a device has float64."""
         if self.facts.float64 is not None:
             return self.facts.float64
         if self.has("get_device_properties"):
-            return bool(getattr(self.module.get_device_properties(device), "has_fp64", True))
+            return bool(getattr(self.call("get_device_properties", device), "has_fp64", True))
         return True
 
     def clear_workspaces(self) -> None:

@@ -7,12 +7,14 @@ of it, and a process that has used CUDA cannot fork.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 
-from anybatch.core.accelerator import DEFAULT, FACTS, HOST, Accelerator, States, known, of
+from anybatch.core.accelerator import DEFAULT, HOST, Accelerator, States, known, of
+from anybatch.errors import NotYetError
 
 
 def in_use() -> list[Accelerator]:
@@ -21,8 +23,28 @@ def in_use() -> list[Accelerator]:
 
 
 def random_states() -> States:
-    """Return the states of the generators of all accelerators in use."""
-    return tuple(state for one in in_use() for state in one.random_states())
+    """Return the states of the generators of all accelerators in use.
+
+    Those of a type without all verbs of generators are left out; a step there is refused.
+    """
+    return tuple(state for _, states in _with_generators() for state in states)
+
+
+def _with_generators() -> Iterator[tuple[Accelerator, States]]:
+    for one in in_use():
+        with suppress(NotYetError):
+            yield one, one.generators()
+
+
+def require_generators(devices: Iterable[torch.device]) -> None:
+    """Require that the generators of devices can be stored, put back and seeded.
+
+    Raises:
+        NotYetError: those of one cannot.
+    """
+    for name in dict.fromkeys(device.type for device in devices):
+        if not of(name).host:
+            of(name).generators()
 
 
 def put_random_states(states: States) -> None:
@@ -33,7 +55,7 @@ def put_random_states(states: States) -> None:
 
 def seed(number: int) -> None:
     """Seed the generators of all accelerators in use."""
-    for one in in_use():
+    for one, _ in _with_generators():
         one.seed(number)
 
 
@@ -48,7 +70,8 @@ def clear_workspaces() -> None:
 
 def autocast_types() -> tuple[str, ...]:
     """Return the device types for which a user may have switched on autocast."""
-    return (HOST.type, *(one.type for one in known()))
+    every = (HOST.type, *(one.type for one in known()))
+    return tuple(filter(torch.amp.is_autocast_available, every))
 
 
 def streams() -> list[tuple[Accelerator, Any]]:
@@ -59,11 +82,18 @@ def streams() -> list[tuple[Accelerator, Any]]:
     """
     found = list[tuple[Accelerator, Any]]()
     for one in in_use():
-        if one.streams:
-            every = [one.current_stream(torch.device(one.type, k)) for k in range(one.count)]
-            found += [(one, each) for each in every if getattr(each, "stream_id", 0)]
-            found.append((one, one.current_stream()))
+        with suppress(NotYetError):  # a link to such a device asks for the same, and is refused
+            found += _streams(one) if one.streams else []
     return found
+
+
+def _streams(one: Accelerator) -> list[tuple[Accelerator, Any]]:
+    every = [one.current_stream(torch.device(one.type, k)) for k in range(one.count)]
+    entered = [each for each in every if getattr(each, "stream_id", 0)]
+    found = [*entered, one.current_stream()]
+    for each in found:
+        one.on(each)  # or none of them could be entered
+    return [(one, each) for each in found]
 
 
 def default_device() -> torch.device:
@@ -73,15 +103,16 @@ def default_device() -> torch.device:
 
 def with_plans() -> list[str]:
     """Return the host, and the available device types with an allocator that reports peaks."""
-    return [HOST.type, *(kind for kind in FACTS if of(kind).peaks and of(kind).available)]
+    return [HOST.type, *(one.type for one in known() if one.peaks and one.available)]
 
 
 def forked() -> AbstractContextManager[None]:
     """Return a context after which torch's generators are as they were before."""
-    there = next((one for one in map(of, FACTS) if one.count), HOST)
-    if there is HOST:
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=range(there.count), device_type=there.type)
+    for one in known():
+        with suppress(NotYetError):
+            if one.available and one.count and one.generators():
+                return torch.random.fork_rng(devices=range(one.count), device_type=one.type)
+    return torch.random.fork_rng(devices=[])
 
 
 def carrier(config: str) -> torch.device:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from anybatch.core.accelerators import require_generators
 from anybatch.core.meeting import in_a_meeting
 from anybatch.engine.crew import several
 from anybatch.errors import AnybatchError, NotExactError, NotYetError
@@ -92,12 +94,14 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
         )
 
 
-def refuse_place(*, outside: bool) -> None:
+def refuse_place(model: nn.Module, *, outside: bool) -> None:
     """Refuse a step with parameters resident against its plan, or offloaded over ranks.
 
     Args:
+        model: it must be on devices with random generators that can be stored.
         outside: the plan has them leave, and the step is not where they do.
     """
+    require_generators(tensor.device for tensor in chain(model.parameters(), model.buffers()))
     if outside:
         raise ValueError(
             "a plan in which parameters leave is for a training inside `with engine.states:`, "

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch import Engine
 from anybatch.core import accelerator, accelerators
 from anybatch.core.accelerator import of
 from anybatch.core.norm import moments
@@ -126,6 +129,8 @@ def hpu() -> SimpleNamespace:
 def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
     found = {"xpu": xpu(), "mps": mps(), "hpu": hpu()}
     real = torch.get_device_module
+    made = cache(accelerator._of.__wrapped__)  # what was tried of torch's own is not known of these
+    monkeypatch.setattr(accelerator, "_of", made)
 
     def module(kind: Any) -> Any:
         return found[str(kind)] if str(kind) in found else real(kind)
@@ -211,6 +216,144 @@ def test_what_a_module_has_not_is_refused_by_name(modules: dict[str, SimpleNames
         of("hpu").allocated(torch.device("hpu"))
     with pytest.raises(NotYetError, match="a device of type ipu must have a module in torch"):
         of("ipu").synchronise(torch.device("cpu"))
+
+
+PUBLIC: dict[str, Callable[[Any, torch.device], Any]] = {
+    "available": lambda one, _: one.available,
+    "in_use": lambda one, _: one.in_use,
+    "count": lambda one, _: one.count,
+    "choose": lambda one, device: one.choose(device),
+    "describe": lambda one, device: one.describe(device),
+    "streams": lambda one, _: one.streams,
+    "stream": lambda one, device: one.stream(device),
+    "current_stream": lambda one, device: one.current_stream(device),
+    "on": lambda one, _: one.on(Stream()),
+    "event": lambda one, _: one.event(),
+    "synchronise": lambda one, device: one.synchronise(device),
+    "capturing": lambda one, _: one.capturing,
+    "allocator": lambda one, _: one.allocator,
+    "allocated": lambda one, device: one.allocated(device),
+    "reserved": lambda one, device: one.reserved(device),
+    "peaks": lambda one, _: one.peaks,
+    "peak": lambda one, device: one.peak(device),
+    "reset_peak": lambda one, device: one.reset_peak(device),
+    "memory": lambda one, device: one.memory(device),
+    "left": lambda one, device: one.left(device),
+    "limit": lambda one, device: one.limit(MIB, device),
+    "random_state": lambda one, device: one.random_state(device),
+    "put_random_state": lambda one, device: one.put_random_state(torch.zeros(1), device),
+    "random_states": lambda one, _: one.random_states(),
+    "generators": lambda one, _: one.generators(),
+    "seed": lambda one, _: one.seed(3),
+    "has_float64": lambda one, device: one.has_float64(device),
+    "clear_workspaces": lambda one, _: one.clear_workspaces(),
+    "cudnn": lambda one, _: one.cudnn,
+}
+"""Every verb of an accelerator that asks its module."""
+
+MADE = {"xpu": xpu, "mps": mps, "hpu": xpu}
+"""Modules with all that is asked of their type; the type that nobody knows has what XPU has."""
+
+
+def fails(*_args: object, **_named: object) -> Any:
+    raise RuntimeError("PyTorch is not linked with support for such devices")
+
+
+def broken() -> Iterator[tuple[str, str, bool]]:
+    """Each function of each module, once missing and once failing, and the module itself."""
+    for kind, make in MADE.items():
+        yield kind, "", False
+        for name in vars(make()):
+            yield from ((kind, name, missing) for missing in (True, False))
+
+
+@pytest.fixture(params=list(broken()), ids=lambda one: "-".join(map(str, one)))
+def half(
+    request: pytest.FixtureRequest,
+    modules: dict[str, SimpleNamespace],
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[str, str]:
+    """A type of device whose module lacks a function, or has one that fails; or that has none."""
+    kind, name, missing = request.param
+    modules.update((each, make()) for each, make in MADE.items())
+    if not name:
+        modules.pop(kind)
+        monkeypatch.setattr(torch, "get_device_module", partial(_module, modules))
+    elif missing:
+        delattr(modules[kind], name)
+    else:
+        setattr(modules[kind], name, fails)
+    return kind, name
+
+
+def _module(modules: dict[str, SimpleNamespace], kind: Any) -> Any:
+    if str(kind) not in modules:
+        raise RuntimeError(f"Device '{kind}' does not have a corresponding module registered")
+    return modules[str(kind)]
+
+
+def test_every_verb_is_in_the_table() -> None:
+    asked = {name for name in vars(accelerator.Accelerator) if not name.startswith("_")}
+    apart = {"module", "call", "has", "host", "facts", "type", "backend", "indexed"}
+    assert asked - apart == set(PUBLIC)
+
+
+def test_each_verb_works_or_is_refused_by_name(half: tuple[str, str]) -> None:
+    kind, _ = half
+    for verb, do in PUBLIC.items():
+        try:
+            do(of(kind), torch.device(kind))
+        except NotYetError as error:
+            said = str(error)
+            named = rf"a device of type {kind} must have \w+.*train on|on {kind}: give memory="
+            assert re.search(named, said), verb
+
+
+def test_a_step_on_the_host_does_not_care(half: tuple[str, str]) -> None:
+    del half
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    x, y = torch.randn(12, 6), torch.randint(3, (12,))
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    engine.backward(x, y)
+    assert engine.last is not None
+    assert engine.last.micro_batch == 4
+    accelerators.seed(3)
+    assert accelerators.with_plans()[0] == "cpu"
+
+
+def test_a_step_is_refused_on_a_device_whose_generators_cannot_be_kept(
+    modules: dict[str, SimpleNamespace],
+) -> None:
+    for name in ("get_rng_state", "set_rng_state", "manual_seed"):
+        modules["mps"] = mps()
+        delattr(modules["mps"], name)
+        asked = "manual_seed_all" if name == "manual_seed" else name
+        with pytest.raises(NotYetError, match=f"a device of type mps must have {asked}, and"):
+            accelerators.require_generators([torch.device("cpu"), torch.device("mps")])
+    accelerators.require_generators([torch.device("cpu"), torch.device("xpu")])
+
+
+def test_a_limit_is_a_share_of_what_the_device_has(modules: dict[str, SimpleNamespace]) -> None:
+    shares: dict[str, tuple[Any, ...]] = {}
+    for kind, total in (("xpu", 128), ("mps", 100)):
+        modules[kind].set_per_process_memory_fraction = lambda *given, kind=kind: shares.update(
+            {kind: given}
+        )
+        of(kind).limit(total * MIB // 4, torch.device(kind))
+    assert shares == {"xpu": (0.25, torch.device("xpu")), "mps": (0.25,)}
+    with pytest.raises(NotYetError, match="memory= must be given"):
+        of("hpu").limit(MIB, torch.device("hpu"))
+
+
+def test_memory_that_runs_out_is_not_a_missing_verb(modules: dict[str, SimpleNamespace]) -> None:
+    def full(_device: Any) -> None:
+        raise RuntimeError("XPU out of memory. Tried to allocate 2 GiB")
+
+    modules["xpu"].synchronize = full
+    with pytest.raises(RuntimeError, match="XPU out of memory") as caught:
+        of("xpu").synchronise(torch.device("xpu"))
+    assert type(caught.value) is RuntimeError
 
 
 def test_what_torch_has_for_all_types_is_asked(
