@@ -6,6 +6,7 @@ import torch
 
 from anybatch.cli.faults import SettingsError
 from anybatch.core.absent import AbsentDevice, absent, parse_device
+from anybatch.core.accelerator import of
 from anybatch.core.accelerators import default_device
 
 
@@ -28,13 +29,23 @@ def find_device(name: str | None) -> torch.device:
         return default_device()
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise SettingsError(
-            f"device must be one that torch can use here; got {name!r} ({_first_line(error)}). "
-            "Leave --device out to have it chosen."
-        ) from error
+        dataless = torch.empty(0, device=device).is_meta
+        there = of(device)
+        missing = not there.host and (device.index or 0) >= there.count
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+        raise _unusable(name, _first_sentence(error)) from error
+    if dataless:
+        raise _unusable(name, "its tensors have no data")
+    if missing:
+        raise _unusable(name, f"of type {there.type} there are {there.count}, counted from 0")
     return device
+
+
+def _unusable(name: str, reason: str) -> SettingsError:
+    return SettingsError(
+        f"device must be one that torch can use here; got {name!r} ({reason}). "
+        "Leave --device out to have it chosen."
+    )
 
 
 def absent_device(name: str | None) -> AbsentDevice | None:
@@ -64,5 +75,6 @@ def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bo
         )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+def _first_sentence(error: BaseException) -> str:
+    said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+    return said[0].split(". ")[0].rstrip(".")

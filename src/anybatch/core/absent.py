@@ -111,7 +111,8 @@ def parse_device(text: str) -> AbsentDevice | None:
     if kind != CUDA:
         raise ValueError(
             f"a device that is not there must be a CUDA device with the size of its memory, such "
-            f'as "cuda:24GiB", and it is {text!r}: for another one name it, and give memory='
+            f'as "cuda:24GiB", and it is {text!r}: write it like that; a device of another type '
+            "has no size, so name its type alone, and give memory="
         )
     try:
         return AbsentDevice(size, parse_bytes(size, "device"))

@@ -81,14 +81,15 @@ SIZE = 'the size of a device must be bytes such as in "cuda:24GiB", and it is '
                 "device must be a CUDA device with the size of its memory, such as "
                 f'"cuda:24GiB", and it is {one!r}: leave it out',
             )
-            for one in (torch.device("cuda"), 0, b"cuda:1GiB")
+            for one in (torch.device("cuda"), 0, b"cuda:1GiB", "", "tpu", "meta", "cuda:24")
         ),
         ({"device": "cuda:2Gx"}, SIZE + "'2Gx' in 'cuda:2Gx'"),
         ({"device": "cuda:0B"}, SIZE + "'0B' in 'cuda:0B'"),
         (
             {"device": "mps:16GiB"},
             "a device that is not there must be a CUDA device with the size of its memory, such as "
-            "\"cuda:24GiB\", and it is 'mps:16GiB': for another one name it, and give memory=",
+            "\"cuda:24GiB\", and it is 'mps:16GiB': write it like that; a device of another "
+            "type has no size, so name its type alone, and give memory=",
         ),
         (
             {"device": "cuda:0"},
