@@ -7,7 +7,7 @@ of it, and a process that has used CUDA cannot fork.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -36,15 +36,15 @@ def _with_generators() -> Iterator[tuple[Accelerator, States]]:
             yield one, one.generators()
 
 
-def require_generators(devices: Iterable[torch.device]) -> None:
-    """Require that the generators of devices can be stored, put back and seeded.
+def require_generators(device: torch.device) -> None:
+    """Require that the generators of a device's type can be stored, put back and seeded.
 
     Raises:
-        NotYetError: those of one cannot.
+        NotYetError: they cannot.
     """
-    for name in dict.fromkeys(device.type for device in devices):
-        if not of(name).host:
-            of(name).generators()
+    there = of(device)
+    if not there.host:
+        there.generators()
 
 
 def put_random_states(states: States) -> None:

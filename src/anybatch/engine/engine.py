@@ -300,7 +300,7 @@ class Engine:
         """Refuse a step with parameters resident against its plan, or offloaded over ranks."""
         states = self._states
         outside = states is not None and states.paged and not states.entered
-        refuse_place(self._given.model, outside=outside)
+        refuse_place(self._given.device, outside=outside)
 
     def _arranged(
         self,
@@ -403,7 +403,7 @@ class Engine:
             self._spill.refuse_on(self._given.device)
             if self._planner is not None:
                 self._planner.spill = self._spill
-        refuse_place(self._given.model, outside=False)
+        refuse_place(self._given.device, outside=False)
         run = partial(self._foresee, inputs, targets, timed=timed)
         with self._convolutions.step(waits=True):
             return self._given.reach.again(partial(self._crew.foreseeing, run))

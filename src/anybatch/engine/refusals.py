@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import chain
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -94,14 +94,14 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
         )
 
 
-def refuse_place(model: nn.Module, *, outside: bool) -> None:
+def refuse_place(device: torch.device, *, outside: bool) -> None:
     """Refuse a step with parameters resident against its plan, or offloaded over ranks.
 
     Args:
-        model: it must be on devices with random generators that can be stored.
+        device: of the model; it must have random generators that can be stored.
         outside: the plan has them leave, and the step is not where they do.
     """
-    require_generators(tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    require_generators(device)
     if outside:
         raise ValueError(
             "a plan in which parameters leave is for a training inside `with engine.states:`, "

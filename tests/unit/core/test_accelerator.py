@@ -330,8 +330,9 @@ def test_a_step_is_refused_on_a_device_whose_generators_cannot_be_kept(
         delattr(modules["mps"], name)
         asked = "manual_seed_all" if name == "manual_seed" else name
         with pytest.raises(NotYetError, match=f"a device of type mps must have {asked}, and"):
-            accelerators.require_generators([torch.device("cpu"), torch.device("mps")])
-    accelerators.require_generators([torch.device("cpu"), torch.device("xpu")])
+            accelerators.require_generators(torch.device("mps"))
+    for name in ("cpu", "xpu"):
+        accelerators.require_generators(torch.device(name))
 
 
 def test_a_limit_is_a_share_of_what_the_device_has(modules: dict[str, SimpleNamespace]) -> None:
