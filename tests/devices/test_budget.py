@@ -21,6 +21,8 @@ from anybatch.tools.exactness import error_of
 N = 96
 ABOVE = 1.02
 """A forecast is at most so many times what a step holds."""
+SMALL = 8192
+"""Bytes of scalars, a block of 512 each, that it may be more in any case."""
 
 ABOVE_IN_LANES = 1.2
 """The same of lanes, for which whole storages leave: room that is smaller than one stays empty."""
@@ -141,33 +143,104 @@ def small() -> nn.Module:
 class Words(nn.Module):
     """Scores of many words at each of some places."""
 
+    def __init__(self, put: Any = lambda scores: scores.transpose(1, 2), words: int = 2000) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(words, 64), nn.Linear(64, words)
+        self.put = put
+
+    def forward(self, x: Tensor) -> Any:
+        """[n, T] -> [n, V, T], or as they are `put`."""
+        return self.put(self.last(self.table(x)))
+
+
+class Boxes(nn.Module):
+    """Two maps of an image, and its mean colours, which no loss reads."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.last = nn.Embedding(8000, 64), nn.Linear(64, 8000)
+        self.one, self.other = (nn.Conv2d(3, c, 3, padding=1) for c in (32, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[n, T] -> [n, V, T]."""
-        return self.last(self.table(x)).transpose(1, 2)
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.one(x), self.other(x), x.mean((2, 3))
 
 
-def above(stand_in: Any, model: nn.Module, batch: Any, **asked: Any) -> int:
-    """Return by how many bytes a first step holds more than was foreseen.
+def by_word(scores: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=3)
+
+
+def by_count(scores: Tensor, targets: Tensor) -> Tensor:
+    """Return a mean over some words, of how many only all samples tell."""
+    each, some = F.cross_entropy(scores.transpose(1, 2), targets, reduction="none"), targets > 50
+    return (each * some).sum() / some.sum()
+
+
+def of_boxes(outputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> Tensor:
+    return F.l1_loss(outputs[0], targets[0]) + F.l1_loss(outputs[1], targets[1])
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    z = F.normalize(outputs, dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, targets)
+
+
+def words(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(2000, (n, 16)), torch.randint(2000, (n, 16))
+
+
+def maps(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 3, 32, 32), torch.randint(21, (n, 32, 32))
+
+
+def boxes(n: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return torch.randn(n, 3, 32, 32), (torch.randn(n, 32, 32, 32), torch.randn(n, 8, 32, 32))
+
+
+def numbers(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 16), torch.arange(n)
+
+
+def layers(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, width))
+
+
+OUTPUTS: dict[str, tuple[Any, Any, Any]] = {
+    "words, [n, V, T]": (Words, F.cross_entropy, words),
+    "words, [n, T, V]": (lambda: Words(lambda scores: scores), by_word, words),
+    "words in a mapping": (
+        lambda: Words(lambda scores: {"scores": scores}),
+        lambda outputs, targets: by_word(outputs["scores"], targets),
+        words,
+    ),
+    "words with a count": (lambda: Words(lambda scores: scores), by_count, words),
+    "words, smoothed": (Words, nn.CrossEntropyLoss(label_smoothing=0.1), words),
+    "a map": (lambda: nn.Conv2d(3, 21, 3, padding=1), F.cross_entropy, maps),
+    "boxes": (Boxes, of_boxes, boxes),
+    "numbers": (lambda: layers(4000), F.cross_entropy, numbers),
+    "contrast": (lambda: layers(2000), contrast, numbers),
+}
+"""Models with outputs that are larger than all else, a loss, and rows of n samples."""
+
+
+def held(
+    stand_in: Any, model: nn.Module, batch: Any, loss: Any = F.cross_entropy, **asked: Any
+) -> tuple[int, int]:
+    """Return the bytes that a first step holds, and those that were foreseen.
 
     A function of its own: what an expected failure keeps of its frames would count in later tests.
     """
     stand_in.workspace(0)
-    plan = anybatch.plan(model, F.cross_entropy, batch, timed=False, **asked)
+    plan = anybatch.plan(model, loss, batch, timed=False, **asked)
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
-    Engine(model, F.cross_entropy, plan=plan).backward(*batch)
+    Engine(model, loss, plan=plan).backward(*batch)
     assert plan.memory is not None
-    return torch.cuda.max_memory_allocated() - plan.memory.predicted
+    return torch.cuda.max_memory_allocated(), plan.memory.predicted
 
 
-def above_of_words(stand_in: Any) -> int:
+def held_with_large_outputs(stand_in: Any, name: str, n: int) -> tuple[int, int]:
     torch.manual_seed(0)
-    batch = torch.randint(8000, (16, 32)), torch.randint(8000, (16, 32))
-    return above(stand_in, Words().cuda(), batch, memory="8GiB", micro_batch=2)
+    make, loss, rows = OUTPUTS[name]
+    return held(stand_in, make().cuda(), rows(8), loss, memory="8GiB", micro_batch=n)
 
 
 def refused(stand_in: Any, below: int) -> str:
@@ -227,6 +300,11 @@ def test_planning_below_the_floor_ends_in_a_budget_error(stand_in: Any, below: i
     assert refused(stand_in, below) == "BudgetError"
 
 
-@pytest.mark.xfail(reason="the first look at a model is not rehearsed on the device")
-def test_the_first_step_of_a_language_model_holds_what_was_foreseen(stand_in: Any) -> None:
-    assert above_of_words(stand_in) <= 0
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_first_step_with_large_outputs_holds_what_was_foreseen(
+    stand_in: Any, name: str, n: int
+) -> None:
+    gc.collect()
+    found, foreseen = held_with_large_outputs(stand_in, name, n)
+    assert found <= foreseen <= ABOVE * found + SMALL

@@ -35,6 +35,7 @@ from anybatch.core.hooks import refuse_registered
 from anybatch.core.meeting import looking
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import eager, walk
+from anybatch.core.pieces import difference
 from anybatch.core.rng import Dice
 from anybatch.core.unseen import Unseen
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
@@ -827,20 +828,44 @@ def apart_rows(
     layout: Layout,
     rows: int,
     computed: Iterable[torch.dtype] = (),
+    *,
+    turned: bool = True,
 ) -> str | None:
-    """Say which output differs for the rows that both runs have, if one does."""
-    for (path, a), (_, b), axis in zip(
-        tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=False
-    ):
-        known = a.is_floating_point() or a.is_complex()
-        if axis is None or not known or a.itemsize == 1 or a.layout != torch.strided:
-            continue
-        last = a.narrow(axis, a.shape[axis] - rows, rows).flip(axis)
-        gap, size = _gap(last, b)
+    """Say which output differs for the rows that both runs have, if one does.
+
+    Args:
+        outputs: of some rows.
+        fewer: outputs of the last of these.
+        layout: where both hold the samples.
+        rows: how many are in `fewer`.
+        computed: dtypes of the model. Default: those of its outputs.
+        turned: `fewer` are in reverse order. Default True.
+    """
+    for path, a, b, axis in comparable(outputs, fewer, layout, rows):
+        gap, size = difference(a, b, axis if turned else None)
         eps = max(torch.finfo(dtype).eps for dtype in {a.dtype, *computed})
         if gap > eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25) * size:
             return f"{path} of the same {rows} rows differs by {gap:.2g}"
     return None
+
+
+def comparable(
+    outputs: Any, fewer: Any, layout: Layout, rows: int
+) -> Iterator[tuple[str, Tensor, Tensor, int]]:
+    """Yield each output that can be compared: name, last rows, those of fewer, dimension of rows.
+
+    Args:
+        outputs: of some rows.
+        fewer: outputs of the last of these.
+        layout: where both hold the samples.
+        rows: how many are in `fewer`.
+    """
+    for (path, a), (_, b), axis in zip(
+        tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=False
+    ):
+        known = a.is_floating_point() or a.is_complex()
+        if axis is not None and known and a.itemsize > 1 and a.layout == torch.strided:
+            yield path, a.narrow(axis, a.shape[axis] - rows, rows), b, axis
 
 
 def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, apart: str) -> None:
@@ -849,7 +874,7 @@ def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, ap
     with quietly(), torch.no_grad(), Guard(step):
         again = step.forward(part)
     dice.put_back()
-    last = apart_rows(fewer, _flipped(again, layout), layout, part.size, _computed(step))
+    last = apart_rows(fewer, again, layout, part.size, _computed(step), turned=False)
     if last is None:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {apart} when "
@@ -861,20 +886,3 @@ def _refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, ap
         "keeps state in plain attributes, which every micro-batch would move. Register it as a "
         "buffer, or give micro_batch >= the batch size"
     )
-
-
-def _flipped(outputs: Any, layout: Layout) -> Any:
-    axes = iter(layout)
-
-    def turn(tensor: Tensor) -> Tensor:
-        axis = next(axes, None)
-        return tensor if axis is None else tensor.flip(axis)
-
-    return tree.map_tensors(turn, outputs)
-
-
-def _gap(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Return the largest difference and the largest entry, infinities and NaN aside."""
-    finite = a.isfinite() & b.isfinite()
-    a, b = a[finite].detach(), b[finite].detach()
-    return (float((a - b).abs().max()), float(a.abs().max())) if len(a) else (0.0, 0.0)

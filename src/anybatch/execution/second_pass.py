@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch, count_micro_batches
+from anybatch.core.pieces import difference, equal, places
 from anybatch.core.rng import Dice
 from anybatch.errors import NotReproducibleError
 from anybatch.execution.first_pass import FirstPass, Run
@@ -211,13 +212,25 @@ def shares(
 
 def _same(now: Tensor, before: Tensor) -> bool:
     """Compare the outputs of both passes up to rounding; other draws differ by far more."""
-    if torch.equal(now, before):
-        return True
-    if not now.is_floating_point() or now.shape != before.shape:
+    if now.shape != before.shape:
         return False
-    finite = before[before.isfinite()].abs()
-    bound = torch.finfo(now.dtype).eps ** 0.5 * (float(finite.max()) if len(finite) else 0.0)
-    return torch.allclose(now.detach(), before, rtol=0.0, atol=bound, equal_nan=True)
+    now = now.detach()
+    if equal(now, before):
+        return True
+    if not now.is_floating_point():
+        return False
+    gap, size = difference(before, now)
+    return gap <= torch.finfo(now.dtype).eps ** 0.5 * size and _same_limits(now, before)
+
+
+def _same_limits(now: Tensor, before: Tensor) -> bool:
+    """Say whether two tensors hold infinities and NaN in the same places."""
+    other = torch.zeros((), dtype=torch.bool, device=now.device)
+    for place in places(now.shape):
+        a, b = now[place], before[place]
+        finite, nan = a.isfinite() & b.isfinite(), a.isnan() & b.isnan()
+        other = other | ~(finite | nan | (a == b)).all()
+    return not bool(other)
 
 
 def _not_reproducible(path: str) -> NotReproducibleError:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
 from anybatch.core.functions import keywords
 from anybatch.errors import LossError
@@ -28,7 +27,6 @@ from anybatch.loss.holders import Change, Depth
 from anybatch.loss.repeated import Whole, refuse_hidden
 from anybatch.loss.state import LossState
 from anybatch.loss.watched import silent
-from anybatch.memory.fakes import is_fake
 
 T = TypeVar("T")
 
@@ -42,8 +40,7 @@ class LossCalls:
             list.
         first: the step is the first of its kind, so values are compared. Default True.
         rehearsed: the loss has been called before the step, in rehearsals. Default True.
-        twice: the loss is compared with itself; what a rehearsal measures has no room for that.
-            Default True.
+        twice: the loss is compared with itself. Default True.
 
     Attributes:
         changed: paths of the state that the last call has changed.
@@ -91,8 +88,6 @@ class LossCalls:
         if not self._again or (alone and not self._rehearsed):
             return
         self._again = False
-        if any(is_fake(one) for _, one in tree.tensors(outputs)):
-            return
         restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
         kept = self._state.large_kept, restore
         with self._state.uncounted(self._start), silent():

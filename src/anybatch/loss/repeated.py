@@ -20,6 +20,7 @@ from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
 from anybatch.core.meeting import as_it_is
 from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.pieces import places
 from anybatch.core.rng import Dice
 from anybatch.core.undo import same_values
 from anybatch.errors import LossError
@@ -116,6 +117,13 @@ def _alike(a: Tensor, b: Tensor) -> bool:
         return True
     if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
         return False
-    within = min(MOST, ROUNDING * torch.finfo(a.dtype).eps) * a.abs().nan_to_num().max()
-    apart = (a - b).abs()
-    return bool((apart.nan_to_num() <= within).all()) and torch.equal(a.isnan(), b.isnan())
+    every = list(places(a.shape))
+    largest = torch.stack([a[place].abs().nan_to_num().amax() for place in every]).amax()
+    within = min(MOST, ROUNDING * torch.finfo(a.dtype).eps) * largest
+    return not any(bool(_differs(a[place], b[place], within)) for place in every)
+
+
+def _differs(a: Tensor, b: Tensor, within: Tensor) -> Tensor:
+    """Say whether a number of two pieces differs by more than rounding, or is NaN in only one."""
+    apart = ((a - b).abs().nan_to_num() > within) | (a.isnan() != b.isnan())
+    return apart.any()

@@ -120,7 +120,7 @@ class Forecast:
 
         One sample, or all: a small batch undivided has no sums of gradients beside it.
         """
-        found = {n: max(self.peak(n, size), self.confirm(n, size)) for n in (1, size)}
+        found = {n: max(self.confirm(n, size), self.peak(n, size)) for n in (1, size)}
         n = min(found, key=lambda n: (found[n], n))
         return n, found[n]
 
@@ -140,6 +140,8 @@ class Forecast:
         n = min(self.divided.largest(budget - fixed), size - 1)
         while n > 0 and self.peak(n, size) > budget:  # the look, or the update
             n -= 1 if n <= 8 else n // 8
+        if n == 0 and size > 1 and self.confirm(1, size) <= budget:
+            return 1  # a loss is compared on two rows, where there are two
         return n
 
     def apart(self, n: int, size: int, *, confirmed: bool) -> int:

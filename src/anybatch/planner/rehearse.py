@@ -28,6 +28,7 @@ from anybatch.conv.heard import Hearing
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
 from anybatch.core.norm.alone import AloneNorms, HeardNorms
+from anybatch.core.pieces import rehearse_difference
 from anybatch.distributed.everyone import Absent, Rows
 from anybatch.execution.case import MICRO_BATCHES, Case, Claiming, first_rows
 from anybatch.execution.dice.weigh import Weighing
@@ -35,7 +36,7 @@ from anybatch.execution.discover import discoverer
 from anybatch.execution.gather import COUPLED
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.kinds import bytes_of
-from anybatch.execution.look import layout_of, two_sizes, written
+from anybatch.execution.look import comparable, layout_of, rough_layout, two_sizes, written
 from anybatch.execution.parts import Lap, Parts, feed, laps
 from anybatch.execution.second_pass import pull, shares
 from anybatch.execution.step import Away, Layout, Step
@@ -46,9 +47,6 @@ from anybatch.loss.writes import Writes
 from anybatch.memory.meter import Meter
 from anybatch.memory.timeline import Timeline
 from anybatch.planner.stage import claim_gradients, make_step, metered, own_rows, unharmed
-
-COMPARED = 6
-"""Copies of the fewer outputs that a comparison makes."""
 
 WATCHED = 2
 """Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
@@ -93,11 +91,13 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
         whole, part = two_sizes(step)
         outputs, gathered = step.forward(whole), _gathered_so_far()
         fewer = step.forward(part)
-        layout = layout_of(outputs, fewer, whole.size, part.size) if step.loss.takes_outputs else ()
-        compared = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
-        del compared
+        find = layout_of if step.loss.takes_outputs else rough_layout
+        held = find(outputs, fewer, whole.size, part.size)
+        layout = held if step.loss.takes_outputs else ()
+        for _, _, one, _ in comparable(outputs, fewer, held, part.size):
+            rehearse_difference(one)
         if case.draws:  # what learning them compares is there while forward runs again
-            kept = [t.new_empty((COMPARED, *t.shape)) for _, t in tree.tensors(fewer)]
+            kept = tree.map_tensors(torch.empty_like, fewer)
             step.forward(whole)
             del kept
     copies = written(whole) or written(part)
@@ -257,12 +257,15 @@ def _gathered(step: Step, case: Case, around: Around) -> None:
     del found
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
     with around():
-        every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+        every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size, case.device)
         del kept
         if case.everyone:
             here = every, targets
             size = max(size, case.everyone)
-            every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size)
+            every, targets = (
+                _rows_of_all(step, outputs, size),
+                _targets_of_all(cut, size, case.device),
+            )
             del here
         del outputs
         whole = Rows(every, targets, size, 0, leads=True, here=own)
@@ -299,5 +302,12 @@ def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
     return tree.map_tensors(grown, outputs)
 
 
-def _targets_of_all(few: Any, size: int) -> Any:
-    return tree.map_tensors(lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, few)
+def _targets_of_all(few: Any, size: int, device: torch.device) -> Any:
+    """Return targets of `size` samples like those of a few, which may be on the host."""
+
+    def grown(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor.to(device)
+        return tensor.new_zeros((size, *tensor.shape[1:]), device=device)
+
+    return tree.map_tensors(grown, few)

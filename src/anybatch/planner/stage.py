@@ -151,6 +151,7 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
         gradients=gradients,
         batchnorm=case.batchnorm,
         calls=_calls(case),
+        budgeted=True,
     )
 
 
@@ -163,7 +164,7 @@ def _calls(case: Case) -> LossCalls | None:
     state = case.state
     if state is None or not (state or state.written_by_person):
         return None
-    return LossCalls(state, twice=False)
+    return LossCalls(state, twice=case.fake)  # a real call would count where nothing can undo it
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:

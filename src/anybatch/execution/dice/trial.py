@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import tree
+from anybatch.core.pieces import places
 from anybatch.execution.dice.law import Law
 from anybatch.execution.dice.learning import Mark
 from anybatch.execution.step import Layout
@@ -22,6 +23,10 @@ TRIES = 6
 
 ENOUGH = 2
 """How often it has to show."""
+
+
+Differ = Callable[[Tensor, Tensor], Tensor]
+"""Returns where two pieces differ."""
 
 
 class Trial(NamedTuple):
@@ -67,26 +72,36 @@ class Trial(NamedTuple):
         most = self.call(Mark(self.draw, law, sample, "most", salt))
         return set() if least is None or most is None else self._rows(_others, least, most)
 
-    def _rows(self, differ: Callable[[Tensor, Tensor], Tensor], one: Any, other: Any) -> set[int]:
+    def _rows(self, differ: Callable[[Tensor], Differ], one: Any, other: Any) -> set[int]:
         found: set[int] = set()
         pairs = zip(tree.tensors(one), tree.tensors(other), strict=False)
         for ((_, a), (_, b)), axis in zip(pairs, self.layout, strict=False):
             if axis is None or a.shape != b.shape or a.layout != torch.strided:
                 continue
-            where = differ(a, b).movedim(axis, 0).reshape(a.shape[axis], -1).any(1)
+            differs = differ(a)
+            where = torch.zeros(a.shape[axis], dtype=torch.bool, device=a.device)
+            for place in places(a.shape):
+                rows = differs(a[place], b[place]).movedim(axis, 0)
+                here = place[axis] if axis < len(place) else slice(None)
+                where[here] |= rows.reshape(len(rows), -1).any(1)
             found |= set(where.nonzero().flatten().tolist())
         return found
 
 
-def _nans(a: Tensor, b: Tensor) -> Tensor:
-    return a.isnan() & ~b.isnan()
+def _nans(_: Tensor) -> Differ:
+    return lambda a, b: a.isnan() & ~b.isnan()
 
 
-def _others(a: Tensor, b: Tensor) -> Tensor:
-    """Return where two outputs differ by more than rounding."""
-    if not a.is_floating_point() or a.itemsize == 1:
-        return a != b
-    largest = a.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1.0)
-    gap = (a - b).abs() > torch.finfo(a.dtype).eps ** 0.5 * largest
-    found: Tensor = gap | (a.isnan() != b.isnan())
-    return found
+def _others(every: Tensor) -> Differ:
+    """Return a function that says where two pieces differ by more than rounding.
+
+    Args:
+        every: the first output.
+    """
+    if not every.is_floating_point() or every.itemsize == 1:
+        return torch.ne
+    largest = torch.ones((), dtype=every.dtype, device=every.device)
+    for place in places(every.shape):
+        largest = torch.maximum(largest, every[place].abs().nan_to_num_(0.0, 0.0, 0.0).amax())
+    bound = torch.finfo(every.dtype).eps ** 0.5 * largest
+    return lambda a, b: ((a - b).abs() > bound) | (a.isnan() != b.isnan())
