@@ -186,7 +186,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor.device.type == self._device and (self._fakes or not fake)
 
     def _storages(self, tensor: Tensor) -> Iterator[Any]:
-        return _storages(tensor) if self._counts(tensor) else iter(())
+        return storages(tensor) if self._counts(tensor) else iter(())
 
     def _end(self, key: int, _watch: Any = None) -> None:
         span = self._open.pop(key, None)
@@ -248,7 +248,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _storages(tensor: Tensor) -> Iterator[Any]:
+def storages(tensor: Tensor) -> Iterator[Any]:
     """Yield the storages that hold a tensor's data; a sparse tensor has several."""
     tensor = local(tensor)
     if is_lazy(tensor):

@@ -13,11 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
 from anybatch.core.absent import AbsentDevice, absent, enough
-from anybatch.core.rounding import allocated, rounded
+from anybatch.core.rounding import rounded
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
 from anybatch.execution.case import Case
 from anybatch.memory.limits import left
+from anybatch.memory.meter import storages
 from anybatch.memory.paged import paged
 from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
 from anybatch.planner.ladder import SMALL
@@ -112,5 +113,7 @@ def _bytes_of_states(case: Case) -> int:
                 held[id(tensor)] = tensor
     states = list(held.values())
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
-    here = sum(allocated(t) for t in states if not pages.holds(t)) + pages.here
+    # Weights of a recurrent layer are views of one storage, which is rounded up once.
+    found = {s._cdata: s for t in states if not pages.holds(t) for s in storages(t)}
+    here = sum(rounded(s.nbytes(), s.device) for s in found.values()) + pages.here
     return here + (case.sharded.bytes if case.sharded is not None else 0)

@@ -100,8 +100,8 @@ class Foreseen:
         if found is None:
             bound = kind
             found = _forecast(case, optimizer, room)
-            if not accelerator.of(case.device).host:
-                found = on_cuda(found, case, optimizer, budget=room, size=kind.size)
+        if not accelerator.of(case.device).host:
+            found = on_cuda(found, case, optimizer, budget=room, size=kind.size)
         found = found.with_more("activations", self._more) if self._more else found
         self._known.append((bound, found))
         self._compare(bound, found)
