@@ -237,10 +237,10 @@ def test_planning_on_real_rows_keeps_to_the_budget(counted: Callable[[int], int]
     batch = torch.randn(12, 200), torch.randint(3, (12,))
     memory = anybatch.plan(Reads(), F.cross_entropy, batch, memory="1MiB", timed=False).memory
     assert memory is not None
-    with pytest.raises(BudgetError) as found:  # where less can be tried, more is allowed for
-        Engine(Reads(), F.cross_entropy, memory=memory.floor).backward(*batch)
-    assert found.value.needed < 1.3 * memory.floor
-    budgets = range(found.value.needed, memory.whole + 8192, 8192)
+    with pytest.raises(BudgetError) as found:
+        Engine(Reads(), F.cross_entropy, memory=memory.floor - 1).backward(*batch)
+    assert found.value.needed == memory.floor
+    budgets = range(memory.floor, memory.whole + 8192, 8192)
     between = random.Random(0).sample(budgets[1:-1], counted(len(budgets) - 2))
     for budget in (budgets[0], *between, budgets[-1]):
         engine = Engine(Reads(), F.cross_entropy, memory=budget)

@@ -28,6 +28,9 @@ WORKSPACE = 4096 * 8 * 1024
 HANDLES = 2
 """Of cuBLAS, each with a workspace: that of forward, and that of the thread of backward."""
 
+ASSUMED = HANDLES * WORKSPACE
+"""Bytes of all workspaces of cuBLAS, where none was measured."""
+
 SHARE = 0.95
 """Of what a device has left, a budget where nobody has named one."""
 
@@ -55,7 +58,7 @@ class AbsentDevice:
     size: str
     nbytes: int
     context: int = CONTEXT
-    workspace: int = HANDLES * WORKSPACE
+    workspace: int = ASSUMED
     not_measured: tuple[str, ...] = NOT_MEASURED
 
     @classmethod

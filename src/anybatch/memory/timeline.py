@@ -257,8 +257,8 @@ class AffineTimeline:
 class BentTimeline:
     """Two lines: one for few samples, where kernels round up, and one from `bend` samples on."""
 
-    few: AffineTimeline
-    many: AffineTimeline
+    few: Line
+    many: Line
     bend: int
 
     def at(self, n: int) -> Timeline:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
-from anybatch.core.absent import AbsentDevice, absent, enough
+from anybatch.core.absent import ASSUMED, AbsentDevice, absent, enough
+from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.rounding import rounded
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
@@ -22,7 +23,7 @@ from anybatch.memory.meter import storages
 from anybatch.memory.paged import paged
 from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
 from anybatch.planner.ladder import SMALL
-from anybatch.planner.probe import workspace
+from anybatch.planner.probe import LATE, workspace
 from anybatch.planner.updates import state_bytes
 
 CUBLAS = "cuBLAS"
@@ -46,38 +47,80 @@ def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> Bud
     )
 
 
+def other_tensors(case: Case, optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of tensors on a device that are no states of a step.
+
+    Args:
+        case: the real one.
+        optimizer: whose state is there.
+    """
+    # Those of other threads and streams would count twice: a step makes its own.
+    accelerators.clear_workspaces()
+    states = _bytes_of_states(case) + state_bytes(optimizer)
+    other = accelerator.of(case.device).allocated(case.device) - states
+    # The loss is that of the last step, which `Engine.last` has while the next one runs.
+    return max(0, other) + rounded(LOSS, case.device) + LATE
+
+
+def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
+    """Return the error of a dry run that ran out of a device's memory, within the budget or not."""
+    there = accelerator.of(device)
+    every = there.left(device) + there.allocated(device)
+    return BudgetError(
+        f"a few samples must fit on {device} before a step is planned, and in a dry run of them "
+        f"memory ran out: it has {show_bytes(every)} for all tensors of this process, and "
+        f"{show_bytes(budget)} may be held ({source}). Free memory of the device, or give smaller "
+        "samples or a smaller model, or micro_batch= instead of memory=, which runs nothing before",
+        needed=every + 1,
+        given=budget,
+    )
+
+
 def on_cuda(
     found: Forecast,
+    *,
     case: Case,
     optimizer: torch.optim.Optimizer | None,
-    *,
     budget: int,
     size: int,
 ) -> Forecast:
     """Return the forecast plus the workspace and the other tensors of CUDA's allocator.
 
+    Workspace is measured at one sample, at few, and at the most that fit: what kernels take for few
+    samples is not what more need. Only what fits is run. Where nothing does, or memory runs out, it
+    is that of cuBLAS as it is assumed of a device that is not there.
+
     Args:
         found: without them.
         case: the real one.
         optimizer: whose state is there.
-        budget: bytes: workspace is measured at the most samples that fit, too.
+        budget: bytes.
         size: N_B, samples in the mini-batch.
     """
-    states = _bytes_of_states(case)
-    # Those of other threads and streams would count twice: a step makes its own.
-    accelerators.clear_workspaces()
-    other = accelerator.of(case.device).allocated(case.device) - states - state_bytes(optimizer)
-    of_last_step = rounded(LOSS, case.device)  # which `Engine.last` has while the next one runs
-    found = found.with_more("other tensors", max(0, other) + of_last_step)
+    found = found.with_more("other tensors", other_tensors(case, optimizer))
     measured = dict[int, int]()
-    n = min(SMALL, size)
-    while n and n not in measured:  # what kernels take for few samples is not what more need
-        run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
-        measured[n] = workspace(run, found.look, n, _made_alone(found, n, size))
+    few = [] if found.indivisible else sorted({1, min(SMALL, size)}, reverse=True)
+    while (n := few.pop() if few else found.largest(budget, size)) and n not in measured:
+        if found.peak(n, size) > budget:
+            continue
+        took = _workspace(case, found, n, size)
+        if took is None:
+            return found.with_more(CUBLAS, ASSUMED)
+        measured[n] = took
         most = max(measured.values())
         found = found.with_constant({"workspace": most}) if most else found
-        n = found.largest(budget, size)
-    return found
+    return found if measured else found.with_more(CUBLAS, ASSUMED)
+
+
+def _workspace(case: Case, found: Forecast, n: int, size: int) -> int | None:
+    """Return the bytes of workspace of a micro-batch of `n`; None where memory runs out."""
+    run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
+    try:
+        return workspace(run, found.look, n, _made_alone(found, n, size))
+    except Exception as error:
+        if out_of_memory(error) or n > 1 or size == 1:
+            raise
+    return 0  # the model takes more than one
 
 
 def on_absent(found: Forecast, case: Case, device: AbsentDevice) -> Forecast:

@@ -86,8 +86,8 @@ class Decision:
         if may and way in ("host", "file"):
             asked.refuse_spread()
         may = may and not asked.spread
-        if may and way != "auto":
-            return self._away()
+        if may and way != "auto" and (found := self._away()) is not None:
+            return found
         if may and self._precedent.keeps_away(kind) and (found := self._still_away()) is not None:
             return found
         try:
@@ -97,7 +97,10 @@ class Decision:
             undivided = bound is not None and bound.indivisible
             if not may or undivided or isinstance(error, ScriptedNormError):
                 raise
-            return self._away(failed=error)
+            found = self._away(failed=error)
+            if found is None:
+                raise
+            return found
 
     def _in_memory(self, *, may: bool) -> Allowed:
         """Return how a batch is run with all its saved tensors on the device.
@@ -193,8 +196,12 @@ class Decision:
             spill=self._terms.spill,
         )
 
-    def _away(self, *, failed: Exception | None = None) -> Allowed:
-        """Return the plan with saved tensors offloaded, or raise `failed`, the resident error."""
+    def _away(self, *, failed: Exception | None = None) -> Allowed | None:
+        """Return the plan with saved tensors offloaded; None where it is no better than `failed`.
+
+        It is the error of a step with all of them resident, and its handler raises it again: raised
+        here it would hold this frame, which holds it, and the batch with both.
+        """
         asked, kind = self._asked, self._asked.kind
         foreseen, fresh = self._foreseen.bound(kind), self._precedent.best is None
         if foreseen is None:
@@ -205,25 +212,23 @@ class Decision:
         if kind.lanes and divided and not asked.undivided:
             return self._in_narrow_lanes(leaving.foreseen, failed)
         if failed is not None and ((leaving.whole and n == 0) or not leaving.helps(n)):
-            raise failed
+            return None
         least = leaving.floor(leaving.smallest) if n == 0 else 0
         if isinstance(failed, BudgetError) and failed.needed <= least:
-            raise failed
+            return None
         found = leaving.allowed(n or leaving.smallest, real=fresh)
         self._precedent.sent(n, kind)
         return found
 
-    def _in_narrow_lanes(self, foreseen: Forecast, failed: Exception | None) -> Allowed:
-        """Return the plan in lanes that are paged between kernels.
+    def _in_narrow_lanes(self, foreseen: Forecast, failed: Exception | None) -> Allowed | None:
+        """Return the plan in lanes that are paged between kernels; None where `failed` needs less.
 
         Raises:
-            BudgetError: it cannot be; or what `failed` without, which needs less.
+            BudgetError: it cannot be.
         """
         kind, narrow = self._asked.kind, self._narrow(foreseen)
         if not narrow.possible:  # on real rows one lane would have to fit first
-            if failed is not None:
-                raise failed
-            return self._in_memory(may=False)
+            return None if failed is not None else self._in_memory(may=False)
         fixed = self._precedent.fixed_for(kind)
         if fixed is not None:
             n = fixed
@@ -234,7 +239,7 @@ class Decision:
             found = narrow.allowed(n)
         except BudgetError as error:
             if failed is not None and foreseen.peak(n, kind.size) <= error.needed:
-                raise failed from None
+                return None
             raise
         self._precedent.sent(n, kind)
         return found

@@ -58,13 +58,22 @@ def describe(
         predicted=predicted,
         room=room,
         owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
-        floor=foreseen.peak(1, size),
+        floor=_floor(foreseen, size, confirmed=confirmed),
         whole=foreseen.peak(size, size),
         how=foreseen.how,
         candidates=candidates(foreseen, n, size, timed, budget),
     )
     coupled = foreseen.look.coupled and not lanes
     return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
+
+
+def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int:
+    """Return the bytes of a step in micro-batches of one sample, rehearsed as in an error."""
+    line = foreseen.peak(1, size)
+    try:
+        return max(line, foreseen.confirm(1, size)) if confirmed else line
+    except (ValueError, IndexError):  # the model takes no such micro-batch
+        return line
 
 
 def _shown(

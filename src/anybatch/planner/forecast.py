@@ -45,6 +45,9 @@ DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 SHARE = 24
 """Of the bytes of a look masks hold this part, or less: a byte for a row of a tensor, or a few."""
 
+MASKS = 12
+"""Masks beside that whose block is larger than they are: those of the tensors that are there."""
+
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
 
@@ -140,9 +143,10 @@ class Forecast:
         n = min(self.divided.largest(budget - fixed), size - 1)
         while n > 0 and self.peak(n, size) > budget:  # the look, or the update
             n -= 1 if n <= 8 else n // 8
-        if n == 0 and size > 1 and self.confirm(1, size) <= budget:
-            return 1  # a loss is compared on two rows, where there are two
-        return n
+        if n > 0:
+            return n
+        # A line is a bound: a loss is compared on two rows, where there are two.
+        return next((few for few in (size, 1) if self.confirm(few, size) <= budget), 0)
 
     def apart(self, n: int, size: int, *, confirmed: bool) -> int:
         """Return the bytes of the peak where gradients are summed in an accumulator.
@@ -283,7 +287,7 @@ class Forecast:
     def _masks(self, n: int) -> dict[str, int]:
         """Return owner -> bytes of tensor masks during the first inspection."""
         peak = total(self.looked.at(min(n, 2)).at_peak())
-        return {"activations": peak // SHARE}
+        return {"activations": peak // SHARE + MASKS * self.grain}
 
     def _beside_update(self) -> dict[str, int]:
         """Return owner -> bytes that are live during the update and not its own."""

@@ -13,6 +13,7 @@ all (a count of steps). Two numbers that hold the same show that it is the latte
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from anybatch.core.tree import tensors
 from anybatch.errors import AnybatchError
 from anybatch.execution.case import MICRO_BATCHES, Case, stretched
 from anybatch.execution.kinds import Kind, bytes_of
-from anybatch.planner.budget import on_absent, on_cuda
+from anybatch.planner.budget import on_absent, on_cuda, other_tensors
 from anybatch.planner.forecast import Forecast
 from anybatch.planner.ladder import FAKE, FARTHER, forecast
 
@@ -99,9 +100,9 @@ class Foreseen:
         found = _at(case, bound, optimizer, room) if bound != kind else None
         if found is None:
             bound = kind
-            found = _forecast(case, optimizer, room)
-        if not accelerator.of(case.device).host:
-            found = on_cuda(found, case, optimizer, budget=room, size=kind.size)
+            found = _forecast(case, optimizer, room, kind.size)
+        elif not accelerator.of(case.device).host:
+            found = on_cuda(found, case=case, optimizer=optimizer, budget=room, size=kind.size)
         found = found.with_more("activations", self._more) if self._more else found
         self._known.append((bound, found))
         self._compare(bound, found)
@@ -146,11 +147,17 @@ class Foreseen:
         return max(others, key=lambda forecast: forecast.peak(kind.size, kind.size))
 
 
-def _forecast(case: Case, optimizer: torch.optim.Optimizer | None, room: int) -> Forecast:
+def _forecast(
+    case: Case, optimizer: torch.optim.Optimizer | None, room: int, size: int
+) -> Forecast:
     """Return the forecast, compared with a small real step where its device is there to run it."""
     device = absent()
-    if device is None:
+    if device is None and accelerator.of(case.device).host:
         return forecast(case, optimizer, room=room, verify=True)
+    if device is None:
+        there = partial(on_cuda, case=case, optimizer=optimizer, budget=room, size=size)
+        others = other_tensors(case, optimizer)
+        return forecast(case, optimizer, room=room, verify=True, others=others, on_device=there)
     try:
         found = forecast(case, optimizer, room=room, verify=False)
     except (AnybatchError, MemoryError):

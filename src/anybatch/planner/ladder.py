@@ -15,7 +15,7 @@ Source: design of this project, section 5.5.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain
 
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from anybatch.core import tree
+from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import tensors_of
 from anybatch.core.norm.counters import BatchStatisticsError
 from anybatch.core.optimizers import room_of
@@ -68,6 +69,9 @@ COLLECTIVES = 16384
 FIXED = ("parameters", "buffers", "gradients", "rounding")
 """Owners whose bytes do not depend on the samples."""
 
+OnDevice = Callable[[Forecast], Forecast]
+"""Returns a forecast plus workspace and other tensors of its device."""
+
 FAKE = "two rehearsals on tensors without data"
 REAL = "two rehearsals on a few real rows"
 PEAKS = "a line through measured peaks, and a tenth"
@@ -80,6 +84,8 @@ def forecast(
     *,
     room: int,
     verify: bool,
+    others: int = 0,
+    on_device: OnDevice | None = None,
 ) -> Forecast:
     """Foresee the memory of a step.
 
@@ -89,6 +95,9 @@ def forecast(
         room: bytes that a rehearsal on real rows may take.
         verify: measure one small real step, and do not believe a rehearsal that it contradicts;
             without, nothing real is run, so there is only the first rung.
+        others: bytes of the room that other tensors hold. Default 0.
+        on_device: adds what a device holds beside a step's tensors, which has to be there before
+            anything real is run. None (default) on the host.
 
     Returns:
         The forecast of the highest rung that holds.
@@ -99,7 +108,7 @@ def forecast(
     update, held = _state(case, optimizer)
     state = update, held | _shards(case) | ({OWNER: case.room} if case.room else {})
     try:
-        fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), room))
+        fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), room - others))
         found = _rehearsed(fakes, state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
@@ -108,11 +117,13 @@ def forecast(
             raise
         found = None
     if found is not None:
+        found = found if on_device is None else on_device(found)
         missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
     try:
-        return _on_rows(case, state, room)
+        found = _on_rows(case, state, room - others)
+        return found if on_device is None else on_device(found)
     except (AnybatchError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # the step itself raises it, or the model takes batches of its own size alone
@@ -120,7 +131,7 @@ def forecast(
         if undivided is None:
             with values_of_a_part():
                 raise
-        return undivided
+        return undivided if on_device is None else on_device(undivided)
 
 
 def _on_rows(case: Case, state: State, room: int) -> Forecast:
@@ -135,8 +146,41 @@ def _on_rows(case: Case, state: State, room: int) -> Forecast:
         None,
     )
     if far is not None:
-        return _farther(found, few(case, far * MICRO_BATCHES), far)
-    return replace(found, divided=_roughly(found.divided), undivided=_roughly(found.undivided))
+        found = _farther(found, few(case, far * MICRO_BATCHES), far)
+    else:
+        rough = _roughly(found.divided), _roughly(found.undivided)
+        found = replace(found, divided=rough[0], undivided=rough[1])
+    return found if one is None else _from_one(found, one, few(case, MICRO_BATCHES))
+
+
+def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
+    """Return the forecast with micro-batches of one sample as they were measured.
+
+    A line through larger ones is only a guess there, and `one` is all that little room tells. So
+    the floor is the same, however much room there was.
+
+    Args:
+        found: of larger micro-batches.
+        one: of one sample.
+        case: that of `one`.
+    """
+
+    def bent(single: Line, line: Line) -> BentTimeline:
+        assert isinstance(single, BentTimeline)
+        return BentTimeline(single.many if found.how == PEAKS else single.few, line, SMALL)
+
+    sums = found.kept
+    if sums is not None:
+        case = unharmed(case, MICRO_BATCHES, writes=one.look.copies)
+        single = rehearse.divided(case, 1, one.look, apart=case.trains)
+        sums = bent(_line([single], (1,), PEAKS), sums)
+    return replace(
+        found,
+        looked=bent(one.looked, found.looked),
+        divided=bent(one.divided, found.divided),
+        undivided=bent(one.undivided, found.undivided),
+        kept=sums,
+    )
 
 
 def _spare(case: Case, held: int, room: int) -> int:
@@ -202,7 +246,7 @@ def _undivided(case: Case, state: State) -> Forecast | None:
     try:
         fakes = as_fakes(case)
         size = case.size
-        peak = _line([rehearse.whole(replace(fakes, size=size), size)], (size,), PEAKS)
+        peak = _peaks([rehearse.whole(replace(fakes, size=size), size)], (size,))
     except Exception:  # the step raises what there is to say
         return None
     fixed = AffineTimeline(peak.owners, peak.events, peak.at(size).live, 0 * peak.slope)
@@ -344,13 +388,25 @@ def _alike(steps: list[Timeline]) -> bool:
     return all(step.events == steps[0].events for step in steps)
 
 
-def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> AffineTimeline:
-    """Return the line through two timelines, or through the peaks of one or more."""
+def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> Line:
+    """Return the line through two timelines, or through the peaks of one or more.
+
+    What was rehearsed alone, at one sample, is there just as it was.
+    """
     found = list(steps)
+    if sizes == (1,):
+        (step,) = found
+        exact = AffineTimeline(step.owners, step.events, step.live, 0 * step.live)
+        return BentTimeline(exact, _peaks(found, sizes), SMALL)
     if how != PEAKS:
         low, high = found
         margin = FARTHER.get(sizes[1], 1.0)
         return AffineTimeline.through(low, high, sizes[0], sizes[1], margin=margin)
+    return _peaks(found, sizes)
+
+
+def _peaks(found: list[Timeline], sizes: tuple[int, ...]) -> AffineTimeline:
+    """Return the line through the peaks of steps, and a tenth."""
     every = [(line.peak, line.at_peak(), n) for line, n in zip(found, sizes, strict=True)]
     fixed = max(sum(held.get(owner, 0) for owner in FIXED) for _, held, _ in every)
     slope = max(math.ceil(MARGIN * max(0, peak - fixed) / n) for peak, _, n in every)
@@ -360,13 +416,24 @@ def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> Affine
 def _missing(found: Forecast, case: Case, room: int) -> int:
     """Return the bytes that a small real step holds at its peak and the forecast does not know.
 
-    Where not even one sample has room, nothing is run, and the forecast is taken as it is.
+    One sample is run wherever it has room, so more room makes no forecast smaller there. Where it
+    has none, nothing is run, and the forecast is taken as it is.
+    """
+    sizes = [n for n in (1, SMALL) if _held_at(found, case, n) <= room]
+    return max((_missing_at(n, found, case, fewer=n < sizes[-1]) for n in sizes), default=0)
+
+
+def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
+    """Return these bytes at `n` samples a micro-batch; 0 where the model cannot take so few.
+
+    Args:
+        n: samples.
+        found: the forecast.
+        case: the real one.
+        fewer: more samples are run, too: whatever `n` raise is no error of the step.
     """
     fakes = found.case
     assert fakes is not None
-    n = next((n for n in (SMALL, 1) if _held_at(found, case, n) <= room), 0)
-    if n == 0:
-        return 0
     real = unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, writes=found.look.copies)
     try:  # what all outputs need may hide what a micro-batch needs, so undivided too
         if n == SMALL:
@@ -374,10 +441,15 @@ def _missing(found: Forecast, case: Case, room: int) -> int:
         else:
             divided, whole = _divided(fakes, found, n), _whole(fakes, found, n)
         return max(_divided(real, found, n) - divided, _whole(real, found, n) - whole)
-    except AnybatchError:
-        raise
-    except (ValueError, IndexError):  # two rows are too few for it: there is nothing to compare
-        return 0
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        few_rows = isinstance(error, ValueError | IndexError) and not isinstance(
+            error, AnybatchError
+        )
+        if not (fewer or few_rows):
+            raise
+        return 0  # too few rows: there is nothing to compare
 
 
 def _divided(case: Case, found: Forecast, n: int) -> int:

@@ -16,6 +16,7 @@ Source: design of this project, section 4.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,8 @@ from typing import Any
 
 import torch
 
+from anybatch.core import accelerator
+from anybatch.core.memory_errors import release
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
 from anybatch.execution.case import Case
@@ -31,7 +34,7 @@ from anybatch.execution.kinds import Allowed, Kind
 from anybatch.memory.spill import Spill
 from anybatch.memory.step_timeline import StepTimeline
 from anybatch.planner.asked import Asked
-from anybatch.planner.budget import default_budget
+from anybatch.planner.budget import default_budget, ran_out
 from anybatch.planner.contest import StepTimer
 from anybatch.planner.decision import Decision, Terms, beside
 from anybatch.planner.depict import depict
@@ -182,7 +185,15 @@ class Planner:
         if self.budget is None:
             self.budget, self.source = default_budget(asked.case(), asked.optimizer)
         terms = Terms(self.budget, self.source, self.spill, self.timed)
-        return Decision(asked, terms, self._precedent, self._foreseen, self.workspaces).made()
+        decision = Decision(asked, terms, self._precedent, self._foreseen, self.workspaces)
+        outside = sys.exception()
+        try:
+            return decision.made()
+        except torch.OutOfMemoryError as error:
+            if accelerator.of(asked.case().device).host:
+                raise
+            release(error, outside=outside)
+        raise ran_out(asked.case().device, self.budget, self.source)
 
     def _of_plan(self, asked: Asked) -> Allowed | None:
         """Return the decision of a plan passed in for its first batch; None for other batches.

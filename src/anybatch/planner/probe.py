@@ -35,6 +35,11 @@ RECORDED = 2
 Of a size that a batch has once it is one. The next one decides what leaves, which takes longer than
 to do it, so it is not timed either."""
 
+LATE = 4096
+"""Bytes of small blocks that autograd's thread may free a moment later than the step goes on.
+
+They differ from run to run: two plans of one step measured 512 to 1024 bytes more or less."""
+
 LONG = 0.5
 """Seconds after which a first run is taken as it is."""
 
@@ -100,7 +105,7 @@ def told(once: Callable[[], float], enough: float = LONG) -> float:
     return first if first > min(LONG, enough) else median(once() for _ in range(RUNS))
 
 
-def workspace(case: Case, seen: Look, n: int, held: int) -> int:
+def workspace(case: Case, seen: Look, n: int, held: int) -> int | None:
     """Return the bytes that CUDA's allocator adds to a micro-batch's forecast tensors.
 
     Args:
@@ -110,7 +115,7 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int:
         held: bytes of tensors that it holds at its peak, beside what is allocated before.
 
     Returns:
-        Bytes of workspace; 0 on a device that does not tell.
+        Bytes of workspace; 0 on a device that does not tell, None where memory runs out.
     """
     there = accelerator.of(case.device)
     if not there.peaks:
@@ -118,10 +123,13 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int:
     accelerators.clear_workspaces()
     before = there.allocated(case.device)
     with read_peak(case.device, anew=True) as peak:
-        seconds(case, seen, n)
+        ran = seconds(case, seen, n)
+    if ran is None:
+        return None
     # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
     stays = max(0, there.allocated(case.device) - before)
-    return stays + max(0, (peak() or 0) - before - stays - held)
+    more = (peak() or 0) - before - stays - held
+    return stays + (more if more > LATE else 0)
 
 
 def _timed(step: Step, micro: MicroBatch) -> float:

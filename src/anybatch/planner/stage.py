@@ -71,6 +71,7 @@ def put_back(case: Case) -> Iterator[Before]:
     kept = Kept()
     kept.modules((module for _, module in case.modules), attributes=not case.fake)
     state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
+    _forget_casts(case)
     try:
         before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
         Gradients(case.leaves).set_aside()
@@ -84,8 +85,15 @@ def put_back(case: Case) -> Iterator[Before]:
             if case.state is not None and state is not None:
                 case.state.restore(state)
             failures = before.put_back()
+            _forget_casts(case)
         for failure in failures:
             raise failure
+
+
+def _forget_casts(case: Case) -> None:
+    """Drop the casts that autocast keeps: a rehearsal makes its own, and takes them along."""
+    if torch.is_autocast_enabled(case.device.type):
+        torch.clear_autocast_cache()
 
 
 class LoneNorms(AloneNorms):
@@ -127,7 +135,6 @@ def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
         "buffers": tensors_of(modules, "_buffers"),
         FOREIGN: [p for p in every if id(p) in case.paged],
     }
-    torch.clear_autocast_cache()  # casts of weights are made again, and counted, as in a step
     with (
         quietly(),
         put_back(case) as before,

@@ -16,6 +16,7 @@ guide's, section 3.1.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from anybatch.conv.chooser import Chooser
@@ -72,15 +73,12 @@ class Workspaces:
             if own is None or not own.most:
                 raise
             needed = error.needed - own.most
-        for workspace in (max(0, budget() - needed) // 2, 0):
-            own.limit(min(own.most, workspace))
-            try:
+        own.limit(min(own.most, max(0, budget() - needed) // 2))
+        if own.most:
+            with suppress(BudgetError):
                 return decide()
-            except BudgetError as error:
-                last = error
-            if not own.most:
-                break
-        raise last
+            own.limit(0)
+        return decide()
 
     def ready(self, foreseen: Forecast, n: int) -> None:
         """Choose how the convolutions of a micro-batch are computed, before it is timed."""
