@@ -105,7 +105,7 @@ def _run(job: Job) -> Found:
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap / total))
     training = Training(job)
     budget = int(job.share * job.cap)
     off = anybatch.offload(memory=budget, device=device) if _moves(job) else None

@@ -228,7 +228,7 @@ def whole(
     """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
     case = case if seen is None else unharmed(case, size, writes=seen.copies)
     alone = replace(case, size=0, meets=0)  # nothing but these samples is gathered
-    with metered(alone) as (meter, before):
+    with metered(alone, whole=True) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)

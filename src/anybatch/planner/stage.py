@@ -55,8 +55,12 @@ def own_rows(case: Case, rows: int) -> TensorBatch:
 
 
 @contextmanager
-def put_back(case: Case) -> Iterator[Before]:
+def put_back(case: Case, *, whole: bool = False) -> Iterator[Before]:
     """Run the body on a case without its gradients, and restore all that it changed.
+
+    Args:
+        case: the real one, or fakes of it.
+        whole: the batch is not divided, so BatchNorm is torch's own. Default False.
 
     Raises:
         LossError: the loss draws from an iterator, which cannot be put back.
@@ -77,7 +81,7 @@ def put_back(case: Case) -> Iterator[Before]:
         Gradients(case.leaves).set_aside()
         for _, module in [] if case.fake else renormalised(case.modules):
             module.max_norm = None  # or a rehearsal would write to its weight
-        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case):
+        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case, whole):
             yield before
     finally:
         with uninterrupted():
@@ -115,9 +119,10 @@ class LoneNorms(AloneNorms):
         return batch_norm(x, weight, bias, eps, moments=shapes_of_moments)[0]
 
 
-def _alone(case: Case) -> AbstractContextManager[Any]:
+def _alone(case: Case, whole: bool) -> AbstractContextManager[Any]:  # noqa: FBT001
     """Return a context without BatchNorm's barrier: one lane runs, and no statistics move."""
-    return LoneNorms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
+    norms = AloneNorms if whole else LoneNorms
+    return norms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
 
 
 def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
@@ -126,7 +131,7 @@ def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
+def metered(case: Case, *, whole: bool = False) -> Iterator[tuple[Meter, Before]]:
     """Run the body as `put_back` does, under a meter that knows the tensors of the model."""
     modules = [module for _, module in case.modules]
     every = [*tensors_of(modules, "_parameters"), *case.leaves]
@@ -137,7 +142,7 @@ def metered(case: Case) -> Iterator[tuple[Meter, Before]]:
     }
     with (
         quietly(),
-        put_back(case) as before,
+        put_back(case, whole=whole) as before,
         _large_kept(case),
         Meter(case.device, known, spare=case.spare) as meter,
         uncounted(meter, case.leaves, case.paged),
