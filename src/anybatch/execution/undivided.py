@@ -29,10 +29,10 @@ def undivided(step: Step) -> Tensor:
 
     def train(micro: MicroBatch) -> None:
         outputs = step.forward(micro)
-        step.compare(outputs, micro, alone=True)
         loss = step.loss.whole(outputs, micro)
         if step.gradients is not None:
             check_trains(step.backward([loss], [torch.ones_like(loss)]))
+        step.compare(outputs, micro, alone=True)  # when the step's graph has gone
         found.append((outputs, loss.detach()))
 
     step.under(train)(micro)

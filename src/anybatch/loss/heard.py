@@ -612,7 +612,8 @@ def _shapes(terms: Weighted) -> Shapes:
 def _factors(terms: Weighted) -> list[float]:
     """Return the numbers that terms were multiplied by, where they have values."""
     every = (one for _, term in terms for one in term.factors)
-    return [math.nan if is_fake(one) else float(one) for one in every]
+    known = (one.detach() if isinstance(one, Tensor) else one for one in every)
+    return [math.nan if is_fake(one) else float(one) for one in known]
 
 
 def _names(terms: Weighted) -> str:
