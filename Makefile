@@ -61,6 +61,7 @@ bench: $(PEERS)  ## every table of README and docs, from the machine it runs on
 gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there is no GPU
 	$(BIN)/python -m benchmarks.platforms.gpu.run
 	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
+	  $(BIN)/python -m benchmarks.platforms.forecasts.run && \
 	  $(BIN)/python -m benchmarks.mbs.speed.run --device cuda && \
 	  $(BIN)/python -m benchmarks.outofcore.table1.run --device cuda --cap 16GiB && \
 	  $(BIN)/python -m benchmarks.ucudnn.paper.run --device cuda --out benchmarks/ucudnn/paper/cuda && \

@@ -59,6 +59,7 @@ from benchmarks.outofcore.recompute import rows as recompute_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
+from benchmarks.platforms.forecasts.rows import forecasts
 from benchmarks.platforms.gpu.rows import gpu
 from benchmarks.platforms.matrix import rows as platforms
 from benchmarks.results import HERE, read
@@ -96,6 +97,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "soak": ("mbs/soak", soak),
     "gpu": ("platforms/gpu", gpu),
     "stand_in": ("platforms/stand_in", gpu),
+    "forecasts": ("platforms/forecasts", forecasts),
     "matrix": ("platforms/matrix", platforms.matrix),
     "choice": ("mbs/choice", choice.choice),
     "choice_summary": ("mbs/choice", choice.choice_summary),
@@ -303,6 +305,7 @@ MADE = {
     "mbs/soak": "make soak",
     "platforms/matrix": "make matrix",
     "platforms/gpu": "make gpu-check",
+    "platforms/forecasts": "make gpu-check",
     "platforms/stand_in": "python -m tests.devices -m benchmarks.platforms.gpu.run --out "
     "benchmarks/platforms/stand_in",
 }

@@ -1,0 +1,1 @@
+"""Forecasts beside what steps hold on a GPU; `make gpu-check` writes it."""
