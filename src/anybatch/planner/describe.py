@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 
 from anybatch.core.memory import Candidate, Memory, Room
 from anybatch.execution.kinds import Allowed
@@ -69,11 +70,11 @@ def describe(
 
 def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int:
     """Return the bytes of a step in micro-batches of one sample, rehearsed as in an error."""
-    line = foreseen.peak(1, size)
-    try:
-        return max(line, foreseen.confirm(1, size)) if confirmed else line
-    except (ValueError, IndexError):  # the model takes no such micro-batch
-        return line
+    exact = 0
+    if confirmed:
+        with suppress(ValueError, IndexError):  # of a model that takes no such micro-batch
+            exact = foreseen.confirm(1, size)
+    return max(exact, foreseen.peak(1, size))  # which is on no line once it was rehearsed
 
 
 def _shown(
