@@ -21,7 +21,7 @@ from anybatch.tools.exactness import error_of
 N = 96
 ABOVE = 1.02
 """A forecast is at most so many times what a step holds."""
-SMALL = 12288
+SMALL = 8192
 """Bytes of small blocks, masks and scalars of 512 each, that it may be more in any case."""
 
 ABOVE_IN_LANES = 1.2

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from anybatch.core.absent import CUDA, absent
 from anybatch.core.accelerator import HOST, of
+from anybatch.memory.meter import tensors_in
 
 HERE, THERE = "AutocastCPU", "AutocastCUDA"
 """Dispatch keys of torch: of the host's autocast, and of CUDA's."""
@@ -263,7 +264,7 @@ def _float32(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 def _widest(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     lower = torch.get_autocast_dtype(HOST.type)
-    for tensor in filter(_eligible, _tensors((args, list(named.values())))):
+    for tensor in filter(_eligible, tensors_in((args, named))):
         if tensor.dtype == torch.float32:
             return _float32(name, args, named)
         if tensor.dtype != lower:
@@ -315,11 +316,3 @@ def _eligible(value: Any) -> bool:
         and value.dtype != torch.float64
         and of(value.device).host
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)

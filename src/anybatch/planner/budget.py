@@ -23,7 +23,7 @@ from anybatch.memory.meter import storages
 from anybatch.memory.paged import paged
 from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
 from anybatch.planner.ladder import SMALL
-from anybatch.planner.probe import LATE, workspace
+from anybatch.planner.probe import workspace
 from anybatch.planner.updates import state_bytes
 
 CUBLAS = "cuBLAS"
@@ -59,7 +59,7 @@ def other_tensors(case: Case, optimizer: torch.optim.Optimizer | None) -> int:
     states = _bytes_of_states(case) + state_bytes(optimizer)
     other = accelerator.of(case.device).allocated(case.device) - states
     # The loss is that of the last step, which `Engine.last` has while the next one runs.
-    return max(0, other) + rounded(LOSS, case.device) + LATE
+    return max(0, other) + rounded(LOSS, case.device)
 
 
 def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
@@ -80,7 +80,7 @@ def on_cuda(
     found: Forecast,
     *,
     case: Case,
-    optimizer: torch.optim.Optimizer | None,
+    others: int,
     budget: int,
     size: int,
 ) -> Forecast:
@@ -93,11 +93,11 @@ def on_cuda(
     Args:
         found: without them.
         case: the real one.
-        optimizer: whose state is there.
+        others: bytes of the other tensors; see `other_tensors`.
         budget: bytes.
         size: N_B, samples in the mini-batch.
     """
-    found = found.with_more("other tensors", other_tensors(case, optimizer))
+    found = found.with_more("other tensors", others)
     measured = dict[int, int]()
     few = [] if found.indivisible else sorted({1, min(SMALL, size)}, reverse=True)
     while (n := few.pop() if few else found.largest(budget, size)) and n not in measured:

@@ -102,7 +102,8 @@ class Foreseen:
             bound = kind
             found = _forecast(case, optimizer, room, kind.size)
         elif not accelerator.of(case.device).host:
-            found = on_cuda(found, case=case, optimizer=optimizer, budget=room, size=kind.size)
+            others = other_tensors(case, optimizer)
+            found = on_cuda(found, case=case, others=others, budget=room, size=kind.size)
         found = found.with_more("activations", self._more) if self._more else found
         self._known.append((bound, found))
         self._compare(bound, found)
@@ -152,18 +153,19 @@ def _forecast(
 ) -> Forecast:
     """Return the forecast, compared with a small real step where its device is there to run it."""
     device = absent()
+    foresee = partial(forecast, case, optimizer, room=room)
     if device is None and accelerator.of(case.device).host:
-        return forecast(case, optimizer, room=room, verify=True)
+        return foresee(verify=True)
     if device is None:
-        there = partial(on_cuda, case=case, optimizer=optimizer, budget=room, size=size)
         others = other_tensors(case, optimizer)
-        return forecast(case, optimizer, room=room, verify=True, others=others, on_device=there)
+        there = partial(on_cuda, case=case, others=others, budget=room, size=size)
+        return foresee(verify=True, others=others, on_device=there)
     try:
-        found = forecast(case, optimizer, room=room, verify=False)
+        found = foresee(verify=False)
     except (AnybatchError, MemoryError):
         raise
     except Exception:  # a value is read: the next rung, on the host
-        found = forecast(case, optimizer, room=room, verify=True)
+        found = foresee(verify=True)
     return on_absent(found, case, device)
 
 

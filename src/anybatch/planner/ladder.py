@@ -72,6 +72,11 @@ FIXED = ("parameters", "buffers", "gradients", "rounding")
 OnDevice = Callable[[Forecast], Forecast]
 """Returns a forecast plus workspace and other tensors of its device."""
 
+
+def _as_it_is(found: Forecast) -> Forecast:
+    return found
+
+
 FAKE = "two rehearsals on tensors without data"
 REAL = "two rehearsals on a few real rows"
 PEAKS = "a line through measured peaks, and a tenth"
@@ -85,7 +90,7 @@ def forecast(
     room: int,
     verify: bool,
     others: int = 0,
-    on_device: OnDevice | None = None,
+    on_device: OnDevice = _as_it_is,
 ) -> Forecast:
     """Foresee the memory of a step.
 
@@ -97,7 +102,7 @@ def forecast(
             without, nothing real is run, so there is only the first rung.
         others: bytes of the room that other tensors hold. Default 0.
         on_device: adds what a device holds beside a step's tensors, which has to be there before
-            anything real is run. None (default) on the host.
+            anything real is run. Default: nothing, as on the host.
 
     Returns:
         The forecast of the highest rung that holds.
@@ -117,13 +122,12 @@ def forecast(
             raise
         found = None
     if found is not None:
-        found = found if on_device is None else on_device(found)
+        found = on_device(found)
         missing = _missing(found, case, room) if verify else 0
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
     try:
-        found = _on_rows(case, state, room - others)
-        return found if on_device is None else on_device(found)
+        return on_device(_on_rows(case, state, room - others))
     except (AnybatchError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # the step itself raises it, or the model takes batches of its own size alone
@@ -131,7 +135,7 @@ def forecast(
         if undivided is None:
             with values_of_a_part():
                 raise
-        return undivided if on_device is None else on_device(undivided)
+        return on_device(undivided)
 
 
 def _on_rows(case: Case, state: State, room: int) -> Forecast:
@@ -293,13 +297,13 @@ def _rehearsed(
     Raises:
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
-    looks = [rehearse.look(case, 2 * n if n > 1 else 1) for n in sizes]
-    seen = rehearse.watch_loss(case, looks[0][1])
+    looked, looks = zip(*[rehearse.look(case, 2 * n if n > 1 else 1) for n in sizes], strict=True)
+    seen = rehearse.watch_loss(case, looks[0])
     case = unharmed(case, case.rows.size, writes=seen.copies)
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
-        looked=_line((held for held, _ in looks), sizes, how),
+        looked=_line(looked, sizes, how),
         divided=_line((rehearse.divided(case, n, seen, apart=False) for n in sizes), sizes, how),
         undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
         kept=None,
@@ -442,12 +446,9 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
             divided, whole = _divided(fakes, found, n), _whole(fakes, found, n)
         return max(_divided(real, found, n) - divided, _whole(real, found, n) - whole)
     except Exception as error:
-        if out_of_memory(error):
-            raise
-        few_rows = isinstance(error, ValueError | IndexError) and not isinstance(
-            error, AnybatchError
-        )
-        if not (fewer or few_rows):
+        few_rows = fewer or isinstance(error, ValueError | IndexError)
+        refused = isinstance(error, AnybatchError) and not fewer
+        if out_of_memory(error) or refused or not few_rows:
             raise
         return 0  # too few rows: there is nothing to compare
 

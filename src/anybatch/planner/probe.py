@@ -35,11 +35,6 @@ RECORDED = 2
 Of a size that a batch has once it is one. The next one decides what leaves, which takes longer than
 to do it, so it is not timed either."""
 
-LATE = 4096
-"""Bytes of small blocks that autograd's thread may free a moment later than the step goes on.
-
-They differ from run to run: two plans of one step measured 512 to 1024 bytes more or less."""
-
 LONG = 0.5
 """Seconds after which a first run is taken as it is."""
 
@@ -128,8 +123,7 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int | None:
         return None
     # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
     stays = max(0, there.allocated(case.device) - before)
-    more = (peak() or 0) - before - stays - held
-    return stays + (more if more > LATE else 0)
+    return stays + max(0, (peak() or 0) - before - stays - held)
 
 
 def _timed(step: Step, micro: MicroBatch) -> float:

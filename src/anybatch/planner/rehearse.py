@@ -258,16 +258,14 @@ def _gathered(step: Step, case: Case, around: Around) -> None:
     last = found[-1:]
     del found
     cut = tree.rows(rows.targets, 0, min(size, rows.size), rows.size)
+    of_all = partial(_targets_of_all, cut, device=case.device)
     with around():
-        every, targets = _rows_of_all(step, outputs, size), _targets_of_all(cut, size, case.device)
+        every, targets = _rows_of_all(step, outputs, size), of_all(size)
         del kept
         if case.everyone:
             here = every, targets
             size = max(size, case.everyone)
-            every, targets = (
-                _rows_of_all(step, outputs, size),
-                _targets_of_all(cut, size, case.device),
-            )
+            every, targets = _rows_of_all(step, outputs, size), of_all(size)
             del here
         del outputs
         whole = Rows(every, targets, size, 0, leads=True, here=own)
