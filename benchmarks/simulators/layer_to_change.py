@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from anybatch.errors import BudgetError
-from anybatch.tools.minibatch import Measured, choose
 from benchmarks.simulators.layers import Convolution, Network, Pooling
+from benchmarks.simulators.minibatch import Measured, choose
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def adjustments(
 
     Args:
         network: layers.
-        measured: of every layer that has a choice of algorithms; see `anybatch.tools.minibatch`.
+        measured: of every layer that has a choice; see `benchmarks.simulators.minibatch`.
         samples: X_mini.
         device: M_GPU, bytes.
         adds: workspaces add up. Default True.

@@ -35,6 +35,9 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
     found = json.loads(result.stdout)
     assert found["pace"]["steps"] >= 1
     assert [row["gpus"] for row in found["scale"]["rows"]][:2] == [1, 2]
+    served = command(*PLAN, "--gpus", 2, "--network", "10Gbit", "--servers", "auto", "--json")
+    assert served.exit_code == 0, served.output
+    assert json.loads(served.stdout)["scale"]["servers"]["workers"] == 2
     plain = json.loads(command(*PLAN, "--json").stdout)
     assert plain["pace"] is plain["scale"] is None
 
@@ -45,6 +48,8 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
         (("--gpus", 0), "gpus must be a whole number of at least 1, and it is 0."),
         (("--gpus", 2, "--speedup", 2), "at most one goal can be reached"),
         (("--deadline", "soon"), 'deadline must be a time such as "30min"'),
+        (("--servers", 2, "--gpus", 2), "give gpus= and network= with servers="),
+        (("--servers", "few", "--gpus", 2, "--network", "1Gbit"), 'whole number or "auto"'),
         (("--network", "10GB"), "network must be bits a second"),
         (("--gpus", 257), "gpus must be at most the 256 samples of a mini-batch"),
         (("--gpus", 2, "--states", "file"), "not measured today where the optimizer's state"),

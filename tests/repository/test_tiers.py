@@ -33,7 +33,7 @@ WITHOUT_TORCH = set(
         "offload.chain offload.course offload.draft offload.ends offload.fit offload.gaps "
         "offload.hiding offload.recording offload.schedule offload.simulate offload.trace "
         "offload.unroll offload.window planner.above planner.choice planner.duel planner.sharing "
-        "tools.costs tools.given tools.gpus tools.loop tools.minibatch tools.profiled "
+        "tools.costs tools.given tools.gpus tools.loop tools.profiled "
         "tools.remedies tools.scaled tools.servers tools.stages "
     ).split()
 )

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.guide.alexnet import ALEXNET
 from benchmarks.simulators.layer_to_change import adjustments
 from benchmarks.simulators.layers import Convolution
-from tests.unit.tools.test_minibatch import every
+from benchmarks.simulators.tests.test_minibatch import every
 
 from anybatch.conv.divide import Part
 

@@ -47,6 +47,7 @@ from anybatch.cli.options import (
     PlannedDeviceOption,
     RecipeOption,
     SeedOption,
+    ServersOption,
     SharedOption,
     SizeOption,
     SkipOption,
@@ -102,6 +103,7 @@ def plan(
     speedup: SpeedupOption = None,
     deadline: DeadlineOption = None,
     network: NetworkOption = None,
+    servers: ServersOption = None,
     timeline: TimelineOption = False,
     convolutions: ConvolutionsOption = False,
     workspace_total: TotalOption = None,
@@ -137,7 +139,7 @@ def plan(
         explained = Explained.of(
             *(workspace, workspace_total, cache, memory), convolutions=convolutions, json=json
         )
-        wanted = Wanted.of(gpus, speedup, deadline, network)
+        wanted = Wanted.of(gpus, speedup, deadline, network, servers)
         wanted.refuse(states)
         measure, target = measure or wanted.anything, absent_device(device)
         refuse_measured(target, measure=measure, workspace=explained.workspace is not None)

@@ -203,6 +203,10 @@ NetworkOption = Annotated[
     str | None,
     typer.Option("--network", help='Between GPUs, such as "10Gbit"; default: sums cost nothing.'),
 ]
+ServersOption = Annotated[
+    str | None,
+    typer.Option("--servers", help='Parameter servers of --gpus workers: a number, or "auto".'),
+]
 MeasureOption = Annotated[
     bool, typer.Option("--measure", help="Time the sizes that fit, and choose the fastest.")
 ]

@@ -25,8 +25,8 @@ from anybatch.tools.profile import pace_of
 from anybatch.tools.question import AUTO
 
 ONLY_HERE = {
-    *("gpus", "speedup", "deadline", "network", "measure", "timeline", "convolutions", "picture"),
-    *("workspace_total", "cache", "json", "html"),
+    *("gpus", "speedup", "deadline", "network", "servers", "measure", "timeline"),
+    *("convolutions", "picture", "workspace_total", "cache", "json", "html"),
 }
 """What `plan` takes and `train` does not."""
 
@@ -39,10 +39,16 @@ class Wanted:
     speedup: float | None
     deadline: float | None
     network: str | None
+    servers: int | str | None
 
     @classmethod
     def of(
-        cls, gpus: int | None, speedup: float | None, deadline: str | None, network: str | None
+        cls,
+        gpus: int | None,
+        speedup: float | None,
+        deadline: str | None,
+        network: str | None,
+        servers: str | None,
     ) -> Wanted:
         """Return the request in these options.
 
@@ -53,8 +59,9 @@ class Wanted:
             seconds = None if deadline is None else parse_seconds(deadline)
             if network is not None:
                 parse_bandwidth(network)
-            found = cls(gpus, speedup, seconds, network)
-            goal_of(gpus, speedup, seconds, loader=[None])
+            count = int(servers) if servers is not None and servers.isdecimal() else servers
+            found = cls(gpus, speedup, seconds, network, count)
+            goal_of(gpus, speedup, seconds, loader=[None], network=network, servers=count)
         except ValueError as error:
             raise SettingsError(f"{error}.") from error
         return found
@@ -62,7 +69,7 @@ class Wanted:
     @property
     def anything(self) -> bool:
         """Whether anything was requested."""
-        given = self.gpus, self.speedup, self.deadline, self.network
+        given = self.gpus, self.speedup, self.deadline, self.network, self.servers
         return any(one is not None for one in given)
 
     def refuse(self, states: str | None) -> None:
@@ -99,7 +106,11 @@ class Wanted:
         if not self.anything:
             return pace
         goal = goal_of(
-            *(self.gpus, self.speedup, self.deadline), epochs=parts.recipe.epochs, loader=loader
+            *(self.gpus, self.speedup, self.deadline),
+            epochs=parts.recipe.epochs,
+            loader=loader,
+            network=self.network,
+            servers=self.servers,
         )
         try:
             size = min(settings.batch_size, len(parts.train))

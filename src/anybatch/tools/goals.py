@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import isfinite
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +31,7 @@ def goal_of(
     epochs: int = 1,
     loader: Any,
     network: str | None = None,
+    servers: int | str | None = None,
 ) -> Goal:
     """Return the goal for more GPUs: a count, a speedup or a deadline.
 
@@ -41,9 +42,11 @@ def goal_of(
         epochs: of the training.
         loader: of the training.
         network: as it was given.
+        servers: as for `anybatch.plan`.
 
     Raises:
-        ValueError: there are several goals, or one that means nothing, or no loader to measure by.
+        ValueError: there are several goals, or one that means nothing, or no loader to measure by;
+            or `servers` without `gpus` or without `network`.
     """
     given = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
     named = {name: value for name, value in given.items() if value is not None}
@@ -56,6 +59,13 @@ def goal_of(
     if network is not None:
         parse_bandwidth(network)
     asked = [*named, *([] if network is None else ["network"])]
+    if servers is not None:
+        asked.append("servers")
+        if gpus is None or network is None:
+            raise ValueError(
+                "parameter servers are those of so many workers, whose traffic a network carries: "
+                "give gpus= and network= with servers="
+            )
     if loader is None and asked:
         raise ValueError(
             "what more GPUs bring follows from steps of the real loop, and there is no loader for "
@@ -70,7 +80,13 @@ def goal_of(
                 "give a speedup instead"
             )
         steps = epochs * length
-    return Goal(gpus, speedup, deadline, steps)
+    return Goal(gpus, speedup, deadline, steps, _servers(servers))
+
+
+def _servers(value: Any) -> int | Literal["auto"] | None:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f'servers must be a whole number or "auto", and it is {value!r}')
+    return value if value is None or value == "auto" else _count("servers", value)
 
 
 def _count(name: str, value: Any) -> int:

@@ -57,6 +57,7 @@ def plan(
     deadline: float | None = None,
     epochs: int = 1,
     network: str | None = None,
+    servers: int | Literal["auto"] | None = None,
     device: str | None = None,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
@@ -105,6 +106,9 @@ def plan(
         epochs: Default 1.
         network: what carries gradients between GPUs, in bits a second: "10Gbit". Default None:
             summing them is taken to cost nothing, and the plan says so.
+        servers: parameter servers for `gpus` workers that do not wait for each other: the plan says
+            which part of a round they compute, and how many servers hide all traffic (Lemma 3.2 of
+            the guide); "auto" is that number. It needs `gpus` and `network`. Default None.
         device: a CUDA device that is not there, by the size of its memory: "cuda:24GiB". The model
             and the batch stay on the host; the dry run counts what that device would, under CUDA's
             autocast where it is on; nothing is timed, and the plan says what was assumed and what
@@ -136,7 +140,9 @@ def plan(
             f"and it is {type(batch).__name__}"
         )
 
-    wanted = goal_of(gpus, speedup, deadline, epochs=epochs, loader=loader, network=network)
+    wanted = goal_of(
+        gpus, speedup, deadline, epochs=epochs, loader=loader, network=network, servers=servers
+    )
     if loader is not None and optimizer is None:
         raise ValueError(
             "a loader is given for the seconds of whole steps, and no optimizer that takes them: "

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from anybatch.core.scale import Scale, ScaleRow
+from anybatch.core.scale import ParameterServers, Scale, ScaleRow
 from anybatch.core.units import show_seconds
 from anybatch.planner.choice import between, step_seconds
 from anybatch.tools.costs import Gradients, Link, Measured, Work
 from anybatch.tools.gpus import Needed, speedup
 from anybatch.tools.loop import Loop
 from anybatch.tools.profiled import Profile
+from anybatch.tools.servers import Cluster
 from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, Stage
 
 MOST = 8
@@ -29,6 +31,11 @@ MOST = 8
 
 AS_PARTS = "a share of a mini-batch takes its part of the seconds: no sizes were timed"
 FREE = "summing gradients costs nothing: name the network to count it"
+SERVED = (
+    "servers hold even parts of the parameters, each machine's link is the network's, and no "
+    "transfer queues; a gradient is of parameters that other workers have changed since: anybatch "
+    "does not train so"
+)
 SHARED = "storage is shared by all, and each GPU has as many cores to prepare samples as here"
 
 
@@ -41,12 +48,15 @@ class Goal:
         speedup: so many times as fast as one.
         deadline: seconds, for so many `steps`.
         steps: of the whole training.
+        servers: parameter servers of `gpus` workers that do not wait for each other, or "auto" for
+            the fewest that hide their traffic; None (default) for none.
     """
 
     gpus: int | None = None
     speedup: float | None = None
     deadline: float | None = None
     steps: int = 0
+    servers: int | Literal["auto"] | None = None
 
     def met(self, loop: Loop) -> tuple[int | None, str]:
         """Return the GPUs that it takes, None where none do, and the goal in words."""
@@ -92,7 +102,23 @@ def scaled(
         seconds, lemma = loop.seconds(count), speedup(profile.overhead, count)
         rows.append(ScaleRow(count, seconds, alone / seconds, alone / seconds / count, lemma))
     assumed = [SHARED, *([] if link else [FREE]), *([] if micro_batch in timed else [AS_PARTS])]
-    return Scale(tuple(rows), gpus, words, end.worth, end.fastest, tuple(assumed))
+    served = None
+    if goal.servers is not None and goal.gpus is not None and link is not None:
+        assumed.append(SERVED)
+        compute = loop.compute.seconds(profile.samples)
+        served = _served(goal.servers, goal.gpus, compute, gradient_bytes, link)
+    return Scale(tuple(rows), gpus, words, end.worth, end.fastest, tuple(assumed), served)
+
+
+def _served(
+    servers: int | Literal["auto"], workers: int, compute: float, nbytes: int, link: Link
+) -> ParameterServers:
+    """Return the parameter servers of workers that each compute a full mini-batch in a round."""
+    cluster = Cluster(workers, compute, nbytes, server=link.bandwidth, worker=link.bandwidth)
+    found = cluster.servers_for()
+    count = found.count if servers == "auto" else servers
+    traffic = cluster.own_seconds if count is None else cluster.io_seconds(count)
+    return ParameterServers(workers, count, found.count, traffic / compute, found.reason)
 
 
 def loop_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import inf, nan
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from anybatch.core.units import parse_bandwidth, parse_seconds
 from anybatch.planner.choice import step_seconds
 from anybatch.tools.costs import Link
 from anybatch.tools.goals import goal_of, of_micro_batches, scale_of
-from anybatch.tools.scaled import FREE, Goal, scaled
+from anybatch.tools.scaled import FREE, SERVED, Goal, scaled
 from anybatch.tools.stages import COMPUTE, STAGES, Stage
 
 
@@ -118,6 +119,76 @@ def test_a_plan_answers_a_goal() -> None:
     two = linked.scale.rows[1]
     assert two.seconds == pytest.approx(size, rel=1e-2)  # a byte a second, and it goes half twice
     assert linked.scale.fastest == 1
+    assert linked.scale.servers is None
+    served = anybatch.plan(
+        *(model, F.cross_entropy, (x[:32], y[:32])), network="10Gbit", gpus=2, servers=9, **given
+    )
+    assert served.scale is not None
+    assert served.scale.servers is not None
+    assert (served.scale.servers.workers, served.scale.servers.servers) == (2, 9)
+    assert Plan.from_json(served.to_json()) == served
+    assert "9 for 2 workers" in str(served)
+
+
+COMPUTES, BYTES = 0.5, 4_000_000
+"""Seconds of computing on a mini-batch, and bytes of gradients: 8 MB a round."""
+
+
+@pytest.mark.parametrize(
+    ("servers", "workers", "network", "told"),
+    [
+        ("auto", 8, "256Mbit", (4, 4, 1.0, "4 servers hide the traffic of 8 workers")),
+        (4, 8, "256Mbit", (4, 4, 1.0, "4 servers hide the traffic of 8 workers")),
+        (1, 8, "256Mbit", (1, 4, 4.0, "which is 25% of a round; 4 servers hide it")),
+        (8, 8, "256Mbit", (8, 4, 0.5, "which is 100% of a round; 4 servers hide it")),
+        ("auto", 1, "1Gbit", (1, 1, 0.128, "1 server hides the traffic of 1 worker")),
+        ("auto", 8, "64Mbit", (None, None, 2.0, "a worker's own link needs 1 s a round")),
+        (9, 8, "64Mbit", (9, None, 2.0, "which is 50% of a round; no number hides it")),
+    ],
+)
+def test_parameter_servers_are_those_of_the_lemma(
+    servers: Any, workers: int, network: str, told: tuple[int | None, int | None, float, str]
+) -> None:
+    """2 S_p N_w / (N_ps B_ps) over T_C, and no less than 2 S_p / B_ps on a worker's own link."""
+    optimizer = torch.optim.SGD(nn.Linear(1000, 1000, bias=False).parameters(), lr=0.1)
+    assert sum(p.nbytes for p in optimizer.param_groups[0]["params"]) == BYTES
+    takes = dict.fromkeys(STAGES, 0.0) | {COMPUTE: COMPUTES}
+    stages = [Stage(name, seconds, seconds, seconds / COMPUTES) for name, seconds in takes.items()]
+    profile: Any = SimpleNamespace(samples=100, stages=stages, workers=0, overhead=0.0)
+    plan: Any = SimpleNamespace(memory=None, offload=None, micro_batch=100)
+    goal = goal_of(workers, None, None, loader=[1], network=network, servers=servers)
+    scale = scale_of(plan, profile, optimizer, goal, network, 100)
+    found = scale.servers
+    assert found is not None
+    assert (found.servers, found.fewest) == told[:2]
+    assert found.traffic == pytest.approx(told[2])
+    assert told[3] in str(found)
+    assert any(str(found) in line for line in scale.explain())
+    assert SERVED in scale.assumed
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"servers": 4}, "give gpus= and network= with servers="),
+        ({"servers": 4, "gpus": 8}, "give gpus= and network= with servers="),
+        ({"servers": "auto", "network": "1Gbit"}, "give gpus= and network= with servers="),
+        ({"servers": 0, "gpus": 8, "network": "1Gbit"}, "servers must be a whole number of at"),
+        ({"servers": True, "gpus": 8, "network": "1Gbit"}, "servers must be a whole number of at"),
+        (
+            {"servers": "4", "gpus": 8, "network": "1Gbit"},
+            'servers must be a whole number or "auto"',
+        ),
+        (
+            {"servers": 4, "gpus": 8, "network": "1Gbit", "loader": None},
+            "network, servers: give lo",
+        ),
+    ],
+)
+def test_servers_that_mean_nothing_are_refused(asked: dict[str, Any], told: str) -> None:
+    words = {"gpus": None, "speedup": None, "deadline": None, "loader": [1]}
+    with pytest.raises(ValueError, match=re.escape(told)):
+        goal_of(**words | asked)
 
 
 @given(

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from benchmarks.simulators.minibatch import Measured, choose, sweep
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from anybatch.conv.divide import Part
 from anybatch.errors import BudgetError
-from anybatch.tools.minibatch import Measured, choose, sweep
 
 
 def drawn(rng: random.Random, sizes: list[int], layers: int) -> dict[str, list[Part]]:
