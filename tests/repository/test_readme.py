@@ -156,13 +156,14 @@ def test_the_newcomers_hour_runs_from_the_first_command_to_the_last(
             result = CliRunner().invoke(app, [*words, *threads])
             assert result.exit_code == 0, f"{line}\n{result.output}"
             said.append(result.output)
-    assert len(said) == 8
-    assert section.count("--batch-size 512") == 6
+    assert len(said) == 9
+    assert section.count("--batch-size 512") == 7
     assert section.count("--epochs 3") == 1
     assert "runner-up" in said[0]
     assert "an epoch of" in said[0]
     assert said[1].startswith("exact:")
     assert "R_O" in said[2]
+    assert "of 8 workers" in said[8]
     assert (tmp_path / "plan.html").exists()
     assert (tmp_path / "runs" / "hour" / "report.html").exists()
     assert (tmp_path / "hour.html").read_text().startswith("<!doctype html>")

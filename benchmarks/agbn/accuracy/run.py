@@ -1,21 +1,21 @@
 """AGBN's Figure 4: the accuracy that global BatchNorm gains over local BatchNorm.
 
-ResNet-20 on 2,000 images of CIFAR-10 (200 of each class) and 1,000 test images, at total batch
-sizes of 8 to 64 on 4 and on 8 devices. Global normalises by the whole batch, which is the same
-training for any number of devices; local by each device's share of it. The devices are one
-reshaped operation in one process (`ghost.py`), which a test holds against processes with torch's
-own DistributedDataParallel. A seed has the same initial weights, images, order, crops and
-mirrorings everywhere; a gain is the difference of two trainings of one seed, in points, and stands
-with the sample deviation over the seeds. The recipe is that of ResNet-20's paper, its learning rate
-in proportion to the batch, the same for global and local.
+ResNet-20 trains on 2,000 images of CIFAR-10 (200 of each class) and is tested on 1,000, at total
+batch sizes of 8 to 64 on 4 and on 8 devices. Global normalises by the full batch, the same training
+for any number of devices; local by each device's share. One reshaped operation in one process
+stands for the devices (`ghost.py`); a test compares it with processes under
+DistributedDataParallel. A seed has the same initial weights, images, order, crops and mirrorings
+everywhere. A gain is the difference between two trainings of one seed, in points, with the sample
+deviation over seeds. The recipe of both is that of ResNet-20's paper, its learning rate in
+proportion to the batch.
 
-The paper speaks of training accuracy: that is the share that a step itself gets right, in train
-mode, over the last epoch. Test accuracy is of eval mode after the last epoch, so of the running
-statistics, for local those of the first device. What does not reproduce is said under the table;
-the paper trained 50 epochs on 50,000 images, so its figures are not those of this size.
+The paper speaks of training accuracy: the share that a step itself gets right, in train mode, over
+the last epoch. Test accuracy is measured in eval mode after the last epoch, with the running
+statistics, for local those of the first device. The paper trained 50 epochs on 50,000 images, so
+its figures are not those of this size. Notes name the results that do not reproduce.
 
-`--images` is a folder with train/CLASS and test/CLASS. Finished trainings are kept in a file below
-the run folders: a table that was stopped goes on where it stopped.
+`--images` is a folder with train/CLASS and test/CLASS. Finished trainings are saved below the run
+folders; an interrupted table resumes.
 """
 
 from dataclasses import asdict, replace

@@ -1,33 +1,33 @@
-"""AGBN's Figure 5: the speed of adaptive BatchNorm beside one that is always global.
+"""AGBN's Figure 5: the speed of adaptive BatchNorm compared with always-global BatchNorm.
 
-ResNet-20 on 2,000 images of CIFAR-10 (200 of each class) over 4 and 8 real processes on gloo,
-one thread each, at one total batch size. Each process brings its rows of a mini-batch to
-`Engine.backward`, with `batchnorm="local"` (each process by its own rows), `"exact"` (global, by
-the rows of all) and an `Adaptive`: local until the loss on 500 validation images has not fallen by
-1 % for as many epochs in a row as its patience says, global from the next epoch on. All three are
-whole trainings with the same initial weights, images and order, and take turns epoch by epoch in
-the same processes, so that what else runs on a machine meets all of them; the seconds are those of
-the slowest process.
+ResNet-20 trains on 2,000 images of CIFAR-10 (200 of each class) over 4 and 8 real processes on
+gloo, one thread each, at one total batch size. Each process passes its rows of a mini-batch to
+`Engine.backward`, in three trainings. With `batchnorm="local"` each process normalises by its own
+rows, with `"exact"` (global) by the rows of all. An `Adaptive` is local until the loss on 500
+validation images has not fallen by 1 % for as many epochs in a row as its patience, and global from
+the next epoch on. All three have the same initial weights, images and order, and alternate epoch by
+epoch in the same processes, so that other load on the machine affects them alike. Seconds are those
+of the slowest process.
 
-A speed is a ratio of seconds, within an epoch for global beside local (median and quartiles over
-epochs and seeds), over the whole training for adaptive beside global (mean and sample deviation
-over the seeds). Until it changes, adaptive is the local training bit for bit, so the validation
-losses of local say when another patience would have changed; the speed that it would have had is
-put together of the measured epochs of local before and of global after, and the same is done for
-the patience that was run, as a check.
+A speed is a ratio of seconds. Global and local are compared within an epoch (median and quartiles
+over epochs and seeds), adaptive and global over the full training (mean and sample deviation over
+the seeds). Until it switches, adaptive equals the local training bit for bit. So the validation
+losses of local show when another patience would have switched. Its speed is composed of measured
+epochs: local's before the switch, global's after it. The last table gives these speeds, and as a
+check also that of the patience that was run.
 
-The learning rate is that of ResNet-20's paper in proportion to the batch, reached over the first
-epoch, and stays there: with one that falls to zero by the last epoch, the loss falls until then.
-A patience of one epoch was chosen after a look at two trainings in one process, because in so few
-epochs a longer one seldom sees an end; the last table says what the others would have given.
+The learning rate is that of ResNet-20's paper in proportion to the batch. It is reached over the
+first epoch and stays: with a rate that falls to zero by the last epoch, the loss falls until then.
+The patience of one epoch was chosen after two trainings in one process, because in so few epochs a
+longer patience seldom ends.
 
-Where there are more processes than cores they share these: an epoch of 8 processes on 2 cores says
-how often they wait for each other and for a core, not what 8 devices would take. The paper trained
-50 epochs of 50,000 images on GPUs. Training accuracy is the share that the steps of the last epoch
-got right, test accuracy that of 1,000 images in eval mode with the running statistics of rank 0.
+An epoch of 8 processes on 2 cores shows how often they wait for each other and for a core, not the
+time of 8 devices. The paper trained 50 epochs of 50,000 images on GPUs. Training accuracy is the
+share that the steps of the last epoch got right. Test accuracy is that of 1,000 images in eval mode
+with the running statistics of rank 0.
 
-`--images` is a folder with train/CLASS and test/CLASS. Finished trainings are kept in a file below
-the run folders: what was stopped goes on there.
+`--images` is a folder with train/CLASS and test/CLASS. Finished trainings are saved below the run
+folders; an interrupted run resumes.
 """
 
 import json

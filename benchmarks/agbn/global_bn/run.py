@@ -1,17 +1,17 @@
-"""BatchNorm over ranks beside local BatchNorm: speed, the wire's share, bytes, and numerics.
+"""BatchNorm over ranks compared with local BatchNorm: speed, communication, bytes and numerics.
 
-Real processes on gloo, one thread each, on one machine: a step of ResNet-20 on 32 pixels is
+Real processes on gloo, one thread each, run on one machine. A step of ResNet-20 on 32 pixels is
 forward, backward, and one all-reduce of all gradients. `local` is torch's BatchNorm, each rank by
-its own rows; `global` is `anybatch.global_batchnorm`. `global, nothing sent` does the same sums
-without sending: what is left between it and `global` is the wire and the waiting. Speed is
-seconds(local) / seconds(global) of the slowest rank, paired within a round.
+its own rows; `global` is `anybatch.global_batchnorm`. `global, nothing sent` computes the same sums
+without sending: the difference from `global` is communication and waiting. Speed is seconds(local)
+/ seconds(global) of the slowest rank, paired within a round.
 
-Where there are more ranks than cores, ranks wait for the processor, not only for each other: the
-rows of 4 and 8 ranks say how often one waits, not what a network would cost.
+Where there are more ranks than cores, ranks wait for the processor, not only for each other: those
+rows show how often a rank waits, not the cost of a network.
 
-Bytes are what the loopback device has sent, a rank's share of it; 2 M (N - 1) / N is the volume of
-a ring all-reduce (AGBN, section 4.1). Numerics: the relative error of the variance of 4,096 float32
-rows with deviation 0.1 on 2 ranks, against float64.
+Bytes are those that the loopback device has sent, a rank's share of them; 2 M (N - 1) / N is the
+volume of a ring all-reduce (AGBN, section 4.1). Numerics: the relative error of the variance of
+4,096 float32 rows with deviation 0.1 on 2 ranks, against float64.
 """
 
 import json

@@ -1,20 +1,21 @@
-"""What a step in 16 lanes holds beside the undivided batch, counted inside and seen from outside.
+"""Memory of a step in 16 lanes against the undivided batch, inside and outside the process.
 
-Three networks with BatchNorm, float32: ResNet-18 of width 64 on 256 images of 32 pixels, a U-Net of
-width 32 on 128 images of 64 pixels, ResNet-50 on 256 images of 64 pixels. All that waits leaves for
-a file, as `micro_batch=` alone has it, but for what the next micro-batches need: as many bytes as
-one holds in a turn, one and a half times. `plain` is a loop by hand over micro-batches of the same
-size, which are normalised by themselves.
+A lane is one micro-batch; lanes wait for each other at every BatchNorm. Three networks in float32:
+ResNet-18 of width 64 on 256 images of 32 pixels, a U-Net of width 32 on 128 images of 64 pixels,
+ResNet-50 on 256 images of 64 pixels. Tensors of waiting lanes are offloaded to a file, as with
+`micro_batch=` alone, except those of the next lanes: up to 1.5 times the bytes of one lane's turn
+(its run between two waits). `plain` is a hand-written loop over micro-batches of that size, each
+normalised by itself.
 
 Live bytes are those of tensors at the peak of the second step: parameters, buffers, gradients and
-all that the step allocates, without the mini-batch. The goal is a tenth of the undivided batch's,
-plus a set of gradients. From outside: the most that the process has had in memory, as its parent
-reads it from the system, less what it had after a step of two samples; in the malloc mode "tight",
-where large blocks return to the system when they are freed.
+all allocations of the step, without the mini-batch. The goal is a tenth of the undivided batch's,
+plus a set of gradients. The process columns are the peak memory of the process, as its parent reads
+it from the system, less that after a step of two samples. Their malloc mode is "tight": large
+blocks return to the system when they are freed.
 
-A scan over the number of micro-batches of a small ResNet shows both fall together. Another changes
-the size from which mode tight maps blocks by themselves: growth and time, each size in a process of
-its own and the processes taking their steps in turns, the time over that of the largest size.
+The second table changes the number of micro-batches of a small ResNet: plain and lanes fall
+together. The third changes the size from which mode tight maps blocks by themselves. Each size has
+its own process, the processes alternate their steps, and times are over those of the largest size.
 """
 
 import json

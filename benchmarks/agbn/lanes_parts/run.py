@@ -1,20 +1,21 @@
-"""Where the time of a step in lanes goes, beside plain micro-batching of the same size.
+"""Time of a step in lanes, compared with plain micro-batching of the same size.
 
-Plain micro-batching, a loop by hand whose BatchNorm is that of each micro-batch, computes another
-function; it moves nothing and waits nowhere, so it is the limit. A ResNet-18 for images of 32
-pixels is taken in five ways: undivided; plain; in lanes where all stays (`stays`), where a dispatch
-mode watches and moves nothing (`watched`), and where all that waits leaves for a file (`leaves`).
-Every way runs in every round, the order turns around, and a figure is the median of the ratios
-within the rounds. The processor's seconds, of all threads, stand beside the clock's.
+A lane is one micro-batch; lanes wait for each other at every BatchNorm. Plain micro-batching is a
+hand-written loop that normalises each micro-batch by itself. It computes another function, moves
+nothing and waits nowhere, so it is the limit. A ResNet-18 for images of 32 pixels runs in five
+ways: undivided; plain; and in lanes, with all tensors in memory (`stays`), with a dispatch mode
+that watches and moves nothing (`watched`), and with waiting lanes offloaded to a file (`leaves`).
+Every way runs in every round, in alternating order; figures are medians of the ratios within
+rounds. Processor seconds are those of all threads.
 
-The parts are timed by themselves: the threads that change hands and do nothing else, BatchNorm
-forward and backward from cold memory beside torch's own, the bytes that are moved, written and read
-by one thread. `mode` is watched - stays, `copies` is leaves - watched, and `rest` is what stays -
-plain leaves over: the activations of all micro-batches are there at once, and no cache holds them.
+The parts are timed by themselves: threads that only switch, BatchNorm forward and backward from
+cold memory against torch's own, and the moved bytes, written and read by one thread. `mode` is
+watched - stays, `copies` is leaves - watched, and `rest` is the remainder of stays - plain: the
+activations of all micro-batches are in memory at once, and no cache holds them.
 
-A second and a third scan change the number of micro-batches of a batch, and the number of BatchNorm
-layers of one network. Both malloc modes run, each in a child process started with it, because the
-undivided batch is quicker with large thresholds; it counts in its better one.
+Two scans change the number of micro-batches of a batch, and the number of BatchNorm layers of one
+network. Both malloc modes run, each in a child process, because the undivided batch is faster with
+large thresholds; its better mode counts.
 """
 
 import json

@@ -1,26 +1,26 @@
-"""What a training gains from BatchNorm of the whole batch, where only 8 samples fit at once.
+"""The gain of a training from BatchNorm over the full batch, where only 8 samples fit at once.
 
-ResNet-20 with BatchNorm, float32, on 5,000 images of CIFAR-10 (500 of each class) at batch 512,
-three ways: torch alone with the undivided batch; the engine in micro-batches of 8 with
+ResNet-20 with BatchNorm, float32, trains on 5,000 images of CIFAR-10 (500 of each class) at batch
+512 in three ways: plain torch with the undivided batch; the engine in micro-batches of 8 with
 `batchnorm="exact"`, which normalises by all 512; and with `batchnorm="local"`, which normalises
-each 8 by themselves, as a loop by hand does. A seed has the same initial weights, images, order,
-crops and mirrorings in all three. The learning rate is in proportion to the batch and reached over
-the first epochs. It was chosen for the undivided batch alone, which at half the published rate of
-0.1 at batch 128 ended with the lower training loss of the two.
+each 8 by themselves, like a hand-written loop. All three have the same initial weights, images,
+order, crops and mirrorings for a seed. The learning rate is in proportion to the batch and reached
+over the first epochs. It was chosen for the undivided batch only: of the published rate, 0.1 at
+batch 128, and half of it, half ended with the lower training loss.
 
-Test figures are of eval mode, so of the running statistics as each way leaves them: torch updates
-them once a forward, so `local` has 64 updates a step, of 8 samples each. Figures are those of the
-last epoch, mean and sample deviation over the seeds. Whether two ways are the same training is
-asked of 20 steps at batch 64, because torch is ten times slower in float64. In float32 what is
-allowed comes of the order of rows alone, which leaves every kernel what it is, where micro-batches
-take those of another size: so the distance from the undivided training in float64 stands below, of
-exact and of all undivided ones, and says which of them rounding carried further. Seconds are those
-of the median step of the fastest seed: what else runs on a machine can only add to them. The peak
-is of live bytes of tensors, of one step; in exact, what waits leaves for an unlinked file.
+Test figures are measured in eval mode, so with the running statistics of each way. torch updates
+them once a forward, so `local` has 64 updates a step, of 8 samples each. Figures are of the last
+epoch, mean and sample deviation over the seeds. The second table compares 20 steps, at batch 64
+because torch is ten times slower in float64. In float32 the allowed distance is that between
+undivided trainings with other orders of rows. Another order runs the same kernels, micro-batches
+kernels of another size. So the last row is the distance from undivided in float64, of exact and of
+all undivided trainings: it shows where rounding has the larger effect. Seconds are those of the
+median step of the fastest seed, because other load can only add to them. The peak is that of live
+tensor bytes, of one step; with exact, waiting micro-batches are offloaded to an unlinked file.
 
-A tenth of the usual training set and few epochs give a far lower accuracy than the usual one; what
-is compared is the three ways. `--images` is a folder with train/CLASS and test/CLASS, 32x32 pixels.
-Finished trainings are kept in a file below the run folders: what was stopped goes on there.
+A tenth of the usual training set and few epochs give a far lower accuracy than usual; the
+comparison is between the ways. `--images` is a folder with train/CLASS and test/CLASS, 32x32
+pixels. Finished trainings are saved below the run folders; an interrupted run resumes.
 """
 
 from collections.abc import Callable

@@ -1,17 +1,18 @@
-"""The one sum of gradients over ranks: what it takes of a step, and what hiding it gives back.
+"""The one sum of gradients over ranks: its share of a step, and the gain from hiding it.
 
-Two real processes on gloo, one thread each, on one machine of two cores. A step sums the gradients
-of all its micro-batches once. `after` sends them when the last backward has ended, `during` sends
-each piece as soon as backward has completed it, always in the same order. Speed is seconds(after) /
-seconds(way) of the slowest rank, paired within a round: the median and the quartiles. `nothing
-sent` is what hiding could give at most. `by hand` is a plain loop; `engine` is anybatch.
+Two real gloo processes of one thread each run on one machine of two cores. A step sums the
+gradients of all its micro-batches once. `after` sends them when the last backward has ended,
+`during` each piece as soon as backward has completed it, always in the same order. Speed is
+seconds(after) / seconds(way) of the slowest rank, paired within a round: the median and the
+quartiles. `nothing sent` is the most that hiding could gain. `by hand` is a plain loop; `engine` is
+anybatch.
 
-On `this machine` the cores that compute also carry and add what is sent. `10 Gbit/s` and `1 Gbit/s`
-are stand-ins for a network card: they take time and no processor, 2 M (N - 1) / N bytes at that
-rate, and add nothing up.
+On `this machine` the cores that compute also carry and add the sent bytes. `10 Gbit/s` and `1
+Gbit/s` stand in for a network card: they take the time of 2 M (N - 1) / N bytes at that rate and no
+processor, and add nothing up.
 
-The shares are clocked inside the engine's steps, sums after backward: waiting for the slower rank,
-summing, and the last micro-batch's backward, behind which the sum could hide.
+The shares are measured inside the engine's steps, with sums after backward: waiting for the slower
+rank, summing, and the last micro-batch's backward, behind which the sum could hide.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Live bytes over one real step of one network, in each way that a plan can choose.
 
-ResNet-20 on 32 images of 32x32 pixels, SGD's gradients, one thread. GroupNorm where micro-batches
-stream, BatchNorm where they go in lanes. The second step of an engine is counted, kernel by kernel,
-by the meter that budgets are tested with: parameters, gradients and all that the step allocates,
-not the images. The place in a step is the share of its kernels that have run; no clock is read.
+ResNet-20 on 32 images of 32x32 pixels, SGD's gradients, one thread. It has GroupNorm for streaming,
+BatchNorm for lockstep (`lanes`). The meter of the budget tests counts the second step of an engine,
+kernel by kernel: parameters, gradients and all allocations of the step, not the images. The place
+in a step is the share of its kernels that have run; no clock is read.
 """
 
 from pathlib import Path

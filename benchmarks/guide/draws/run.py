@@ -1,17 +1,18 @@
 """Random draws of a training and a budget, each planned and trained under a hard limit.
 
-Networks with and without BatchNorm, with losses in which samples meet, an LSTM and long
-convolutions; three optimizers; what a person may ask of a plan; and budgets from seven tenths of
-what one sample a micro-batch holds up to the undivided batch. Each is planned and trained for three
-steps in a process of its own, where the kernel refuses memory past the budget, a quarter of it and
-256 MiB for what is no tensor (RLIMIT_DATA, above what is mapped when network, data and kernels are
-ready), and a live meter around planning and steps compares tensors with the budget itself. Memory
-is kept as the command keeps it under a budget (malloc: tight); where glibc keeps it as it will,
-what planning leaves behind in pieces can be all that such a limit leaves.
+A draw is a network (with and without BatchNorm, with coupled losses, an LSTM, long convolutions),
+one of three optimizers, options of a plan, and a budget. Budgets range from seven tenths of the
+bytes of a micro-batch of one sample up to those of the undivided batch. Each draw is planned and
+trained for three steps in its own process. The kernel refuses memory past the budget, a quarter of
+it and 256 MiB for bytes that are no tensors (RLIMIT_DATA, above the memory mapped when network,
+data and kernels are ready). A live meter around planning and steps compares tensors with the budget
+itself. The malloc mode is the command's under a budget (tight). In glibc's default mode, heap
+fragments left by planning can use up such a limit.
 
-A draw ends in the budget, or with a `BudgetError`. That is true where no candidate that is then
-tried without a limit (micro-batches of 1, 2, 4 ... and all samples, and what the error says is
-enough) holds less than the budget; else it is "refused too early". Anything else has failed.
+A draw ends in the budget, or with a `BudgetError`. The refusal is true where no candidate that then
+runs without a limit (micro-batches of 1, 2, 4 ... and all samples, and the bytes that the error
+says are enough) holds less than the budget; else it is "refused too early". It has "said too
+little" where a plan for those bytes holds more. Anything else has failed.
 """
 
 import multiprocessing

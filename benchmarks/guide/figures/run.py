@@ -1,14 +1,14 @@
-"""Figures 2 and 3 of the guide, as they come out here.
+"""Figures 2 and 3 of the guide, measured here.
 
 Figure 2: within a fixed memory a larger mini-batch leaves less workspace, so slower algorithms are
-chosen for its convolutions, and past some size fewer samples are done in a second. A network with
-windows of 31, 29 and 27 is trained undivided; what its step does not hold of the memory, as
-foreseen, is the workspace of `anybatch.convolutions`: with each kernel in one piece, as the guide
-has it, and divided, which keeps fast algorithms within less. Torch's own kernels stand beside them.
+chosen for its convolutions, and past some size the samples a second fall. A network with windows of
+31, 29 and 27 is trained undivided. The workspace of `anybatch.convolutions` is the memory less the
+forecast peak of the step. Kernels run in one piece, as in the guide, and divided, which fits fast
+algorithms into less workspace. Torch's own kernels are listed too.
 
 Figure 3: a range of mini-batches converges alike. A small network is trained on the digits with
-mini-batches of 16 to all of the samples, otherwise alike, AdamW at one learning rate: the error on
-the test samples by epoch, the median of three seeds.
+mini-batches of 16 up to all samples, otherwise alike, with AdamW at one learning rate. The table
+has the test error by epoch, the median of three seeds.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""Lemma 3.1 and the refined model beside real processes, 1 to 8 of them, joined by gloo.
+"""Lemma 3.1 and the refined model compared with real processes, 1 to 8 of them, joined by gloo.
 
-An accelerator is a sleep of known seconds, so that 8 of them fit on 2 cores; so is loading. Serial
-loading is one reader that all ranks use in turn, sharded loading is each rank's own, hidden loading
-runs beside computing. Gradients are really summed, over the loopback of this machine, which 8
-processes share with 2 cores: so what a sum costs is calibrated before, for each number of processes
-and with other sizes (`--calibrate` writes inputs.json, which was committed before the run that it
+An accelerator is a sleep of fixed seconds, so that 8 of them fit on 2 cores; so is loading. Serial
+loading is one reader that all ranks use one after another, sharded loading is each rank's own,
+hidden loading runs during computing. Gradients are really summed, over the loopback of this
+machine, which 8 processes share with 2 cores. So the cost of a sum is calibrated for each number of
+processes, with other sizes (`--calibrate` writes inputs.json, committed before the run that it
 predicts). Errors are (predicted - measured) / measured, of the median step of rank 0.
 """
 

@@ -1,9 +1,10 @@
-"""What a plan foresees of a step in lanes, against the bytes that it holds.
+"""Forecasts of a step in lanes, compared with the bytes that it holds.
 
-The trainings with BatchNorm and the budgets of `benchmarks/guide/plans`, each planned in
-micro-batches of 2, 4, 8 ... samples without a clock, and run twice under the meter: where tensors
-leave, the first step records and the second follows. Lanes that leave only while they wait have
-room turn by turn; those that leave while they run have a limit before each kernel, of each turn.
+A lane is a micro-batch; lanes wait for each other at BatchNorm. The trainings with BatchNorm and
+the budgets of `benchmarks/guide/plans` are planned in micro-batches of 2, 4, 8 ... samples without
+timing, and run twice under the meter: with offloading the first step records, the second follows.
+Lanes that offload only while they wait have a limit for each turn (a lane's run between two waits);
+others before each kernel of a turn.
 """
 
 from pathlib import Path

@@ -1,12 +1,12 @@
-"""The guide's own numbers: what it says, and what its lemmas and equations give.
+"""The guide's own numbers, compared with the results of its lemmas and equations.
 
 AlexNet is that of Table 2: 224x224 pixels, convolutions that are not grouped, dense layers of 4096,
-4096 and 1000. Equation 4 is taken word for word, then with outputs of all samples and a bias for
+4096 and 1000. Equation 4 is evaluated as printed, then with outputs of all samples and a bias for
 each of them.
 
 Table 2 is printed without a formula. Formulas of one form are tried: spectra of inputs, outputs and
-filters, over what GEMM holds; as large as the input, padded, or a power of two; as half spectra
-(the rest mirrors them), as real planes or in full. Nothing is measured here.
+filters, over the bytes of GEMM. Spectra are as large as the input, padded, or a power of two; they
+are half spectra (the rest mirrors them), real planes or full. Nothing is measured here.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""The seconds of a whole run, foreseen by `anybatch plan --measure` and taken by `anybatch train`.
+"""Seconds of a full run: the forecast of `anybatch plan --measure`, and those of `anybatch train`.
 
-The plan measures a few steps of the real loop and says what an epoch takes. Then as many epochs are
-trained as should take a few minutes, by the same options, and their seconds stand beside what was
-said before: of training alone, which is what the plan speaks of, and of the whole command with its
-own planning and the tests between epochs.
+The plan measures a few steps of the real loop and forecasts the seconds of an epoch. Then the same
+options train as many epochs as should last a few minutes. The forecast is of training alone. The
+table compares it with these seconds, and adds those of the full command with its own planning and
+the tests between epochs.
 """
 
 import json

@@ -1,15 +1,15 @@
-"""What a plan foresees and chooses, against every candidate that fits, each of them run.
+"""Forecasts and choices of a plan, compared with every candidate that fits, each of them run.
 
-For each training and budget `anybatch.plan` is asked, and all candidates are planned one by one
-with their size and mechanism fixed: 2, 4, 8 ... and all samples in a micro-batch, with all saved
-tensors in memory, and where that does not fit with some in a file. Every one that fits is run: its
-first two steps under the meter, which tells its peak, and then all of them in turns, so that their
-seconds can be compared. Of each turn the second of two steps counts: a training takes the same step
-again and again, and the first finds a heap that another candidate has left. `share` is the time of
-the fastest over that of the plan's own choice; what has held more than the budget is no candidate.
-Those who look for the most that fits choose among the same sizes where the gradient is the same
-without lanes: their search runs under the meter's limit, and their size is looked up in the table
-(one that is not there is run, too).
+For each training and budget `anybatch.plan` chooses, and all candidates are planned one by one with
+their size and mechanism fixed: 2, 4, 8 ... and all samples in a micro-batch, with all saved tensors
+in memory, and where that does not fit with some offloaded to a file. Every one that fits is run:
+its first two steps under the meter, which measures its peak, and then all of them in alternation,
+so that their seconds can be compared. Of each two steps the second counts: a training repeats the
+same step, and the first finds the heap of another candidate. `share` is the time of the fastest
+over that of the plan's own choice; a step that held more than the budget is no candidate. The
+finders of the most that fits choose among the same sizes where the gradient is the same without
+lockstep. Their search runs under the meter's limit, and the table gives the time of their size (a
+size that is not there is run, too).
 
 Errors of seconds are |predicted - measured| / measured, of a step that was timed while planning.
 """

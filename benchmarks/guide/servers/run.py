@@ -1,14 +1,14 @@
-"""Lemma 3.2 beside its simulation and beside real processes.
+"""Lemma 3.2 compared with its simulation and with real processes.
 
-In the simulation links are such that the lemma asks for just N servers; workers then have N - 1, N
-and N + 1. Utilisation is the part of the time in which a worker computes, from when all have warmed
-up to when the first is ready; (N - 1) / N is what a fluid would leave at N - 1. Computing varies
-evenly by the jitter. Links serve pieces in the order in which they were asked for.
+In the simulation the lemma requires exactly N servers for the links; workers then have N - 1, N and
+N + 1. Utilisation is the part of the time in which a worker computes, between the last warm-up and
+the first finish; (N - 1) / N is that of a fluid at N - 1. Computing time varies uniformly by the
+jitter. Links serve pieces in the order of requests.
 
 The real processes are parameter servers and workers in network namespaces of one machine, joined by
-a bridge; a token bucket shapes the wire of every server to 32 Mbit/s each way. Workers compute by
-sleeping, so that cores do not matter. A server handles one transfer at a time, as the lemma counts,
-or one each way. All predictions follow from numbers in `real.py`, which were there before the run.
+a bridge; a token bucket limits the link of every server to 32 Mbit/s each way. Workers sleep
+instead of computing: cores do not matter. A server handles one transfer at a time, as the lemma
+counts, or one each way. All predictions follow from numbers in `real.py`, written before the run.
 """
 
 from itertools import product

@@ -1,10 +1,10 @@
-"""accelerate's own accumulation beside an engine: the error of a step's gradient, and its seconds.
+"""accelerate's own accumulation compared with an engine: errors of a step's gradient, and seconds.
 
 Both loops are accelerate's documented ones on the same prepared model, in micro-batches of four, on
-one process and on two that gloo connects. *Accumulated* is `accelerator.accumulate`. *Counted* is
-its recipe for tokens, which counts what is predicted over the whole batch beforehand. With an
-engine the loader has the whole batch. The truth is one forward of all rows of all processes in
-float64, and the worst of three seeds is shown. A loss that is no sum over samples has no recipe.
+one process and on two over gloo. *Accumulated* is `accelerator.accumulate`. *Counted* is its recipe
+for tokens, which counts the predicted tokens of the full batch beforehand. With an engine the
+loader yields the full batch. The reference is one forward of all rows of all processes in float64;
+shown is the worst of three seeds. A loss that is no sum over samples has no recipe.
 """
 
 from pathlib import Path

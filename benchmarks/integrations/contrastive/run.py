@@ -1,24 +1,24 @@
-"""Contrastive training beside GradCache and sentence-transformers, and why exactness matters there.
+"""Contrastive training compared with GradCache and sentence-transformers, and why to be exact.
 
 All compute one loss, InfoNCE at one temperature, and take its gradient in the same micro-batches:
-torch alone *undivided*; *naive* accumulation, whose negatives are those of the micro-batch;
+plain torch *undivided*; *naive* accumulation, whose negatives are those of the micro-batch;
 GradCache by its authors; sentence-transformers' CachedMultipleNegativesRankingLoss, which has one
-encoder for both sides; and the engine: with one module that returns both embeddings and the loss as
-it is written by hand (*matrix*), with `anybatch.contrastive` (*joint*), and with `Encoders`. The
-error is that of Law 1 in float64, against torch undivided; the last
-micro-batch is smaller. With dropout each way draws its own, which is as good; only `rng="batch"`
-draws what the undivided batch would. Peaks are of live tensor bytes; what a kernel takes and gives
-back inside is not seen. A module that returns both embeddings holds the graphs of both encoders at
-once; `Encoders` and GradCache run one after the other. Seconds are ratios of steps taken in turn.
-Where they go is told by the time in the encoders' forwards, in backward and in all else, in which a
-way's own work is. What the order alone costs, three loops written by hand tell.
+encoder for both sides; and the engine: with one module that returns both embeddings and a
+hand-written loss (*matrix*), with `anybatch.contrastive` (*joint*), and with `Encoders`. The error
+is that of Law 1 (docs/why.md) in float64, against torch undivided; the last micro-batch is smaller.
+With dropout each way has its own random draws, which is as good; only `rng="batch"` has the draws
+of the undivided batch. Peaks are of live tensor bytes; memory that a kernel allocates and frees
+inside itself is not counted. A module that returns both embeddings holds the graphs of both
+encoders at once; `Encoders` and GradCache run one after the other. Seconds are ratios of
+alternating steps. A table splits them into the encoders' forwards, backward, and all else, which is
+a way's own work. Three hand-written loops measure the cost of the order alone.
 
-The largest batch has a budget: what torch alone holds for 64 pairs of images of 32x32 (ResNet-20
-with GroupNorm) and texts of 32 tokens (four layers of a transformer of width 128), embeddings of
-128. What grows with the batch are embeddings and their gradients alone; with the matrix the plan
-says what a micro-batch of one sample would need.
+The largest batch has a budget: the bytes that plain torch holds for 64 pairs of images of 32x32
+(ResNet-20 with GroupNorm) and texts of 32 tokens (four layers of a transformer of width 128),
+embeddings of 128. Only embeddings and their gradients grow with the batch; with the matrix the plan
+says the bytes that a micro-batch of one sample would need.
 
-The training lets an image of four digits find its number among a thousand that it was not trained
+In the training an image of four digits finds its number among a thousand that it was not trained
 with; curves are the mean of the seeds, and their range.
 """
 

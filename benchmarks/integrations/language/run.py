@@ -1,15 +1,14 @@
-"""A language model on rows of uneven length: what the mean of micro-batches' means costs.
+"""A language model on rows of uneven length: the cost of the mean of micro-batches' means.
 
 A small transformer, float32, learns the paragraphs of the help that Python ships, a byte a token,
-at batch 64. They have 1 to 128 tokens. The undivided batch is the truth; *anybatch*
-divides it into micro-batches of 4; *by hand* the mean of each is divided by their number, and *by
-length* the rows of each mini-batch are sorted first, so that micro-batches are padded less. A seed
-has the same weights and the same mini-batches in all of them. The learning rate was not searched
-for.
+at batch 64. They have 1 to 128 tokens. The undivided batch is the reference. *anybatch* divides it
+into micro-batches of 4. *By hand* divides the mean of each by their number. *By length* also sorts
+the rows of each mini-batch first, so that micro-batches are padded less. A seed has the same
+weights and the same mini-batches in all of them. The learning rate was not tuned.
 
-The validation loss is the mean over all tokens of the paragraphs that were held out. The error of a
-gradient is its distance from the undivided one as a share of that one's length, of the first
-mini-batch and of one after the undivided training.
+The validation loss is the mean over all tokens of the held-out paragraphs. The error of a gradient
+is its distance from the undivided one, relative to that one's norm, on the first mini-batch and on
+one after the undivided training.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,12 +1,12 @@
-"""transformers.Trainer beside ours: the error of a step's gradient, and the seconds of a step.
+"""transformers.Trainer compared with ours: errors of a step's gradient, and seconds of a step.
 
-The truth is one forward of the undivided batch: what the model itself returns for all its rows.
-Small models with random weights stand for each kind; their rows have uneven lengths, prompts and
-tokens that are not predicted. *Undivided* is transformers.Trainer with the whole batch at once,
-*accumulated* the same batch in micro-batches of two. It counts labels before it knows whether the
-model shifts them, which by the name of GPT-2's class it does not, so even the undivided gradient is
-too small there. A model that takes that count and ignores it is not divided at all: four times one
-micro-batch's mean. A model whose labels have other names is divided by the number of micro-batches.
+The reference is one forward of the undivided batch: the loss that the model itself returns for all
+its rows. Models are small, with random weights; rows have uneven lengths, prompts and tokens that
+are not predicted. *Undivided* is transformers.Trainer with the full batch at once, *accumulated*
+the same batch in micro-batches of two. It counts labels before it knows whether the model shifts
+them. Judged by its class name, GPT-2 does not, so even the undivided gradient is too small there. A
+model that accepts that count and ignores it is not divided at all: four times one micro-batch's
+mean. A model whose labels have other names is divided by the number of micro-batches.
 """
 
 from pathlib import Path

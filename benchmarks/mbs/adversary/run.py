@@ -1,12 +1,12 @@
-"""Models and losses made to couple samples in hiding, each run by an engine and judged.
+"""Models and losses with hidden couplings between samples, each run by an engine and judged.
 
 Every coupling (statistics of samples, orders, shared noise, BatchNorm on a part of the batch,
 experts with a capacity, gradients that are changed in backward, state, shapes, permutations,
-integers, what leaves torch) is drawn with every hiding, beside honest twins of the same form. The
-undivided batch in float64 is the truth of three steps; the bound is Law 1's, in float32 and
-bfloat16 ten times the distance of the undivided batch in that dtype. A case ends in one of: exact;
-refused; not claimed (the plan says that it is not exact, or not shown); silently wrong (beyond the
-bound, and the plan says exact); crash (another error, a dead process, or no end).
+integers, values that leave torch) is combined with every way of hiding it, and with honest twins of
+the same form. The reference is the undivided batch in float64, three steps. The bound is Law 1's
+(docs/why.md), in float32 and bfloat16 ten times the distance of the undivided batch in that dtype.
+A case ends in one of: exact; refused; not claimed (the plan says not exact, or not shown); silently
+wrong (beyond the bound, and the plan says exact); crash (another error, a dead process, or no end).
 
     python -m benchmarks.mbs.adversary.run --only ghost/none --show    cases whose name holds this
 """

@@ -1,8 +1,8 @@
-"""Loss.algorithm1: equal to the paper's formula, and how far that is from the batch gradient.
+"""Loss.algorithm1: equality with the paper's formula, and its distance from the batch gradient.
 
-MBS, Algorithm 1, divides every micro-batch's loss by the number of micro-batches N_S. The
-formula is the loop `naive`, written out by hand. It is the gradient of the batch where every
-micro-batch has the same denominator and no samples meet, and another gradient elsewhere.
+MBS, Algorithm 1, divides every micro-batch's loss by the number of micro-batches N_S. The loop
+`naive` is that formula, written by hand. It gives the gradient of the batch where every micro-batch
+has the same denominator and no samples are coupled, and another gradient elsewhere.
 """
 
 import dataclasses

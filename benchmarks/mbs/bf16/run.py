@@ -1,15 +1,15 @@
-"""2048 micro-batches of a bfloat16 model: what is left of the gradient.
+"""2048 micro-batches of a bfloat16 model: the accuracy of the gradient.
 
-A bfloat16 sum of 2048 parts stops growing long before it is complete, for it keeps 8 bits.
-The truth is the gradient in float64 of the same bfloat16-valued weights and inputs. `naive`
-lets autograd accumulate into bfloat16 gradients. The engine delivers in the dtype of `.grad`:
-bfloat16 by default, rounded once, or float32 where the person set `grad_dtype`. Each variant
-takes AdamW steps of its own; with float32 gradients they are taken on float32 copies of the
-weights, because AdamW refuses a float32 gradient on a bfloat16 parameter. The labels come from
-a teacher and the inputs share a mean, so that gradients add up as in real training.
+A bfloat16 sum of 2048 parts stops growing long before it is complete, because it keeps 8 bits. The
+reference is the gradient in float64 of the same bfloat16-valued weights and inputs. `naive` lets
+autograd accumulate into bfloat16 gradients. The engine delivers in the dtype of `.grad`: bfloat16
+by default, rounded once, or float32 where `grad_dtype` is set. Each variant has AdamW steps of its
+own; with float32 gradients they run on float32 copies of the weights, because AdamW refuses a
+float32 gradient on a bfloat16 parameter. The labels are a teacher's and the inputs share a mean, so
+that gradients add up as in real training.
 
-A micro-batch's own gradient is rounded too, and no way of adding brings that back. Two losses
-show how much that is: one in bfloat16, and one on `outputs.float()`, as language models have it.
+A micro-batch's own gradient is rounded too, and no way of adding undoes that. Two losses show how
+much that is: one in bfloat16, and one on `outputs.float()`, as in language models.
 """
 
 import copy

@@ -1,14 +1,13 @@
-"""The micro-batch that each finder chooses, against the best of a full sweep.
+"""The micro-batch that each finder chooses, compared with the best of a full sweep.
 
-A finder is given a problem and a budget in live tensor bytes (a share of what the undivided
-batch holds) and returns a micro-batch. Then every size of a fine grid up to the largest that
-fits, and every size that a finder returned, is timed in the same rounds: one step of the whole
-batch with the loop by hand. A finder's share is the time of the best size that fits over the
-time of its own, on the wall and of the processor, each time being over the median of its round.
-Sizes that it never tried and that would have been better (its own falls below 95 % of them)
-stand beside it, with the sizes that ran out of memory on the way. Seconds of a search
-include the meter's work, which is the same for all. Both glibc malloc modes run, each in a
-child process started with them (design, 5.10).
+A finder gets a problem and a budget in live tensor bytes (a share of those of the undivided batch)
+and returns a micro-batch. Then every size of a fine grid up to the largest that fits, and every
+returned size, is timed in the same rounds: one step of the full batch with the hand-written loop. A
+finder's share is the time of the best size that fits over the time of its own, in wall and in
+processor time; each time is over the median of its round. The table also has the sizes that it
+never tried and that would have been better (its own falls below 95 % of them), and the number of
+tried sizes that ran out of memory. Seconds of a search include the meter's work, which is the same
+for all. Both glibc malloc modes run, each in its own process.
 """
 
 import dataclasses

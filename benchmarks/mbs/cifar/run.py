@@ -2,10 +2,10 @@
 
 `--data` is a folder with `train/CLASS/*` and `test/CLASS/*`, 32x32 pixels; the results here are of
 500 training and 100 test images of each of the ten classes, as JPEG files. A tenth of the usual
-training set, in 20 steps an epoch, gives a far lower accuracy than the usual one: what is shown is
-that a whole training runs and learns. GroupNorm and AdamW with a cosine schedule, the command's
-defaults; images padded by 4 pixels, cropped and mirrored at random. Cross-entropy is a sum over
-samples, so one pass over each micro-batch is enough.
+training set, in 20 steps an epoch, gives a far lower accuracy than the usual one: the benchmark
+shows that a full training runs and learns. GroupNorm and AdamW with a cosine schedule are the
+command's defaults. Images are padded by 4 pixels, cropped and mirrored at random. Cross-entropy is
+a sum over samples, so one pass over each micro-batch is enough.
 """
 
 from dataclasses import replace

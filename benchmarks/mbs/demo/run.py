@@ -1,8 +1,8 @@
-"""Digits at batch 1024 in micro-batches of 64: what `make demo` shows, and its results file.
+"""Digits at batch 1024 in micro-batches of 64: the run of `make demo`, and its results file.
 
 scikit-learn's handwritten digits (1,437 to train on, 360 to test) and a small convolutional network
-with GroupNorm, trained by the command line's own function with its defaults. The table holds the
-test accuracy; the target is 97 % in under three minutes on two cores, set-up aside.
+with GroupNorm are trained by the command line's own function with its defaults. The table holds the
+test accuracy; the target is 97 % in under three minutes on two cores, without set-up.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Every case, split and loop: the error of the gradient and the loss, in float64.
 
-The bound is Law 1's: 1e-12, or ten times the error between two undivided runs whose rows are
-permuted, whichever is larger. A loop that gives NaN or no gradient is `not finite`.
+The bound is Law 1's (docs/why.md): 1e-12, or ten times the error between two undivided runs whose
+rows are permuted, whichever is larger. A loop that gives NaN or no gradient is `not finite`.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""The first step of an engine, beside its second one and beside plain forwards of four samples.
+"""The first step of an engine, compared with its second and with plain forwards of four samples.
 
-The first step follows samples through the model, on a few rows and without data, before it trains.
-A round is the first and the second step of a new engine, the loop by hand, and a plain forward of
-four samples, one after the other, in the seconds of the processor of this thread. The ratios are
-taken in each round, and their medians are the result. With BatchNorm micro-batches wait for each
-other in threads of their own, so there all processors count.
+Before it trains, the first step follows samples through the model, on a few rows and without data.
+A round is the first and the second step of a new engine, the hand-written loop, and a plain forward
+of four samples, one after the other, in processor seconds of the process. The ratios are computed
+in each round, and their medians are the result. With BatchNorm, micro-batches wait for each other
+in threads of their own; the seconds include all of these.
 """
 
 import copy

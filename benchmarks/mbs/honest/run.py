@@ -1,12 +1,12 @@
-"""Honest networks, each run by an engine beside the undivided batch: none may be refused.
+"""Honest networks, each run by an engine and undivided: none may be refused.
 
-Two steps in float64 on 7 samples, in micro-batches of 3 (the last of one sample) and of one sample
-where the network itself takes one, or has others beside it (BatchNorm). The bound is Law 1's; the
-networks in bfloat16 may be as far from the undivided batch in float64 as ten times what the
-undivided batch in bfloat16 is. Those that draw random numbers run with `rng="batch"`. Networks:
-ours and those of the tests, blocks of vision, language, sequences and graphs, each module of
-torch's module database, and families of Transformers with random weights. What is not installed,
-or has no inputs, is named with its reason.
+Two steps in float64 run on 7 samples, in micro-batches of 3 (the last of one sample) and of one
+sample. The latter run where the network itself accepts one sample, or normalises it with others
+(BatchNorm). The bound is Law 1's (docs/why.md); networks in bfloat16 may be ten times as far from
+the undivided batch in float64 as the undivided batch in bfloat16 is. Networks that draw random
+numbers run with `rng="batch"`. Networks: ours and those of the tests, blocks of vision, language,
+sequences and graphs, each module of torch's module database, and families of Transformers with
+random weights. Networks that are not installed, or have no inputs, are listed with the reason.
 
     python -m benchmarks.mbs.honest.run --only Swin --show    networks whose name holds this
 """

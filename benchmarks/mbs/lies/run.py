@@ -1,4 +1,4 @@
-"""Run the scripts of docs/lies as a person would, and keep what they print."""
+"""Run the scripts of docs/lies as a person would, and record their output."""
 
 import subprocess
 import sys

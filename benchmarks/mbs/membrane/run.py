@@ -1,15 +1,14 @@
 """30 microscope images of cells and membranes: U-Net, BCE + Dice, batch 16 in micro-batches of 4.
 
 `--data` is a folder with `image/*` and `label/*`; the results here are of 30 grey images of 512x512
-pixels, of which the command holds out 6. An epoch takes 8 random crops of 128 pixels from each
-training image; the test is on all of the 6 images, in tiles of the same size. Foreground are the
-cells, three quarters of all pixels, so IoU begins high: answering foreground everywhere reaches
-what the table calls the constant answer. Dice is a ratio of sums over the whole mini-batch, which
-couples the samples: the engine gathers the outputs and runs a second forward, and the time holds
-it.
+pixels, of which the command holds out 6. An epoch has 8 random crops of 128 pixels from each
+training image; the test is on all of the 6 images, in tiles of the same size. The foreground is the
+cells, three quarters of all pixels, so IoU begins high: the answer of foreground everywhere is the
+constant answer of the table. Dice is a ratio of sums over the mini-batch, which couples the
+samples: the engine gathers the outputs and runs a second forward, and the time includes it.
 
-IoU counts the sign of a logit. It stays on the line of the constant answer, while the loss falls,
-for as long as every logit is above 0, and leaves it when the logits of membranes pass below.
+IoU counts the sign of a logit. While every logit is above 0 it equals the constant answer, although
+the loss falls. It changes when the logits of membranes pass below 0.
 """
 
 from dataclasses import replace

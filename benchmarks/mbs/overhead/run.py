@@ -1,10 +1,10 @@
-"""Where the time of a step goes that is neither the model's forward nor autograd's backward.
+"""The time of a step outside the model's forward and autograd's backward.
 
-The speed table compares whole steps. Here the processor time of the thread is taken apart: forward
-of the model, backward, and the rest (the loss, its count, and the engine's bookkeeping), for the
-loop by hand and for the engine, in turn. The same bookkeeping is also timed in a tight loop on a
-linear layer of four inputs, where nothing else passes through the caches. What a real step adds to
-that is the price of code that runs once between kernels that fill the caches.
+The speed table compares full steps. Here the processor time of the thread is split into forward of
+the model, backward, and the rest (the loss, its count, and the engine's bookkeeping), for the
+hand-written loop and for the engine, alternating. The same bookkeeping is also timed in a tight
+loop on a linear layer of four inputs, where nothing else passes through the caches. A real step
+adds to that the price of code that runs once between kernels that fill the caches.
 """
 
 import statistics

@@ -1,8 +1,8 @@
-"""Peak memory of one step against the batch size: torch alone, and an engine with one budget.
+"""Peak memory of one step against the batch size: plain torch, and an engine with one budget.
 
-ResNet-20 with BatchNorm on images of 32x32 pixels, one thread. The second step is counted by the
-meter that budgets are tested with: parameters, gradients and all that a step allocates, not the
-images. The engine is told 16 MiB and nothing else, and times no size.
+ResNet-20 with BatchNorm on images of 32x32 pixels, one thread. The meter of the budget tests counts
+the second step: parameters, gradients and all allocations of a step, not the images. The engine
+gets 16 MiB and nothing else, and times no size.
 """
 
 from collections.abc import Callable

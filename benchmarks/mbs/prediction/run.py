@@ -1,22 +1,22 @@
-"""Is the memory that a plan foresees what a step then holds?
+"""Forecasts of a plan, compared with the bytes that a step then holds.
 
-Live bytes: a forecast is made before the first step, for each model and optimizer, and asked for
-every size: undivided, divided with gradients summed in place, and divided with an accumulator (a
-batch is then three micro-batches). Not all of them run: with SGD and momentum the smallest and the
-largest do, since an optimizer's state is the same at every event of forward and backward, and the
-heavy models are divided at fewer sizes; the sizes are listed below. Then the
-engine takes two steps of each, forward, backward and update, with the optimizer's state there,
-under a meter of this benchmark's own. No peak may be above what was foreseen, and what was foreseen
-at most one percent above the second step's (two for the LSTM, whose kernel rounds its
-workspace up to pages). The meter is judged by torch's allocator, which the profiler hears, at the
-ends of kernels; what it holds beside that inside of them is no live tensor, and is shown.
+Live bytes: one forecast is made before the first step, for each model and optimizer, and gives the
+bytes of every size: undivided, divided with gradients summed in place, and divided with an
+accumulator (a batch is then three micro-batches). Not all of them run. With SGD, without and with
+momentum, the smallest and the largest do, since an optimizer's state is the same at every event of
+forward and backward; and the heavy models are divided at fewer sizes. The sizes are listed below.
+The engine then runs two steps of each, forward, backward and update, with the optimizer's state
+present, under the meter. No peak may be above the forecast, and the forecast at most one percent
+above the second step's peak (two for the LSTM, whose kernel rounds its workspace up to pages). The
+meter is checked against torch's allocator, as the profiler records it, at the ends of kernels; the
+bytes that the allocator holds beyond that inside kernels are no live tensors, and are shown.
 
 The process: a child process for each malloc mode trains five steps by a plan made in another one.
-Its growth, and the tensors that were there before, must be within 1.15 x what was foreseen and
-50 MB. What torch sets up once is warmed up with a small network before. One more child makes the
-plan itself, so that the planning counts too.
+Its growth, and the tensors that were there before, must be within 1.15 x the forecast and 50 MB. A
+small network runs before, for torch's one-time set-up. One more child makes the plan itself, so
+that the planning counts too.
 
-With `--device cuda` the allocator's own peak is what is measured; there is no second part there.
+With `--device cuda` the allocator's own peak is measured; there is no second part there.
 """
 
 from pathlib import Path

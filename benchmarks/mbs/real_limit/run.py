@@ -1,13 +1,13 @@
-"""A training whose batch does not fit, under a limit that the kernel keeps.
+"""A training whose batch does not fit, under a limit that the kernel enforces.
 
-ResNet-20 with GroupNorm on digits at 32x32, 20 steps, each training in a child process. The
-limit is RLIMIT_DATA: what the process maps when model and data are ready, plus the budget, by
-default half of the live bytes of the undivided batch. Past it malloc fails, in torch and in
-its kernels alike. The plain training (the whole batch at once) runs without and with the limit.
-Every other subject that finishes under it is compared with the plain one without: in float64
-losses and weights agree to 1e-9, in float32 they are as near as plain trainings that differ
-only in the order of their rows. One of those is held out and compared like a subject.
-Both glibc malloc modes run (design, 5.10).
+ResNet-20 with GroupNorm trains on digits at 32x32 for 20 steps, each training in a child process.
+The limit is RLIMIT_DATA: the bytes that the process maps when model and data are ready, plus the
+budget, by default half of the live bytes of the undivided batch. Past it malloc fails, in torch and
+in its kernels alike. The plain training (the full batch at once) runs without and with the limit.
+Every other subject that finishes under it is compared with the plain one without: in float64 losses
+and weights agree to 1e-9, in float32 they are as near as plain trainings that differ only in the
+order of their rows. One of those is held out and compared like a subject. Both glibc malloc modes
+run.
 """
 
 import dataclasses

@@ -1,12 +1,11 @@
-"""Forward and backward of one step: the engine against the best loop by hand.
+"""Forward and backward of one step: the engine against the best hand-written loop.
 
-Timings on a shared machine drift by more than the difference asked about, so nothing is
-compared across time: by_hand and a subject run back to back, the order alternating, and the
-figure is the median over pairs of time(by_hand) / time(subject). Above 1 the subject is
-faster. The engine gets twice the pairs, and by_hand against itself shows the noise. Beside the
-wall's ratio stands that of processor time, which other work on the machine disturbs less: with
-one thread and nothing else to do they are the same. Both glibc malloc modes run, each in a child
-process started with them (design, 5.10).
+Timings on a shared machine drift by more than the difference in question, so nothing is compared
+across time: by_hand and a subject run back to back, the order alternating, and the figure is the
+median over pairs of time(by_hand) / time(subject). Above 1 the subject is faster. The engine gets
+twice the pairs, and by_hand against itself shows the noise. The table also has the ratio of
+processor time, which other work on the machine disturbs less: with one thread and nothing else to
+do it equals the ratio of wall time. Both glibc malloc modes run, each in its own process.
 """
 
 import dataclasses

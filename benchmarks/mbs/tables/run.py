@@ -1,37 +1,37 @@
 """MBS's tables 1 to 5 and its Figure 3, measured: without and with MBS under one real cap.
 
-Without MBS is a plain loop that puts the whole mini-batch through the model (`plain.py`); with MBS
-is the command's own training in micro-batches. Both train under the same cap: on the CPU an
-RLIMIT_DATA that refuses memory, on CUDA a limit on torch's allocator. "Failed" stands where a
-training did fail under it, with all seeds where no number of them is said.
+Without MBS, a plain loop puts the full mini-batch through the model (`plain.py`); with MBS, the
+command trains in micro-batches. Both train under the same cap: on the CPU an RLIMIT_DATA that
+refuses memory, on CUDA a limit on torch's allocator. "Failed" means that a training did fail under
+it, with all seeds where no number of them is given.
 
 At the size for two cores the models are ResNet-20, AmoebaNet-D (3, 32) and U-Net of width 16, on
 2,000 training images an epoch of 32 pixels (64 for AmoebaNet-D, enlarged), or crops of 64 pixels of
-microscope images. The recipes are those of the paper's section 4.2.4, but for AmoebaNet-D's
-learning rate: 0.01, because at the paper's 0.1 the small model stays at chance. The paper's models
-have BatchNorm, whose statistics there are those of each micro-batch; here it is GroupNorm, which
-keeps each sample to itself. The last columns of tables 3 to 5 are the same models with BatchNorm:
-undivided, and in the same micro-batches with `batchnorm="exact"`, which normalises by the whole
-mini-batch. What waits for the others is in an unlinked file meanwhile; each that waits is a thread,
-whose stack of 256 KiB comes on top of the cap as the host's. Parked memory must go back to the
-system at once to be refused to nobody: these run in a malloc mode, "mapped", where blocks of
-256 KiB do, which alone makes GroupNorm's steps slower too. Where these columns were made the
-machine had other work beside them: their seconds say no more than how many times longer it is.
-Dice is computed over the whole mini-batch, which joins its samples: with MBS there is a second
-forward pass, and the time holds it. Eight epochs at batch 1024 are 16 steps, so a figure that falls
-there at a fixed learning rate says little about longer trainings.
+microscope images. The recipes are those of the paper's section 4.2.4, except AmoebaNet-D's learning
+rate: 0.01, because at the paper's 0.1 the small model stays at chance. The paper's models have
+BatchNorm with the statistics of each micro-batch; here it is GroupNorm, which normalises each
+sample by itself. The last columns of tables 3 to 5 are the same models with BatchNorm: undivided,
+and in the same micro-batches with `batchnorm="exact"`, which normalises by the full mini-batch.
+Tensors of waiting micro-batches are offloaded to an unlinked file. Each waiting micro-batch is a
+thread, whose stack of 256 KiB is added to the cap as host memory. Offloaded memory must return to
+the system at once, or it would still count. So these run in a malloc mode, "mapped", where blocks
+of 256 KiB do; that alone makes GroupNorm's steps slower too. The machine had other load while these
+columns ran: their seconds only say how many times longer a training is. Dice is computed over the
+full mini-batch, which couples its samples: with MBS there is a second forward pass, and the time
+includes it. Eight epochs at batch 1024 are 16 steps, so a figure that falls there at a fixed
+learning rate says little about longer trainings.
 
 The cap of U-Net holds the loss of 1,024 masks at once, so both of its trainings run in a malloc
 mode, "tight", where blocks of 8 MiB, and a free heap above 64 MiB, return to the system.
 
-The image sizes of Table 1 are, for classification, the whole image at two sizes, and for
+The image sizes of Table 1 are, for classification, the full image at two sizes, and for
 segmentation crops of the same part of the image at two resolutions.
 
 `--images` is a folder with train/CLASS and test/CLASS, `--membrane` one with image and label.
-Finished trainings are kept in a file beside the run folders: a table that was stopped goes on
-where it stopped. `--full --device cuda --cap 24GiB` is the paper's size. `--only batchnorm` runs
-the columns with BatchNorm and adds them to the results file that is there; `--batches`, `--models`,
-`--seeds` and `--epochs` take fewer of those. What was not run is said to be.
+Finished trainings are saved next to the run folders; an interrupted table resumes. `--full --device
+cuda --cap 24GiB` is the paper's size. `--only batchnorm` runs the columns with BatchNorm and adds
+them to the existing results file; `--batches`, `--models`, `--seeds` and `--epochs` run fewer of
+those. The tables mark trainings that were not run.
 """
 
 from dataclasses import dataclass, replace

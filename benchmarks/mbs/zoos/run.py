@@ -1,9 +1,9 @@
-"""Networks of timm and torchvision, run as the honest networks are: an honest one is not refused.
+"""Networks of timm and torchvision, run like the honest networks: an honest one is not refused.
 
-Two steps in float64 of 7 images of random pixels, beside the undivided batch. One of them is not
-honest: timm's `csatv2` computes `q @ k.T` of [n, t], so it attends over the images of a batch. The
-packages are not among this project's: they need a torch that they were built for, in an environment
-of its own.
+Two steps in float64 on 7 images of random pixels are compared with the undivided batch. One of the
+networks is not honest: timm's `csatv2` computes `q @ k.T` of [n, t], so it attends over the images
+of a batch. The packages are not among this project's: they need a torch that they were built for,
+in an environment of its own.
 
     pip install timm torchvision
     python -m benchmarks.mbs.zoos.run --only resnet --show    networks whose name holds this

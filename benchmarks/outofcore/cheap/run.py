@@ -1,9 +1,9 @@
-"""What cheap results hold, and what computing them again costs.
+"""Cheap results: the bytes that they hold, and the cost of recomputing them.
 
 Five networks are traced on shapes, at the smallest batch of the schedules' benchmark. Cheap are
-BatchNorm, ReLU, joins and other results that need neither a product nor a convolution, and can be
-had from what is kept anyway. A share of their bytes is computed again, those first that cost least
-a byte. Seconds are those of a roofline, beside those without.
+BatchNorm, ReLU, joins and other results that need neither a product nor a convolution, only tensors
+that are in memory anyway. A share of their bytes is recomputed, those with the least cost a byte
+first. Seconds are those of a roofline model, relative to the step without recomputing.
 """
 
 from pathlib import Path

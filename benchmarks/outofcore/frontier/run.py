@@ -1,20 +1,20 @@
 """The memory and the time of a step: every way to hold less, in one run.
 
-A ResNet and a DenseNet with BatchNorm and a transformer, each in memory; with
+A ResNet and a DenseNet with BatchNorm and a transformer run in memory; with
 `torch.utils.checkpoint` on half of their blocks, three in four, and every block; with torch's
 `save_on_cpu`; with hooks that write every saved tensor to a file, as a person would; and in
-`anybatch.offload`, with budgets from 0.9 to 0.4 of the peak in memory as far as they can be kept,
-where tensors move only and where cheap ones may be computed again too.
+`anybatch.offload`, with budgets from 0.9 to 0.4 of the peak in memory as far as they are feasible,
+where tensors only move and where cheap ones may be recomputed too.
 
-`peak` is the most live bytes, weights, gradients and rows among them, measured in a step of its
-own. `wall` is the median (and the quartiles) of time(way) / time(in memory): a step in memory runs
+`peak` is the most live bytes, including weights, gradients and rows, measured in a step of its own.
+`wall` is the median (and the quartiles) of time(way) / time(in memory): a step in memory runs
 between two in other ways, every other round backwards. Gradients are compared bit for bit, and so
-are the statistics of BatchNorm after the step: a block that is computed again updates them twice.
+are the statistics of BatchNorm after the step: a recomputed block updates them twice.
 
-On a CPU `save_on_cpu` keeps tensors where they are, and with `pin_memory=True` copies them within
-the same memory: it is here since the same line is what a person has. What the files by hand leave
-in the page cache is memory too, and not counted; `anybatch.offload` goes past it. Both glibc malloc
-modes run, each in a process started in them (design, 5.10).
+On a CPU `save_on_cpu` does not move tensors, and with `pin_memory=True` it copies them within the
+same memory: it is included because a person has that line. The bytes that the files by hand leave
+in the page cache are memory too, and not counted; `anybatch.offload` bypasses it. Both glibc malloc
+modes run, each in its own process.
 """
 
 import json

@@ -1,18 +1,17 @@
-"""A step that does not fit, under a limit that the system keeps (`anybatch.offload`).
+"""A step that does not fit, under a limit that the system enforces (`anybatch.offload`).
 
-`in memory` trains without a limit, in glibc's default mode and with large thresholds; its quicker
-one is what ours is compared with. Ours has a limit: what a process holds that has torch and all its
-late modules, and half of what a process grows by that takes the step in memory, where blocks from
-1 MiB on are mapped, so that it grows least. Ours runs in that mode too, which is the command's
-under a budget. RLIMIT_DATA keeps the limit: it counts every private page, so also what kernels work
-with, threads' stacks, copies on their way and what malloc holds free. These are no live bytes of
-tensors; under a plan that fills its budget all the time they come on top at any time, and `memory=`
-is 160 MiB less than the limit for them.
-`in memory under it` must fail, or the limit shows nothing. The children stand side by side, and
-take one step each in turn, the order turning round; `wall` is the median (and the quartiles) of
-time(ours) / time(in memory) within the rounds, and `same malloc` that over the step in memory in
-the mode that ours has, which is what leaving costs alone. Gradients are compared bit for bit over
-all steps.
+`in memory` trains without a limit, in glibc's default mode and with large thresholds; ours is
+compared with the faster one. Ours has a limit, the sum of two parts: the bytes of a process with
+torch and all its late modules, and half of the growth of a process that runs the step in memory,
+where blocks from 1 MiB on are mapped, so that it grows least. Ours runs in that mode too, which is
+the command's under a budget. RLIMIT_DATA is the limit: it counts every private page, including the
+kernels' own memory, threads' stacks, copies in transit and free blocks of malloc. These are no live
+bytes of tensors. They are added to those at any time, and a plan fills its budget all the time, so
+`memory=` is 160 MiB less than the limit. `in memory under it` must fail, or the limit shows
+nothing. The child processes run side by side and alternate step by step, in changing order; `wall`
+is the median (and the quartiles) of time(ours) / time(in memory) within the rounds. `same malloc`
+is the ratio to the step in memory in the same mode, which is the cost of offloading alone.
+Gradients are compared bit for bit over all steps.
 
 The second table is a step of which autograd saves more than 4 GiB, in a cgroup of 1 GiB, which
 counts torch itself and the file's pages in memory too.

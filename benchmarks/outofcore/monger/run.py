@@ -1,15 +1,15 @@
 """AGBN's memory monger: the largest batch of ResNet-50 for segmentation on one GPU, 3 and then 8.
 
 AGBN says of Cityscapes that at most 3 images fit with ResNet-50 on one GPU (a GTX 1080 Ti, 11 GB),
-and 8 with a memory monger, which drops results that cost little and plans the rest sublinearly. It
-names neither the image size nor the head. Here the network has output stride 8 and a head of two
+and 8 with a memory monger, which drops cheap results and plans the rest sublinearly. It names
+neither the image size nor the head. Here the network has output stride 8 and a head of two
 convolutions, and images of 896 x 896, at which 3 fit in memory; bytes are those of a trace on
 shapes: forward, loss, backward, and SGD with momentum in float32.
 
 `in memory` is plain autograd. `stretches` is checkpointing of equal stretches, the best number of
-them; `cheap` computes BatchNorm, ReLU and joins again; `offload` is the least with which a schedule
-exists, everything else away. Every size is traced, and so is the next one, which does not fit.
-Seconds are those of a roofline on that GPU, over the same step in memory.
+them; `cheap` recomputes BatchNorm, ReLU and joins; `offload` is the least budget with which a
+schedule exists, all other tensors offloaded. Every size is traced, and so is the next one, which
+does not fit. Seconds are those of a roofline model of that GPU, over the same step in memory.
 """
 
 from __future__ import annotations

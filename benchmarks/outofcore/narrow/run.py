@@ -1,17 +1,18 @@
-"""Lanes of which not even one fits: how little is enough, and what it takes.
+"""Steps in less memory than one lane needs: the least budget, and its cost.
 
-Two networks with BatchNorm. Four floors, told by plans: the undivided batch in memory, a lane of
-one sample in memory, the undivided batch with all that autograd saves away, and a lane of one
-sample of which all that a kernel does not need leaves. Then steps of the whole batch in two
-budgets, halfway between the lowest floor and that of a lane in memory, and a half above the latter:
-every size of lanes that fits, in memory and leaving while they run, and the undivided batch with
-saved tensors away, all with `memory=` that budget.
+A lane is a micro-batch; lanes wait for each other at BatchNorm. Two networks with BatchNorm have
+four floors, by their plans: the undivided batch in memory, a lane of one sample in memory, the
+undivided batch with all saved tensors offloaded, and a lane of one sample with all tensors
+offloaded that a kernel does not need. Then the full batch runs in two budgets: halfway between the
+lowest floor and that of a lane in memory, and half above the latter. It runs in every size of lanes
+that fits, in memory and offloading while they run, and as the undivided batch with saved tensors
+offloaded, all with `memory=` that budget.
 
-`peak` is the most live bytes of a step, weights, gradients and buffers among them. `wall` is the
+`peak` is the most live bytes of a step, including weights, gradients and buffers. `wall` is the
 median (and the quartiles) of time(way) / time(undivided in memory): each step is paired with one of
-torch alone before it, every other round backwards. Whatever leaves goes to a file. `error` is that
-of Law 1: the gradient of the whole batch beside torch's own in float64, all tensors as one vector.
-Both glibc malloc modes run, each in a process started in them.
+plain torch before it, every other round backwards. The store is a file. `error` is that of Law 1
+(docs/why.md): the gradient of the full batch against torch's own in float64, all tensors as one
+vector. Both glibc malloc modes run, each in its own process.
 """
 
 import copy

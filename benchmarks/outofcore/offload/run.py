@@ -1,13 +1,13 @@
-"""Forward and backward by hand, in memory and within a budget (`anybatch.offload`).
+"""Hand-written forward and backward, in memory and within a budget (`anybatch.offload`).
 
-Budgets are shares of the live peak of the same step in memory, weights, gradients and rows among
-it; `all that may leave` is the least that hooks on saved tensors can do. A step in memory and one
+Budgets are shares of the live peak of the same step in memory, including weights, gradients and
+rows; `all that may leave` is the least that hooks on saved tensors can do. A step in memory and one
 in another way run back to back, the order alternating: `wall` is the median (and the quartiles) of
-time(way) / time(in memory), above 1 where leaving costs time. `live peak` is measured in a step
-that follows its plan, beside what was predicted. What leaves the CPU goes to an unlinked file past
-the page cache, from CUDA to pinned host memory; `save_on_cpu` is torch's own and has no meaning on
-a CPU. Gradients are compared bit for bit. Both glibc malloc modes run, each in a process started in
-them (design, 5.10).
+time(way) / time(in memory), above 1 where offloading costs time. `live peak` is measured in a step
+that follows its plan, and listed with the prediction. Tensors are offloaded from the CPU to an
+unlinked file past the page cache, from CUDA to pinned host memory; `save_on_cpu` is torch's own and
+has no meaning on a CPU. Gradients are compared bit for bit. Both glibc malloc modes run, each in
+its own process.
 """
 
 import dataclasses

@@ -1,20 +1,20 @@
-"""What computing cheap results again saves in real steps, and what it costs.
+"""The bytes that recomputing cheap results saves in real steps, and its cost.
 
 A step is recorded as `anybatch.offload` records it: every recipe that is read off the graph is
-tried and compared bit for bit. Then what is cheap is made again, the fewest seconds for its bytes
-first, and nothing moves: as much as it takes to keep 0.85 of what autograd saves for ResNet-50 and
-0.6 for DenseNet-121, and all of it in the other steps. `saved` is what autograd saves, weights and
-tensors of less than 64 KiB apart, in MiB; `cheap` the share of it that passed the trial; `kept`
-what is still saved. A step in memory and one that computes again run back to back, the order
-alternating: `wall` and `processor` are medians of time(again) / time(in memory), `wall` with its
-quartiles. Images have 128x128 pixels, mini-batches 4 samples, but for the steps of the speed
-benchmark. Both glibc malloc modes run, each in a process started in them (design, 5.10).
+tried and compared bit for bit. Then cheap results are recomputed, the fewest seconds for their
+bytes first, and nothing moves. Recomputing stops where autograd still saves 0.85 of its bytes for
+ResNet-50 and 0.6 for DenseNet-121; in the other steps all cheap results are recomputed. `saved` is
+the MiB that autograd saves, without weights and tensors below 64 KiB; `cheap` the share that passed
+the trial; `kept` the bytes still saved. A step in memory and one that recomputes run back to back,
+the order alternating: `wall` and `processor` are medians of time(again) / time(in memory), `wall`
+with its quartiles. Images have 128x128 pixels, mini-batches 4 samples, except in the steps of the
+speed benchmark. Both glibc malloc modes run, each in its own process.
 
 The second table is about AGBN's section 4.2: a ResNet-50 that labels the pixels of Cityscapes, of
 which 3 samples fit, and 8 with "memory monger". The step is traced on shapes at 512x1024 pixels,
 and a batch fits where its peak is at most that of 3 samples in memory; seconds are those of a
-roofline. `anybatch.offload` makes cheap results again; whole stretches are planned only, and run
-with ``torch.utils.checkpoint``.
+roofline model. `anybatch.offload` recomputes cheap results; recomputed stretches are planned only,
+and run with ``torch.utils.checkpoint``.
 """
 
 import json

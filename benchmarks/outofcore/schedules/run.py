@@ -1,15 +1,15 @@
 """The paper's Table 1 and Figures 3 to 5, planned and simulated.
 
 Five networks, traced on shapes alone, are planned in 16 GiB for three machines: forward, backward
-and the update of SGD with momentum; every tensor of 64 KiB or more may leave. An H200 has more
-memory than that, and is held to it for comparison. Seconds of a function are those of a roofline.
-The V100's is scaled once, so that ResNet-50 with 190 images in memory takes what the paper
-measured; everything else is arithmetic, and the same on any computer.
+and the update of SGD with momentum; every tensor of 64 KiB or more may be offloaded. An H200 has
+more memory, and is limited to 16 GiB for comparison. Seconds of a function are those of a roofline
+model. The V100's are scaled once, so that ResNet-50 with 190 images in memory takes the time that
+the paper measured; everything else is arithmetic, and the same on any computer.
 
-Every policy is taken with its best setting: the paper's window in 11 sizes, prefetching 1 to 16
-functions ahead, fixed distance (Large Model Support) in 30 combinations. The default has none. A
-linear program, which looks at memory at 100 functions, gives seconds below which no schedule can
-be. Recomputation is planned by the default on rewritten steps.
+Every policy has its best setting: the paper's window in 11 sizes, prefetching 1 to 16 functions
+ahead, fixed distance (Large Model Support) in 30 combinations. The default has none. A linear
+program, which checks memory at 100 functions, gives a lower bound on the seconds of any schedule.
+The default plans recomputation on rewritten steps.
 """
 
 from dataclasses import replace

@@ -1,12 +1,12 @@
 """A deep network trained by AdamW with its states in memory, and in a file (`offload_states`).
 
-Every training is a process of its own. First each way runs free: seconds a step are a median, the
-first step left out, and the parameters after the last one are compared bit for bit. Then each runs
-under RLIMIT_DATA, the kernel's own limit on what a process may allocate: half of all states beyond
-what the process holds before the network is made, and room for stacks and buffers of threads. All
-run in malloc mode tight, which gives freed blocks back to the system at once: in the default mode
-glibc keeps them, and no limit would be kept. The file is in `--spill`, or in the system's folder,
-and goes past the page cache where the system can.
+Every training is a process of its own. First each way runs without a limit: seconds a step are a
+median without the first step, and the parameters after the last one are compared bit for bit. Then
+each runs under RLIMIT_DATA, the kernel's own limit on the memory that a process may allocate: half
+of all states above the memory that the process holds before the network is made, plus memory for
+stacks and buffers of threads. All run in malloc mode tight, which gives freed blocks back to the
+system at once: in the default mode glibc keeps them, and no limit would hold. The file is in
+`--spill`, or in the system's folder, and bypasses the page cache where the system can.
 """
 
 import json

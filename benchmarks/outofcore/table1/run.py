@@ -1,17 +1,16 @@
 """The paper's Table 1 on a device: ResNet-50 in float32, 64 to 1440 images, 16 GiB.
 
 Each batch and way runs in a process of its own; a step is forward, backward and the update of SGD
-with momentum. The device's memory is capped by torch's allocator (what CUDA itself takes beside it
-is not counted). `offload` is `anybatch.offload` with expandable segments, `offload, caching`
-without: the paper's schedule with and without virtual addressing. Its budget is the largest share
-of the cap with which a step runs. `save_on_cpu` is torch's own, `recomputation` computes every
-residual block again (`torch.utils.checkpoint`). Speeds are relative to the largest batch that runs
-in memory.
+with momentum. torch's allocator caps the device's memory (CUDA's own allocations are not counted).
+`offload` is `anybatch.offload` with expandable segments, `offload, caching` without: the paper's
+schedule with and without virtual addressing. Its budget is the largest share of the cap with which
+a step runs. `save_on_cpu` is torch's own, `recomputation` recomputes every residual block
+(`torch.utils.checkpoint`). Speeds are relative to the largest batch that runs in memory.
 
 The bound is that of the linear program, on the link that was measured on this device (copies from
-and to pinned memory), with the cap as the budget: functions take the seconds of a roofline from
-measured products and copies, scaled so that the batch in memory takes what it took. The goal is
-0.85 of it at every batch.
+and to pinned memory), with the cap as the budget: functions take the seconds of a roofline model
+from measured products and copies, scaled so that the batch in memory takes its measured time. The
+goal is 0.85 of it at every batch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Convolutions with large or long windows, and one that is usual, beside torch's own kernels.
+"""Convolutions with large or long windows, and a usual one, compared with torch's own kernels.
 
 Forward, the gradient of the input and that of the filters run as torch runs them, and inside
-`anybatch.convolutions` with a workspace of 100 MiB for each, back to back, in turns: `times as
-fast` is the median (and the quartiles) of time(torch) / time(ours). torch counts in its best
-layout: operands as they are, or with channels last (which a model would have to be built for),
-whichever is faster in a run before. Where one image alone takes more than twenty seconds, the
-others are not waited for. `workspace` is what our parts allocate beside operands and result, as a
-meter counts it.
+`anybatch.convolutions` with a workspace of 100 MiB for each, back to back, alternating: `times as
+fast` is the median (and the quartiles) of time(torch) / time(ours). torch counts in the layout that
+is faster in an earlier run: operands as they are, or channels last (which a model would have to be
+built for). Where one image alone takes more than twenty seconds, the others are not run.
+`workspace` is the memory that our parts allocate besides operands and result, as a meter counts it.
 
 Then a training step of a small network in the manner of RepLKNet, windows of 31, 29 and 27 pixels,
-against the whole model in either layout. What was measured to choose is not in these times; it is
-told apart. Both glibc malloc modes run, each in a process started in them.
+is compared with torch, the full model in either layout. The time of measuring for the choice is
+listed separately. Both glibc malloc modes run, each in its own process.
 """
 
 import copy

@@ -1,12 +1,12 @@
-"""Whole training steps of the paper's networks, torch's beside ours within 64 MiB for each kernel.
+"""Full training steps of the paper's networks, torch's against ours within 64 MiB for each kernel.
 
-A step is the model's forward, the loss, its backward and the update of SGD. Steps run back to back
-in turns, torch's alone and inside `anybatch.convolutions`, and a step that is not timed goes before
-those of each side: `torch / ours` is the median (and the quartiles) of the paired ratios. The goal
-is 0.98 at least where torch has a fast path for all layers, which it has for all networks but the
-last. Both layouts of the whole model run, in both glibc malloc modes, each mode in a process of its
-own. What was measured to choose is not in these times: the seconds of the first step inside are
-told apart. Gradients are compared after one step of each, from the same weights and draws.
+A step is forward, loss, backward and the update of SGD. Steps of torch and inside
+`anybatch.convolutions` alternate, back to back, with an untimed step before those of each side:
+`torch / ours` is the median (and the quartiles) of the paired ratios. The goal is 0.98 at least
+where torch has a fast path for all layers, which it has for all networks but the last. Both layouts
+of the full model run, in both glibc malloc modes, each mode in a process of its own. The time of
+measuring for the choice is listed separately: the seconds of the first step inside. Gradients are
+compared after one step of each, from the same weights and random draws.
 """
 
 from __future__ import annotations

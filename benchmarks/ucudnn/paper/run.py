@@ -1,19 +1,19 @@
-"""The tables and figures of the u-cuDNN paper: what each policy chooses, within which workspace.
+"""The tables and figures of the u-cuDNN paper: the choices of each policy, by workspace.
 
-The kernels of a training step of each network are found by listening to one, and their parts are
+The kernels of each network are recorded from one of its training steps, and their parts are
 measured once, by every algorithm, on micro-batches of 1, 2, 4, ... and all samples; of AlexNet on
 every number of samples, too. All tables are choices on these same measurements, in one file:
 `undivided` has parts of all samples only, `powerOfTwo` and `all` are the paper's policies, WR gives
 each kernel a workspace and WD all of them one total. A choice other than torch's kernel counts only
-where it is clearly faster than that; where the best is not twice as fast it must win a duel, run in
-turns with torch's, as in the library. Sums are of convolutions alone. A layer whose input needs
-no gradient has no kernel for it, so AlexNet has 14 kernels here and 15 in the paper.
+where it is clearly faster than that; where the best is not twice as fast it must win a duel,
+alternating with torch's, as in the library. Sums are of convolutions alone. A layer whose input
+needs no gradient has no kernel for it, so AlexNet has 14 kernels here and 15 in the paper.
 
-On a CPU torch has a fast path for the usual layers, and they stay torch's: the tables say so. What
-the paper shows on a GPU needs layers whose fast algorithm wants workspace; here those are large
-windows, so a network of these is beside the others. Batches are a CPU's. `seconds` is what the
-measured parts add up to; the last table has kernels that were really run, in turns with torch's,
-beside what was foreseen of them. It runs in glibc's large malloc mode, torch's best.
+On a CPU torch has a fast path for the usual layers, and they stay torch's, as the tables show. The
+paper's results on a GPU need layers whose fast algorithm wants workspace; here those are large
+windows, so a network of these is included. Batches are a CPU's. `seconds` is the sum of the
+measured parts; the last table has kernels that were really run, alternating with torch's, and their
+forecasts. It runs in glibc's large malloc mode, torch's best.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Convolutions measured by several processes at a time, beside one process alone.
+"""Convolutions measured by several processes at a time, compared with one process alone.
 
 The paper measures micro-configurations on several GPUs at once, where nothing is shared. Processes
 on one CPU share its caches and its memory's speed. The kernels of two networks, ResNet-18 and one
 with large windows, are measured by one process twice, and by as many as there are cores: each into
 a file of its own. A part's ratio is its seconds to those of the first run, so the line of one
-process says what noise alone does. Choices are the fastest within 64 MiB for each kernel; the last
-column is what the kernels take as chosen by a run's figures, by the figures of the first run.
+process shows the noise. Choices are the fastest within 64 MiB for each kernel; the last column is
+the time of the kernels as chosen by a run's figures, by the figures of the first run.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Dividing a network's workspace (WD): our solver beside HiGHS on instances of ResNet-50's size.
+"""Dividing a network's workspace (WD): our solver and HiGHS on instances of ResNet-50's size.
 
-Fronts are drawn as kernels have them, some alike as layers of a network are; totals lie between 2
-and 90 % of what all would like to have. HiGHS gets Equations 1 to 4 of the paper with a gap of 0.
-`optimal` counts the instances on which a choice takes no longer than the other solver's, to nine
-digits; HiGHS keeps its constraints to a millionth only.
+Fronts are drawn like those of kernels, some alike as layers of a network are; totals lie between 2
+and 90 % of the largest workspaces of all kernels together. HiGHS gets Equations 1 to 4 of the paper
+with a gap of 0. `optimal` counts the instances on which a choice takes no longer than the other
+solver's, to nine digits; HiGHS satisfies its constraints to a millionth only.
 """
 
 import random

@@ -1,18 +1,18 @@
-"""Two whole trainings with large and long windows: torch's convolutions, and ours within 64 MiB.
+"""Two full trainings with large and long windows: torch's convolutions, and ours within 64 MiB.
 
 Images: a small network in the manner of RepLKNet (depthwise windows of 31, 29 and 27 pixels) on
 images of CIFAR-10. Sequences: two blocks in the manner of Hyena (a gated depthwise convolution with
-a long window) on a made task: noise comes once more after one of four delays, and the class is
-which. SGD with momentum, float32. A seed has the same initial weights and mini-batches in both
-arms. Few images and few steps give far less than the usual accuracy: what is compared are the arms.
+a long window) on a synthetic task: noise recurs after one of four delays, the class. SGD with
+momentum, float32. A seed has the same initial weights and mini-batches in both arms. Few images and
+steps give far less than the usual accuracy: the comparison is between the arms.
 
-Whether the two are the same training is asked of the first 20 steps on a smaller mini-batch: in
-float64 every tensor must be within 1e-9, and in float32 within the distance of two trainings by
-torch that differ only in the order of rows; how far each is from torch in float64 stands below,
-because another kernel rounds in another way. The figures at the end are compared with the seeds'
-spread. `wall` is a whole training with its evaluations, and in ours with measuring what to choose:
-the first seed measures, and later ones find it in a file. It runs in glibc's large malloc mode.
-`--images` is a folder with train/CLASS and test/CLASS, 32x32 pixels.
+The first 20 steps, on a smaller mini-batch, show whether both are the same training: in float64
+every tensor must be within 1e-9, and in float32 within the distance of two trainings by torch that
+differ only in the order of rows. The table adds each one's distance from torch in float64, because
+another kernel rounds differently. The figures at the end are compared with the seeds' spread.
+`wall` is a full training with its evaluations, in ours with measuring for the choice too: the first
+seed measures, later ones read its file. It runs in glibc's large malloc mode. `--images` is a
+folder with train/CLASS and test/CLASS, 32x32 pixels.
 """
 
 from __future__ import annotations
